@@ -1,2 +1,2 @@
-"""The nouns: job = model + cluster + workload (the question), plan (the answer), estimate and record (predicted,
-measured). No I/O, no torch."""
+"""Defines the specs: job = model + cluster + workload (the question), plan (the answer), estimate and record
+(predicted, measured). The package has no I/O and no torch."""

@@ -33,9 +33,10 @@ def micro_batch_rows(plan: Plan, batch: int, replica: int) -> list[tuple[int, in
 
 
 def micro_batches_by_speed(speeds: Sequence[float], count: int) -> tuple[int, ...]:
-    """Returns how many of `count` micro-batches each replica runs, at least one each, so that all end early.
+    """Returns how many of `count` micro-batches each replica runs, at least one each, so that the slowest replica ends
+    as early as possible.
 
-    Each micro-batch goes to the replica that would be done with it first, which is optimal.
+    Each micro-batch goes to the replica that would finish it first, which is optimal.
 
     >>> micro_batches_by_speed([1.0, 2.0], 24), micro_batches_by_speed([1.0, 1.0, 1.0], 8)
     ((8, 16), (3, 3, 2))

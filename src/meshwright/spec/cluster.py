@@ -1,5 +1,5 @@
-"""Devices, the links between them, and groups of equal nodes. Calibration is Cluster -> Cluster: the same noun with
-measured numbers."""
+"""Describes devices, the links between them, and groups of identical nodes. Calibration maps a Cluster to a Cluster:
+the same model with measured values."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from meshwright.core.codec import OneLine, StrictModel
 from meshwright.core.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
 
 MAX_CLUSTER_NODES = 2**20
-"""Nodes, or devices of one: more than anyone has built."""
+"""Maximum number of nodes, or of devices of one node. No real cluster is larger."""
 
 
 class Device(StrictModel):
-    """One accelerator, or one share of a host's processor."""
+    """One accelerator, or one CPU rank's part of a host's processor."""
 
     name: OneLine
     memory: Bytes = Field(gt=0)
@@ -58,7 +58,7 @@ class Link(StrictModel):
 
 
 class NodeGroup(StrictModel):
-    """Equal nodes. Unlike nodes are several groups."""
+    """Identical nodes. Heterogeneous nodes form several groups."""
 
     nodes: int = Field(ge=1, le=MAX_CLUSTER_NODES)
     devices: int = Field(ge=1, le=MAX_CLUSTER_NODES, description="per node")
@@ -91,33 +91,34 @@ class Cluster(StrictModel):
 
     @property
     def devices(self) -> int:
+        """The number of devices."""
         return sum(group.nodes * group.devices for group in self.groups)
 
     @property
     def memory(self) -> float:
-        """Bytes of the smallest device: what every rank of an even plan must fit in."""
+        """Bytes of the smallest device, which limit every rank of an even plan."""
         return min(group.device.memory for group in self.groups)
 
     def with_memory(self, memory: float) -> Cluster:
-        """The same with so many bytes on every device."""
+        """Returns the cluster with `memory` bytes on every device."""
         return self.but(groups=tuple(group.but(device=group.device.but(memory=memory)) for group in self.groups))
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes/s between a device and its host, of the slowest group; 0 where devices are cores of the host itself."""
+        """Bytes/s between a device and its host in the slowest group; 0 if the devices are the host's own CPU cores."""
         return min(
             0.0 if group.device.name.lower().startswith("cpu") else group.host_bandwidth for group in self.groups
         )
 
     @property
     def storage_bandwidth(self) -> float:
-        """Bytes/s between one device and the disk of its node, while its neighbours use it too; of the slowest group, 0
-        where there is none."""
+        """Bytes/s between one device and the disk of its node while the other devices use it too. It is the value of
+        the slowest group; 0 without a disk."""
         return min(group.storage_bandwidth / group.devices for group in self.groups)
 
     @property
     def price(self) -> float | None:
-        """Of an hour of all devices; None where one of the groups names none."""
+        """The price of all devices per hour; None if a group has no price."""
         prices = [group.device.price for group in self.groups]
         if None in prices:
             return None
@@ -125,4 +126,5 @@ class Cluster(StrictModel):
 
     @property
     def devices_per_node(self) -> int:
+        """The number of devices per node, in the smallest nodes."""
         return min(group.devices for group in self.groups)

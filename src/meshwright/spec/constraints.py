@@ -1,14 +1,12 @@
-"""When a plan is legal for a model, a batch and a number of devices: pure rules, asked by the planner, by what reads a
-person's plan and by the
-runtime before it starts a single rank.
+"""Checks whether a plan is legal for a model, a batch and a number of devices. The planner, the parser of a user's
+plan, and the runtime before it starts ranks apply the same pure rules.
 
-A rule is a `Violation`: a short reason, the same for all plans that break it, and one line with the numbers. No fault:
-the plan can run.
-Why so early: ranks with unlike sizes abort inside gloo without a Python error.
+A broken rule is a `Violation`: a short reason, identical for all plans that break the rule, and one line with the
+numbers. Without violations the plan can run. The rules apply before ranks start, because ranks with different sizes
+abort inside gloo without a Python error.
 
-What the runtime of this version runs, as one table that both wings read. The planner prices more: it says so beside a
-plan, and `train`
-searches only here.
+The module also has the table of what the runtime of this version supports. The planner and the runtime both read it.
+The planner also estimates plans that are not supported and marks them; `train` searches supported plans only.
 
 >>> from meshwright.spec.plan import parse_plan; from meshwright.spec.plan_name import format_number_list
 >>> is_supported(parse_plan("dp8.tp2.z1.off-optimizer25")), is_supported(parse_plan("dp4.z3.off-parameters-disk"))
@@ -45,14 +43,14 @@ from meshwright.spec.workload import Workload
 
 
 class Violation(NamedTuple):
-    """Why a plan cannot run: `reason` groups plans, `message` is the line for this one."""
+    """The reason why a plan cannot run. `reason` groups plans; `message` is the line for this plan."""
 
     reason: str
     message: str
 
 
 def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
-    """World size = pp x dp x cp x tp must be the number of devices; ep must divide dp_shard x cp x tp."""
+    """Checks that the world size pp x dp x cp x tp is the number of devices, and that ep divides dp_shard x cp x tp."""
     if plan.world != devices:
         factors = [
             (axis, getattr(plan, axis))
@@ -72,7 +70,7 @@ def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
 
 
 def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
-    """A group that holds pipeline ranks is taken whole: their devices are all of its devices."""
+    """Checks that a group of nodes with pipeline ranks is used completely: these ranks use all of its devices."""
     each = plan.world // plan.pp
     for group in sorted(set(plan.placement)):
         if group >= len(cluster.groups):
@@ -92,9 +90,8 @@ def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
 def tensor_parallel_violations(
     plan: Plan, divisible: Mapping[str, int], tensor_parallel: bool = True, vocabulary: int = 0
 ) -> Iterator[Violation]:
-    """tp must divide heads and the feed-forward width; key-value heads must divide it or be divided by it; a
-    `vocabulary` that is shared may be uneven, but
-    every rank must have some of it."""
+    """Checks the degree of tensor parallelism. tp must divide heads and the feed-forward width. Key-value heads must
+    divide tp or be divisible by it. A sharded `vocabulary` may be uneven, but every rank must have a part of it."""
     if plan.tp == 1:
         return
     if not tensor_parallel:
@@ -113,7 +110,7 @@ def tensor_parallel_violations(
 
 
 def expert_parallel_violations(plan: Plan, experts: int) -> Iterator[Violation]:
-    """ep must divide the experts, of which a dense model has none."""
+    """Checks that ep divides the number of experts. A dense model has none."""
     if plan.ep > 1 and not experts:
         yield Violation("the model has no experts", f"ep({plan.ep}): the model has no experts; use ep 1")
     elif plan.ep > 1 and experts % plan.ep:
@@ -121,7 +118,7 @@ def expert_parallel_violations(plan: Plan, experts: int) -> Iterator[Violation]:
 
 
 def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Iterator[Violation]:
-    """Ulysses gives each context rank whole heads of its tensor rank; key-value heads that are too few are repeated."""
+    """Checks Ulysses: each context rank gets whole heads of its tensor rank. Too few key-value heads are replicated."""
     heads, ranks = divisible.get("heads", 0), plan.ulysses_ranks * plan.tp
     if plan.context == ContextParallelMethod.ulysses and heads % ranks:
         yield Violation(
@@ -131,7 +128,7 @@ def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Ite
 
 
 def offload_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
-    """What is offloaded needs a way to the host, or to a disk."""
+    """Checks that the cluster has a link to the host, or to a disk, for what is offloaded."""
     for what in plan.offload:
         if what in DISK_OFFLOADS and not cluster.storage_bandwidth:
             yield Violation(
@@ -149,8 +146,8 @@ def offload_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
 
 
 def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Violation]:
-    """Every stage needs a block; a stage split by hand must name them all. `against` is why the model cannot be cut
-    between its blocks, where it cannot."""
+    """Checks that every stage has a block, and that a manual stage split covers all blocks. `against` is the reason
+    why the model cannot be cut between its blocks; empty if it can."""
     if plan.stages > 1 and against:
         yield Violation(
             "the model cannot be cut between its blocks",
@@ -171,7 +168,8 @@ def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Vio
 
 
 def block_count_violations(plan: Plan, blocks: int) -> Iterator[Violation]:
-    """Blocks of a stage that recompute, or whose activations wait, are at most those that it has."""
+    """Checks that the number of blocks that recompute or offload activations is at most the number of blocks of the
+    stage."""
     if not (plan.recompute_layers or plan.offload_layers) or any(stage_violations(plan, blocks)):
         return
     most = max(plan.stage_layers(max(blocks, 1)))
@@ -186,8 +184,8 @@ def block_count_violations(plan: Plan, blocks: int) -> Iterator[Violation]:
 
 
 def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
-    """Yields a violation where the batch is not a whole number of micro-batches on every replica, or where the schedule
-    does not order so many."""
+    """Yields a violation if the batch is not a whole number of micro-batches on every replica, or if the schedule
+    does not support that number."""
     rows, each = plan.rows_per_round, round_equation(plan).partition(" = ")[0]
     if plan.shares and plan.uneven_batch != batch:
         yield Violation("shares are of another batch", f"shares: {shares_equation(plan)} but the batch is {batch}")
@@ -219,13 +217,14 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
 
 
 def batch_split_violations(plan: Plan, batch: int, against: str) -> Iterator[Violation]:
-    """Rows of a batch that see each other pass together. `against` is why they do, empty where they do not."""
+    """Checks that a batch whose rows depend on each other is not divided. `against` is the reason for the
+    dependence; empty if rows are independent."""
     if against and (plan.dp > 1 or plan.micro_batch < batch):
         yield Violation("rows of a batch see each other", f"a batch must not be divided: {against}; use dp1.mb{batch}")
 
 
 def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
-    """Exact sums are of micro-batches of one size, which the workload names."""
+    """Checks that exact sums use micro-batches of one size, the one that the workload names."""
     if exact and plan.micro_batch_sizes:
         yield Violation(
             "exact sums are of micro-batches of one size",
@@ -239,7 +238,7 @@ def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
 
 
 def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violation]:
-    """Replicas that update by themselves are the copies of the states that the plan holds."""
+    """Checks that the DiLoCo replicas are the state replicas of the plan."""
     if local is None:
         return
     if plan.dp_replicate != local.replicas:
@@ -267,7 +266,7 @@ def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violat
 
 
 def offloaded_state_names(plan: Plan) -> tuple[str, ...]:
-    """What waits elsewhere of that which an update reads and writes.
+    """Returns the offloaded kinds of state that an optimizer update reads and writes.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> offloaded_state_names(parse_plan("dp2.z1.off-optimizer-disk.off-activations"))
@@ -277,9 +276,9 @@ def offloaded_state_names(plan: Plan) -> tuple[str, ...]:
 
 
 class UpdateProperties(NamedTuple):
-    """How weights are updated: types, whether some or all tensors are updated whole, whether devices are cores, whose
-    memory is the host's, and
-    tensors of experts that are updated whole."""
+    """The properties of the optimizer update: the precision recipe, whether some or all tensors are updated as a
+    whole, and which expert tensors are. `on_cores` means that the devices are CPU cores, whose memory is the
+    host's."""
 
     recipe: Recipe
     whole: bool = False
@@ -288,12 +287,13 @@ class UpdateProperties(NamedTuple):
 
     @property
     def there(self) -> bool:
-        """Whether weights that wait elsewhere are updated there: it is they that are updated, and where they wait the
-        device does not reach them."""
+        """Whether offloaded weights are updated on the host. This holds for weights without main weights, which the
+        device cannot reach while they are offloaded."""
         return not (self.on_cores or self.recipe.master)
 
     @classmethod
     def of(cls, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()) -> UpdateProperties:
+        """Returns the properties for a workload, a cluster and, where known, the layers of the model."""
         rule = workload.optimizer
         on_cores = all(group.device.name.lower().startswith("cpu") for group in cluster.groups)
         values = [(layer, each) for layer in layers for each in layer.parameters if each.experts and not each.frozen]
@@ -302,7 +302,7 @@ class UpdateProperties(NamedTuple):
 
 
 def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violation]:
-    """What types, and rules that update tensors whole, go with."""
+    """Checks the update against precision types and against rules that update whole tensors."""
     recipe, offloaded = update.recipe, offloaded_state_names(plan)
     if recipe.products == "fp8" and (plan.tp > 1 or any(plan.splits_backward(stage) for stage in range(plan.stages))):
         yield Violation(
@@ -350,20 +350,20 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
 def workload_violations(
     plan: Plan, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()
 ) -> Iterator[Violation]:
-    """Every rule of what a workload asks for besides its batch. `layers` of the model, where they are known."""
+    """Checks every rule of a workload except those of its batch. `layers` are those of the model, if they are known."""
     yield from update_violations(plan, UpdateProperties.of(workload, cluster, layers))
     yield from exact_sum_violations(plan, workload.exact)
     yield from diloco_violations(plan, workload.local)
 
 
 def check_batch_size(plan: Plan) -> int:
-    """Rows with which a plan is compared with one device: two micro-batches of every replica and stage, or as many as
-    the plan's actions order."""
+    """Returns the number of rows for a comparison with one device: two micro-batches of every replica and stage, or
+    as many as the plan's schedule orders."""
     return plan.uneven_batch or plan.rows_per_round * (plan.schedule_rules.ordered_micro_batches or 2 * plan.pp)
 
 
 def half_sequence_length(plan: Plan, length: int) -> int:
-    """Half of a row's `length` tokens, as far as the plan can divide them; 0 where that is less than 8.
+    """Returns half of a row's `length` tokens, rounded down to what the plan can divide; 0 if that is less than 8.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> half_sequence_length(parse_plan("tp4.sp"), 46), half_sequence_length(parse_plan("dp2"), 12)
@@ -376,10 +376,10 @@ def half_sequence_length(plan: Plan, length: int) -> int:
 
 
 def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: str = "") -> Iterator[Violation]:
-    """Sequence parallelism cuts a sequence into tp pieces, context parallelism into 2 x cp; learned positions end
-    somewhere.
+    """Checks the sequence length. Sequence parallelism cuts it into tp pieces, context parallelism into 2 x cp. Learned
+    positions limit the length.
 
-    `against` is why the model's layers cannot work on a piece of the sequence, where they cannot.
+    `against` is the reason why the model's layers cannot work on a piece of the sequence; empty if they can.
     """
     if plan.sequence_parallel and against:
         yield Violation("sequence parallelism would be wrong", f"sp: {against}; leave sequence parallelism out")
@@ -402,7 +402,7 @@ def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: st
 
 
 def plan_violations(job: Job, plan: Plan) -> Iterator[Violation]:
-    """Every rule that `plan` breaks for `job`, the plainest first."""
+    """Yields every rule that `plan` breaks for `job`, the simplest first."""
     yield from (
         placement_violations(plan, job.cluster) if plan.placement else world_size_violations(plan, job.cluster.devices)
     )
@@ -421,7 +421,7 @@ def plan_violations(job: Job, plan: Plan) -> Iterator[Violation]:
 
 
 def validate_plan(job: Job, plan: Plan) -> None:
-    """Nothing, or InputError with the first rule that `plan` breaks for `job`."""
+    """Raises InputError with the first rule that `plan` breaks for `job`."""
     for fault in plan_violations(job, plan):
         raise InputError(f"plan {plan.name}: {fault.message}")
 
@@ -438,11 +438,11 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
         )
     ),
 }
-"""Values of the fields of a plan that run; every other field runs with all of its values."""
+"""Supported values of the fields of a plan. Every field that is not listed supports all of its values."""
 
 
 def unsupported_parts(plan: Plan) -> tuple[str, ...]:
-    """The parts of the plan's name that this version does not run yet; empty when it runs."""
+    """Returns the parts of the plan's name that this version does not support yet; empty if it supports the plan."""
     said = {
         "schedule": str(plan.schedule),
         "offload": ".".join(offload_name_parts(plan)),
@@ -451,5 +451,5 @@ def unsupported_parts(plan: Plan) -> tuple[str, ...]:
 
 
 def is_supported(plan: Plan) -> bool:
-    """Whether this version runs the plan."""
+    """Returns whether this version supports the plan."""
     return not unsupported_parts(plan)

@@ -58,7 +58,7 @@ class Offload(StrEnum):
 
 
 DISK_OFFLOADS = (Offload.optimizer_disk, Offload.parameters_disk, Offload.activations_disk)
-"""What is offloaded to files; all else is offloaded to CPU memory."""
+"""Offloads to files; all others are to CPU memory."""
 
 OPTIMIZER_OFFLOADS = (Offload.optimizer, Offload.optimizer_disk)
 """The states of the optimizer, with the float32 main weights."""
@@ -74,14 +74,14 @@ EXCLUSIVE_OFFLOADS = {
     "parameters": PARAMETER_OFFLOADS,
     "activations": ACTIVATION_OFFLOADS,
 }
-"""What a plan offloads to one place only: CPU memory or files."""
+"""What a plan offloads to only one place, CPU memory or files."""
 
 OFFLOAD_AMOUNT_FIELDS = {
     **dict.fromkeys(OPTIMIZER_OFFLOADS, "offload_share"),
     **dict.fromkeys(PARAMETER_OFFLOADS, "weights_share"),
     **dict.fromkeys(ACTIVATION_OFFLOADS, "offload_layers"),
 }
-"""The field of a plan that holds the number after a name: the percentage that is offloaded, or the number of blocks."""
+"""The field of a plan with the number after a name: the offloaded percentage, or the number of blocks."""
 
 
 def offloads_states(offload: Collection[Offload]) -> bool:
@@ -105,9 +105,9 @@ def min_zero_stage(offload: Collection[Offload]) -> int:
 
 
 def upgrade_offload_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a plan, or pins, of an earlier version as this version writes them.
+    """Converts the fields of a plan, or pins, of an earlier version to the fields of this version.
 
-    `offload_share` was the percentage of the weights where only weights were offloaded.
+    In earlier versions `offload_share` was the percentage of the weights if only weights were offloaded.
 
     >>> upgrade_offload_fields({"offload": ["parameters"], "offload_share": 50})
     {'offload': ['parameters'], 'weights_share': 50}
@@ -136,6 +136,6 @@ class ContextParallelMethod(StrEnum):
 
 
 MESH_AXES: tuple[MeshAxis, ...] = ("pp", "dp", "tp")
-"""Outermost first; dp is dp_replicate x dp_shard x cp."""
+"""The order of mesh axes from outermost to innermost; dp is dp_replicate x dp_shard x cp."""
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20

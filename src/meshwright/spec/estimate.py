@@ -1,8 +1,7 @@
-"""What a plan is predicted to take. `StepRecord` says the same things measured, in the same words.
+"""Describes the predicted memory and time of a plan. `StepRecord` has the measured values with the same names.
 
-Whether a plan fits, in words with the margin. Three verdicts: it fits; it is tight, because an allocator that fragments
-badly may take
-more; it does not fit, on its device or on its host alone.
+The fit status has three values. The plan fits. It is tight if a fragmenting allocator may need more memory. It does not
+fit, on its device or on its host alone.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from meshwright.core.i18n.messages import Message, make_message, make_term_messa
 
 
 class MemoryBreakdown(StrictModel):
-    """Bytes on one rank at its peak. `total` is what is allocated, `reserved` what the allocator takes from the
+    """Bytes on one rank at its peak. `total` is what is allocated, `reserved` what the allocator reserves on the
     device."""
 
     parameters: float
@@ -29,7 +28,7 @@ class MemoryBreakdown(StrictModel):
 
 
 class TimeBreakdown(StrictModel):
-    """Seconds of one step, only what is not hidden, so that the items add up to `step`."""
+    """Seconds of one step. Each item has only its exposed time, so that the items add up to `step`."""
 
     compute: float = 0.0
     recompute: float = 0.0
@@ -44,7 +43,7 @@ class TimeBreakdown(StrictModel):
 
 
 class FitStatus(StrEnum):
-    """The verdict on memory."""
+    """Whether a plan fits in memory."""
 
     fits = "fits"
     tight = "tight"
@@ -52,7 +51,7 @@ class FitStatus(StrEnum):
 
 
 class Estimate(StrictModel):
-    """One plan's price. `memory` is that of the busiest rank, `per_stage` that of each pipeline rank."""
+    """The predicted cost of one plan. `memory` is that of the busiest rank, `per_stage` that of each pipeline rank."""
 
     memory: MemoryBreakdown
     per_stage: tuple[MemoryBreakdown, ...]
@@ -75,17 +74,18 @@ class Estimate(StrictModel):
     notes: tuple[str, ...] = Field(default=(), description="what the estimate leaves out or assumes for this plan")
 
     def over(self, steps: int) -> float:
-        """Seconds of one of so many steps, its part of the first one's among them."""
+        """Returns the mean seconds of a step over `steps` steps, with the extra time of the first step distributed
+        over them."""
         return self.time.step + self.first / steps
 
     @property
     def is_crowded(self) -> bool:
-        """Whether it is the host alone that has no room."""
+        """Whether only the host lacks memory."""
         return self.crowded > 0 <= self.spare
 
     @property
     def spare(self) -> float:
-        """Bytes between what is reserved on the fullest rank and the limit; below 0 where the plan does not fit."""
+        """Bytes between the reserved memory of the peak rank and the limit; negative if the plan does not fit."""
         return self.limit - self.memory.reserved
 
 
@@ -93,7 +93,7 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers"
 
 
 def fit_message(estimate: Estimate) -> Message:
-    """The verdict with its margin in bytes and as a share of what a rank can take."""
+    """Returns the fit status with its margin, in bytes and as a fraction of the limit."""
     margin = abs(estimate.spare)
     values = {"spare": margin, "share": margin / estimate.limit if estimate.limit else 0.0}
     if estimate.is_crowded:
@@ -102,6 +102,6 @@ def fit_message(estimate: Estimate) -> Message:
 
 
 def largest_memory_kind(memory: MemoryBreakdown) -> tuple[Message, float]:
-    """The kind of memory that takes most, and its bytes."""
+    """Returns the kind of memory that takes the most, and its bytes."""
     kind = max(MEMORY_KINDS, key=lambda kind: getattr(memory, kind))
     return make_term_message("memory", kind), getattr(memory, kind)

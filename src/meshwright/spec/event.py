@@ -74,9 +74,9 @@ class RunEvent(StrictModel):
 
 
 def parse_events(text: str) -> Iterator[RunEvent]:
-    """Yields the events of the lines of a log. Skips a line that was cut off, or that another version wrote."""
+    """Yields the events of the lines of a log. Skips a line that is incomplete, or that another version wrote."""
     for line in text.splitlines():
         try:
             yield RunEvent.model_validate(json.loads(line))
-        except ValueError:  # of JSON or of the fields
+        except ValueError:  # invalid JSON or invalid fields
             continue

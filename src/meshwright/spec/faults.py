@@ -1,8 +1,9 @@
-"""What goes wrong, as data: the same nouns for the simulator and for real ranks.
+"""Describes faults as data: the same specs for the simulator and for real ranks.
 
     Faults(kill=[(3, 20)], slow=[(5, 1.5)], link=[(0, 0.25)])
 
-says that rank 3 dies in step 20, rank 5 computes half as long again, and rank 0 has a quarter of its bandwidth left.
+In this example rank 3 dies in step 20, rank 5 takes 1.5 times as long to compute, and rank 0 has a quarter of its
+bandwidth.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from meshwright.core.units import Seconds
 
 
 class _RankFault(StrictModel):
-    """One fault; a tuple of its values in order, or their text with colons between, reads as one."""
+    """One fault. It can be built from a tuple of its values in order, or from their text with colons between."""
 
     rank: int = Field(ge=0)
 
@@ -33,7 +34,7 @@ class _RankFault(StrictModel):
 
     @classmethod
     def form(cls) -> str:
-        """How it is written.
+        """Returns the text form of the fault.
 
         >>> SlowRank.form()
         'RANK:FACTOR'
@@ -42,20 +43,20 @@ class _RankFault(StrictModel):
 
 
 class SlowRank(_RankFault):
-    """A rank that computes `factor` times as long as it should."""
+    """A straggler: a rank that takes `factor` times as long to compute."""
 
     factor: float = Field(gt=0, allow_inf_nan=False)
 
 
 class KilledRank(_RankFault):
-    """A rank that dies in the middle of a step; steps count from 1."""
+    """A rank that dies in the middle of a step. Steps count from 1."""
 
     step: int = Field(ge=1)
 
 
 class SlowLink(_RankFault):
-    """A rank's link to the others with `share` of its bandwidth left, for good or from `start` for `seconds` of a
-    step."""
+    """A rank whose link to the others has the fraction `share` of its bandwidth, permanently or from `start` for
+    `seconds` of a step."""
 
     share: float = Field(ge=0, le=1, description="of its bandwidth that is left; 0: down")
     seconds: Seconds | None = None
@@ -63,7 +64,7 @@ class SlowLink(_RankFault):
 
 
 class Faults(StrictModel):
-    """Everything that goes wrong in one run. None of it changes the result, only the time."""
+    """All faults of one run. None of them changes the result, only the time."""
 
     kill: tuple[KilledRank, ...] = ()
     slow: tuple[SlowRank, ...] = ()
@@ -71,12 +72,12 @@ class Faults(StrictModel):
 
     @property
     def ranks(self) -> set[int]:
-        """Ranks that something is wrong with for more than a moment."""
+        """Ranks that are slow or have a slow link."""
         return {fault.rank for fault in (*self.slow, *self.link)}
 
     def check(self, world: int) -> Self:
-        """Itself. Raises InputError for a rank that is not there or is named twice, and for a link that is down for
-        good."""
+        """Returns itself. Raises InputError for a rank that does not exist or is named twice, and for a link that is
+        down permanently."""
         for name in Faults.model_fields:
             faults = getattr(self, name)
             for fault in faults:
@@ -102,7 +103,7 @@ FaultType = TypeVar("FaultType", bound=_RankFault)
 
 
 def parse_faults(kind: type[FaultType], texts: Sequence[str], where: str) -> tuple[FaultType, ...]:
-    """What options say, several in one joined by commas.
+    """Parses the texts of an option. One text may have several faults, joined by commas.
 
     >>> parse_faults(SlowRank, ["3:1.5,4:2"], "--slow")[1].factor
     2.0

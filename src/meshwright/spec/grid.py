@@ -1,9 +1,9 @@
-"""Ranks as coordinates of a plan's axes, and the part of the ZeRO states of each rank.
+"""Maps ranks to coordinates on a plan's axes, and to shards of the ZeRO states.
 
 By default pp is the outermost axis, then dp_replicate, dp_shard and cp, and tp is the innermost one, so that tensor
 ranks are neighbours. A plan may name another order of axes.
 
-[Note: placed ranks] Ranks are numbered as their devices are, one group of nodes after the other. Where a plan places
+[Note: placed ranks] Ranks are numbered like their devices, one group of nodes after the other. If a plan places
 pipeline ranks on groups, the ranks of the first group come first, whatever stages they run: pipeline rank 0 of
 `place1-0` is the second half of the ranks.
 
@@ -35,7 +35,7 @@ class Coords(NamedTuple):
 
 
 class RankGrid:
-    """The arithmetic between the ranks and the coordinates of one plan."""
+    """Converts between the ranks and the coordinates of one plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.sizes = Coords(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
@@ -47,26 +47,28 @@ class RankGrid:
         self._block_of_stage = {pp: block for block, pp in enumerate(self._stage_of_block)}
 
     def place(self, rank: int) -> Coords:
+        """Returns the coordinates of `rank`."""
         place = Coords(*(rank // stride % size for stride, size in zip(self.strides, self.sizes, strict=True)))
         return place._replace(pp=self._stage_of_block[place.pp])
 
     def rank(self, place: Coords) -> int:
+        """Returns the rank at `place`."""
         place = place._replace(pp=self._block_of_stage[place.pp])
         return sum(coordinate * stride for coordinate, stride in zip(place, self.strides, strict=True))
 
     def along(self, rank: int, axis: str) -> list[int]:
-        """The ranks along `axis` through `rank`, in order."""
+        """Returns the ranks along `axis` through `rank`, in order."""
         place = self.place(rank)
         return [self.rank(place._replace(**{axis: at})) for at in range(getattr(self.sizes, axis))]
 
     def replica(self, rank: int) -> int:
-        """Which slice of the batch `rank` reads: 0 to dp - 1."""
+        """Returns the index of the data replica of `rank`, from 0 to dp - 1: which slice of the batch it reads."""
         place = self.place(rank)
         return place.dp_replicate * self.sizes.dp_shard + place.dp_shard
 
     def holding(self, rank: int) -> tuple[int, int]:
-        """Which copy of the states `rank` holds, and which shard of it: its data and context ranks lie one after the
-        other.
+        """Returns the index of the state replica of `rank`, and the index of its shard. Data and context ranks are
+        numbered consecutively.
 
         >>> RankGrid(Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1)).holding(5)
         (1, 1)
@@ -76,8 +78,8 @@ class RankGrid:
         return divmod(self.replica(rank) * self.sizes.cp + self.place(rank).cp, self.plan.shards)
 
     def sharing(self, rank: int) -> tuple[list[int], list[int]]:
-        """The ranks that share one copy of the states with `rank`, and those that hold the same shard; each with `rank`
-        in it."""
+        """Returns the ranks that shard one replica of the states with `rank`, and the ranks with the same shard.
+        Both include `rank`."""
         place, (copy, shard) = self.place(rank), self.holding(rank)
         state_ranks = [
             self.rank(place._replace(dp_replicate=replicate, dp_shard=each, cp=piece))
@@ -103,7 +105,8 @@ def rank_strides(plan: Plan) -> dict[str, int]:
 
 
 def relative_shard_size(plan: Plan, replica: int | None = None) -> float:
-    """Returns the size of the largest shard of the context ranks of `replica`, or of all ranks, in equal shards.
+    """Returns the size of the largest shard among the context ranks of `replica`, or of all ranks, relative to an equal
+    shard.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> relative_shard_size(parse_plan("dp2.z3.zw3-1"), 1), relative_shard_size(parse_plan("dp4.z3"))
@@ -115,7 +118,8 @@ def relative_shard_size(plan: Plan, replica: int | None = None) -> float:
 
 
 def largest_shard_weight(plan: Plan, replica: int | None = None) -> ShardWeight | None:
-    """Returns the weight of that shard among those of all ranks, of equal ones the first; None where all are equal.
+    """Returns the weight of that shard among those of all ranks, the first of several equal ones; None if all are
+    equal.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> largest_shard_weight(parse_plan("dp2.z3.zw3-1"), 1)

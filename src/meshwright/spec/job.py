@@ -1,4 +1,5 @@
-"""A job is the question: model + cluster + workload, where its data is, and what the user fixed of the plan."""
+"""Defines a job, the question to the planner: model + cluster + workload, the location of the data, and the fixed
+parts of the plan."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from meshwright.spec.workload import Workload
 
 
 class Job(StrictModel):
-    """What is planned. `pins` are fields of `Plan` that the user fixed."""
+    """The job to plan. `pins` are fields of `Plan` that the user fixed."""
 
     model: ModelSpec
     cluster: Cluster

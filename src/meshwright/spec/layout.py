@@ -1,28 +1,24 @@
-"""How parameters lie in flat buffers: the one rule that the runtime builds by and the planner counts by, so that both
-agree to the byte.
+"""Defines the layout of parameters in flat buffers. The runtime builds by this rule and the planner counts by it, so
+that both agree to the byte.
 
-[Note: flat layout] The layers of each virtual stage, in forward order, are grouped into units; no unit spans two
-stages. The first stage
-holds 'embedding' (the vocabulary weight alone) and 'front', the last one 'back' and 'head'; where the head is tied and
-on another stage than
-the embedding, the last stage holds, after all else, one more 'embedding' layer with its own copy of the weight; the
-head's bias stays in 'head'. ZeRO-3 gathers and frees layer by layer: one
-unit a layer. Below it a unit is a bucket: layers in backward order until `bucket` bytes of gradients are reached. A
-layer with a tied
-weight is a unit alone, so that both of its holders shard it equally. Inside a unit stand first the tensors that tensor
-parallelism
-splits, then the whole ones (their gradients need one more sum under sequence parallelism: one contiguous run). Every
-tensor begins at a
-multiple of ALIGN elements, and the unit ends at a multiple of shards x ALIGN, so that shards are equal and aligned; by
-`shard_weights` they are unequal and aligned.
+[Note: flat layout] The layers of each virtual stage, in forward order, are grouped into units (flat parameter groups).
+No unit spans two stages. The first stage has 'embedding' (the vocabulary weight alone) and 'front', the last one 'back'
+and 'head'. If the head is tied and on another stage than the embedding, the last stage ends with one more 'embedding'
+layer that has its own replica of the weight; the head's bias stays in 'head'.
 
-A piece of a logical tensor: what one rank holds of it. Checkpoints are written and read in pieces, whatever the layout.
+At ZeRO 3 each layer is a unit, because ZeRO 3 gathers and frees layer by layer. At lower stages a unit is a bucket:
+layers in backward order until `bucket` bytes of gradients are reached. A layer with a tied weight is a unit alone, so
+that both of its owners shard it equally.
 
-[Note: pieces] A tensor rank holds, along dimension `split`, the intervals `intervals` of the full tensor (several for a
-fused projection),
-laid one after the other: the local tensor. A shard of a flat buffer holds the run [start, stop) of that local tensor,
-flattened.
-`split` None: the local tensor is the full one.
+Inside a unit the tensors that tensor parallelism shards come first, then the replicated ones. Under sequence
+parallelism the gradients of the latter need one more sum, which then covers one contiguous run. Every tensor begins at
+a multiple of `ALIGN_NUMEL` elements. The unit ends at a multiple of shards x `ALIGN_NUMEL`, so that shards are equal
+and aligned; with `shard_weights` they are unequal and aligned.
+
+[Note: pieces] A piece is the part of a logical tensor on one rank. Checkpoints are written and read in pieces, whatever
+the layout. A tensor rank has, along dimension `split`, the intervals `intervals` of the full tensor (several for a
+fused projection). Their concatenation is the local tensor. A shard of a flat buffer has the run [start, stop) of that
+local tensor, flattened. If `split` is None, the local tensor is the full one.
 """
 
 from __future__ import annotations
@@ -34,18 +30,19 @@ from typing import Any, NamedTuple
 ALIGN_NUMEL = 32
 
 MAX_INFLIGHT_REDUCE = 2
-"""Gradient reductions in flight at ZeRO 2 and 3, each of a full parameter group, while a third group fills."""
+"""Maximum number of gradient reductions in flight at ZeRO 2 and 3. Each is of a full parameter group, while a
+further group fills."""
 
 CHUNK_ELEMENTS = 1 << 19
 """Elements that an optimizer updates together if the update needs temporary memory or states are offloaded: 2 MiB of
 each kind of float32 state."""
 
 SWAP_BUFFERS = 4
-"""Chunks of offloaded states in memory: one that is updated, one that is stored, two that are fetched."""
+"""Chunks of offloaded states in memory: one is updated, one is stored, two are fetched."""
 
 
 class ParamSlot(NamedTuple):
-    """One tensor of a layer as the layout sees it."""
+    """One tensor of a layer in the layout."""
 
     name: str
     numel: int
@@ -53,7 +50,7 @@ class ParamSlot(NamedTuple):
 
 
 class LayerParams(NamedTuple):
-    """A layer's tensors on this tensor rank; `own_bucket` for a tied weight."""
+    """The tensors of a layer on this tensor rank. `own_bucket` is set for a tied weight."""
 
     name: str
     slots: tuple[ParamSlot, ...]
@@ -61,7 +58,7 @@ class LayerParams(NamedTuple):
 
 
 class BucketLayout(NamedTuple):
-    """A flat buffer: the offset of each tensor, the end of the split ones, the padded length."""
+    """A flat buffer: the offset of each tensor, the end of the sharded ones, the padded length."""
 
     layers: tuple[str, ...]
     offsets: dict[str, int]
@@ -70,11 +67,12 @@ class BucketLayout(NamedTuple):
 
 
 def align_numel(count: int, to: int = ALIGN_NUMEL) -> int:
+    """Returns `count` rounded up to a multiple of `to`."""
     return -(-count // to) * to
 
 
 def bucket_layout(layers: Sequence[LayerParams], shards: int) -> BucketLayout:
-    """One flat buffer for `layers`."""
+    """Returns the layout of one flat buffer for `layers`."""
     offsets: dict[str, int] = {}
     end = 0
     for split in (True, False):
@@ -91,7 +89,7 @@ def bucket_layout(layers: Sequence[LayerParams], shards: int) -> BucketLayout:
 
 
 def bucket_gaps(unit: BucketLayout, numels: Mapping[str, int]) -> list[slice]:
-    """What lies between and behind the tensors of a buffer, of which each has so many elements.
+    """Returns the gaps between and after the tensors of a buffer. `numels` gives the elements of each tensor.
 
     >>> bucket_gaps(BucketLayout(("block.0",), {"a": 0, "b": 32}, 0, 64), {"a": 32, "b": 30})
     [slice(62, 64, None)]
@@ -104,8 +102,8 @@ def bucket_gaps(unit: BucketLayout, numels: Mapping[str, int]) -> list[slice]:
 
 
 def shard_bounds(numel: int, shards: int, weights: Sequence[int] = ()) -> list[int]:
-    """Where the shards of a unit of `numel` elements begin, and the last one ends: each at least ALIGN, the rest by
-    `weights`, equally without.
+    """Returns the bounds of the shards of a unit of `numel` elements. Each shard has at least `ALIGN_NUMEL` elements;
+    the rest is divided by `weights`, or equally without them.
 
     >>> shard_bounds(384, 4), shard_bounds(384, 4, (1, 1, 2, 4)), shard_bounds(384, 4, (2, 2, 2, 2))
     ([0, 96, 192, 288, 384], [0, 64, 128, 224, 384], [0, 96, 192, 288, 384])
@@ -118,7 +116,8 @@ def shard_bounds(numel: int, shards: int, weights: Sequence[int] = ()) -> list[i
 
 
 class ShardWeight(NamedTuple):
-    """Of the weights of all shards the sum before one of them, the sum with it, and all."""
+    """The weight of one shard as cumulative sums: the sum of weights before it, the sum including it, and the sum of
+    all."""
 
     before: int
     past: int
@@ -126,7 +125,7 @@ class ShardWeight(NamedTuple):
 
 
 def shard_numel(numel: Any, shards: Any, heft: ShardWeight) -> Any:
-    """Elements of one shard of a unit; arrays of units give arrays.
+    """Returns the elements of one shard of a unit. Arrays of units give arrays.
 
     >>> shard_numel(384, 4, ShardWeight(4, 8, 8))
     160
@@ -135,14 +134,15 @@ def shard_numel(numel: Any, shards: Any, heft: ShardWeight) -> Any:
     return ALIGN_NUMEL * (1 + rest * heft.past // heft.total - rest * heft.before // heft.total)
 
 
-# --- what waits elsewhere
-# -----------------------------------------------------------------------------------------------------
+# --- offloaded parts
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def resident_numel(numel: Any, share: Any) -> Any:
-    """Of a rank's run of a unit, `numel` elements, the first so many stay where `share` hundredths wait: whole lines of
-    ALIGN, at least the share waits.
-    Arrays of runs, or of shares, give arrays.
+    """Returns how many of the `numel` elements of a rank's run stay on device if `share` percent are offloaded. They
+    are the first ones, in whole lines of `ALIGN_NUMEL`; at least the given percentage is offloaded.
+
+    Arrays of runs, or of percentages, give arrays.
 
     >>> [resident_numel(320, share) for share in (0, 1, 50, 99, 100)]
     [320, 288, 160, 0, 0]
@@ -151,7 +151,7 @@ def resident_numel(numel: Any, share: Any) -> Any:
 
 
 class OffloadSplit(NamedTuple):
-    """Elements `start` to `stop` of a run whose weights wait elsewhere, or not, and whose states do."""
+    """Elements `start` to `stop` of a run, with whether their weights and whether their states are offloaded."""
 
     start: int
     stop: int
@@ -160,8 +160,8 @@ class OffloadSplit(NamedTuple):
 
 
 def offload_splits(numel: int, weights: int, states: int) -> list[OffloadSplit]:
-    """A run of which so many hundredths of the weights, and of the states, wait: where both do, the weights that wait
-    are those whose states do first.
+    """Splits a run of which `weights` percent of the weights and `states` percent of the states are offloaded. Both
+    count from the end of the run, so that the two offloaded ranges overlap as much as possible.
 
     >>> [[part.stop for part in offload_splits(320, *percent)] for percent in ((0, 0), (40, 70), (100, 100))]
     [[320], [96, 192, 320], [320]]
@@ -174,8 +174,8 @@ def offload_splits(numel: int, weights: int, states: int) -> list[OffloadSplit]:
 
 
 def bucket_layouts(layers: Sequence[LayerParams], zero: int, shards: int, bucket: int, size: int) -> list[BucketLayout]:
-    """The flat buffers of one virtual stage, in forward order. `size` is the bytes of one gradient element. Layers
-    without an element have none."""
+    """Returns the flat buffers of one virtual stage, in forward order. `size` is the bytes of one gradient element.
+    Layers without elements have no buffer."""
     layers = [layer for layer in layers if any(slot.numel for slot in layer.slots)]
     if zero == 3:
         return [bucket_layout([layer], shards) for layer in layers]
@@ -195,8 +195,8 @@ def bucket_layouts(layers: Sequence[LayerParams], zero: int, shards: int, bucket
 
 
 class ShardMetadata(NamedTuple):
-    """`name` is the model's own parameter name behind a kind: 'model/lm_head.weight',
-    'optimizer/exp_avg/lm_head.weight'."""
+    """The metadata of one piece. `name` is a kind followed by the model's own parameter name:
+    'model/lm_head.weight', 'optimizer/exp_avg/lm_head.weight'."""
 
     name: str
     shape: tuple[int, ...]
@@ -208,7 +208,7 @@ class ShardMetadata(NamedTuple):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor rank's part.
+        """The shape of the local tensor on the tensor rank.
 
         >>> ShardMetadata("w", (8, 4), "float32", 0, ((0, 2), (4, 6)), 0, 16).local_shape
         (4, 4)

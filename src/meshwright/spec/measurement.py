@@ -1,14 +1,14 @@
-"""What `probe` measured, as it was measured: devices, pairs of ranks, collectives. Calibration (cost.calibration) makes
-a `Cluster` of it.
+"""Describes the raw measurements of `probe`: devices, pairs of ranks, collectives. Calibration (planner/cost) turns
+them into a `Cluster`.
 
-Tiers of a network found from what pairs of ranks measured, also when nobody described it; and what is odd among them.
+The module also finds the tiers of a network, and slow links, from the measurements of pairs of ranks. No description of
+the network is needed.
 
-Rule: bandwidths are sorted; the widest gap between neighbours splits them into near and far where it is wider than GAP.
-Ranks that near pairs
-join, directly or through others, are a block. Blocks of equal length, consecutive ranks each, are a tier; anything else
-is one tier with odd
-pairs. A pair is odd that carries less than ODD of the middle of its tier: a rank all of whose pairs are odd is named
-instead of them.
+Bandwidths are sorted. The widest gap between neighbours splits them into near and far if it is wider than a threshold.
+Ranks that are connected by near pairs, directly or through others, form a block. Blocks of equal length, each of
+consecutive ranks, form a tier; any other result is one tier with outliers. A pair is an outlier if it carries less than
+`SLOW_LINK_RATIO` of the upper tercile of its tier. A rank all of whose pairs are outliers is reported instead of the
+pairs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from meshwright.core.codec import StrictModel
 from meshwright.core.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
 
 MAX_BUSY_PROCESSORS = 0.15
-"""Processors that other programs may keep busy before a measurement counts as disturbed."""
+"""Maximum number of processors that other programs may use before a measurement counts as disturbed."""
 
 
 class MatmulSample(StrictModel):
-    """Rate of square matrix products of `size`, in seconds of the device's own."""
+    """The rate of square matrix products of side `size`."""
 
     precision: str
     size: int
@@ -36,8 +36,8 @@ class MatmulSample(StrictModel):
 
 
 class DeviceProfile(StrictModel):
-    """One rank's device. Rates are those of a device that has a processor for itself; `share` is the part of one that
-    it gets beside the others."""
+    """The device of one rank. Rates are those of a device that has a processor for itself. `share` is the fraction
+    of a processor that it gets while the other ranks run."""
 
     rank: int
     host: str = Field(description="ranks of equal name read each other's memory, or are devices of one machine")
@@ -68,12 +68,13 @@ class DeviceProfile(StrictModel):
     )
 
     def peak(self, precision: str) -> float:
-        """The best rate that its products reached, 0 where none was measured."""
+        """Returns the best measured rate of matrix products in `precision`; 0 if none was measured."""
         return max((each.rate for each in self.products if each.precision == precision), default=0.0)
 
 
 class LinkSample(StrictModel):
-    """Two ranks that send to each other: seconds of the smallest message, bytes/s of a large one, one direction."""
+    """Two ranks that send to each other: seconds of the smallest message, and bytes/s of a large one in one
+    direction."""
 
     first: int
     second: int
@@ -82,7 +83,7 @@ class LinkSample(StrictModel):
 
 
 class CollectiveSample(StrictModel):
-    """One collective of `ranks` ranks that are `stride` apart, over a whole tensor of `size` bytes."""
+    """One collective of `ranks` ranks at a distance of `stride`, over a full tensor of `size` bytes."""
 
     kind: str = Field(description="all_reduce, reduce_scatter, all_gather or all_to_all")
     ranks: int
@@ -92,7 +93,7 @@ class CollectiveSample(StrictModel):
 
 
 class ClusterProfile(StrictModel):
-    """Everything, of all ranks."""
+    """All measurements of all ranks."""
 
     devices: tuple[DeviceProfile, ...] = Field(min_length=1)
     pairs: tuple[LinkSample, ...] = ()
@@ -115,18 +116,19 @@ class ClusterProfile(StrictModel):
 TIER_GAP_RATIO = 2.0
 SLOW_LINK_RATIO = 0.6
 MAX_OUTLIER_FRACTION = 1 / 3
-"""A rank apart from the others is odd, no tier, where fewer than this part of all ranks are like it."""
+"""A group of outlying ranks is reported as slow, not as a tier, if it has less than this fraction of all ranks."""
 
 
 class NetworkTiers(NamedTuple):
-    """`span`: ranks of a block, consecutive; 0: one tier. `odd`: lines that say what is slow."""
+    """`span` is the number of consecutive ranks of a block; 0 means one tier. `odd` has a line for each slow rank or
+    link."""
 
     span: int
     odd: tuple[str, ...]
 
 
 def find_network_tiers(pairs: Sequence[LinkSample], ranks: int, odd: float = SLOW_LINK_RATIO) -> NetworkTiers:
-    """`odd`: the part of the middle of its tier that an odd pair carries at most.
+    """Finds the tiers of a network. `odd` is the largest fraction of its tier's upper tercile that an outlier carries.
 
     >>> def pair(a, b, rate): return LinkSample(first=a, second=b, latency=1e-5, bandwidth=rate)
     >>> flat = [pair(a, b, 1e9 if a // 2 == b // 2 else 1e8) for a in range(4) for b in range(a + 1, 4)]
@@ -154,7 +156,7 @@ def _tier_span(pairs: Sequence[LinkSample], ranks: int) -> int:
 
 
 def _connected_blocks(pairs: Sequence[LinkSample], ranks: int) -> list[list[int]]:
-    """Ranks in blocks, each joined by `pairs`."""
+    """Returns the blocks of ranks that `pairs` connect."""
     block = list(range(ranks))
     for pair in pairs:
         first, second = sorted((block[pair.first], block[pair.second]))
@@ -163,7 +165,7 @@ def _connected_blocks(pairs: Sequence[LinkSample], ranks: int) -> list[list[int]
 
 
 def _describe_slow_links(pairs: Sequence[LinkSample], odd: float) -> list[str]:
-    """Lines for the slow among pairs of one tier: for a rank, or for one pair."""
+    """Returns lines for the slow pairs of one tier: one for a rank, or one for a pair."""
     from meshwright.core.units import show_rate
 
     if len(pairs) < 3:

@@ -1,6 +1,6 @@
-"""What a plan recomputes and offloads in each block of a virtual stage.
+"""Determines what a plan recomputes and offloads in each block of a virtual stage.
 
-A block is identified by its index in their virtual stage: [Note: first blocks] in plan.py.
+A block is identified by its index in its virtual stage: [Note: first blocks] in plan.py.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def offloads_block(plan: Plan, index: int) -> bool:
 
 
 def defers_wgrad(plan: Plan, index: int) -> bool:
-    """Returns whether the weight gradients of such a block run in W, where its stage has W.
+    """Returns whether the weight gradients of the block at `index` run in W, if its stage has W.
 
-    A block that recomputes or offloads computes them in B: else its recomputed or fetched activations would be stored
-    until W.
+    A block that recomputes or offloads computes them in B. Otherwise its recomputed or fetched activations would be
+    stored until W.
     """
     return recompute_at(plan, index) not in PER_BLOCK_RECOMPUTE and not offloads_block(plan, index)

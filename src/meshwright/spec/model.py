@@ -1,11 +1,11 @@
-"""What the planner knows of a model: layers in forward order, their parameters, work and kept activations.
+"""Describes a model for the planner: layers in forward order, their parameters, work and saved activations.
 
-After a `ModelSpec` is filled (from sizes, from a Hugging Face configuration or from a live module) nobody needs the
-model.
-Numbers are per token, so that batch, sequence and every split scale them; elements, not bytes, where the precision
-decides the bytes.
+A `ModelSpec` is filled from sizes, from a Hugging Face configuration or from a live module; afterwards the model is not
+needed. Values are per token, so that batch, sequence and every degree of parallelism scale them. They are elements, not
+bytes, where the precision determines the bytes.
 
-What a person says of a model whose layers were not understood: which of a block's layers tensor ranks share.
+A `TpRule` is the user's hint for a model whose layers could not be analysed: which layers of a block tensor ranks
+shard.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from meshwright.core.codec import StrictModel
 
 
 class ParameterSpec(StrictModel):
-    """One tensor. `split` is the dimension that tensor parallelism shards (None: every tensor rank holds all of it).
+    """One tensor. `split` is the dimension that tensor parallelism shards (None: every tensor rank has all of it).
 
-    Local size along `split` is ceil(size / tp), as in an uneven vocabulary; sizes that must divide stand in
-    `Layer.divisible`.
+    The local size along `split` is ceil(size / tp), as in an uneven vocabulary. Sizes that must be divisible are in
+    `ModelSpec.divisible`.
     """
 
     name: str
@@ -45,14 +45,15 @@ class ParameterSpec(StrictModel):
 
     @property
     def numel(self) -> int:
+        """The number of elements of the full tensor."""
         return math.prod(self.shape)
 
     def overlaps(self, tp: int) -> bool:
-        """Whether some of `tp` tensor ranks use the same share: then every rank holds all of it."""
+        """Returns whether some of `tp` tensor ranks use the same part. Then every rank has the full tensor."""
         return any(0 < way < tp for way in self.ways)
 
     def local_numel(self, tp: int) -> int:
-        """Elements on the fullest of `tp` tensor ranks.
+        """Returns the elements on the tensor rank with the most, of `tp` ranks.
 
         >>> keys = ParameterSpec(name="k", shape=(256, 1024), split=0, ways=(2,))
         >>> [(keys.local_numel(tp), keys.used_numel(tp)) for tp in (2, 4)]
@@ -61,7 +62,7 @@ class ParameterSpec(StrictModel):
         return self.numel if self.overlaps(tp) else self.used_numel(tp)
 
     def used_numel(self, tp: int) -> int:
-        """Elements that the busiest of `tp` tensor ranks computes with."""
+        """Returns the elements that the busiest of `tp` tensor ranks computes with."""
         if self.split is None:
             return self.numel
         size = self.shape[self.split]
@@ -72,9 +73,12 @@ class ParameterSpec(StrictModel):
 
 
 class SavedActivations(StrictModel):
-    """What a layer keeps for backward, a token; of it, what follows from the rest by cheap operations, less what is
-    held for that (`derived`), and what of
-    that no matrix product or attention reads (`fused`)."""
+    """The activations that a layer saves for backward, per token.
+
+    Fields `derived_*` are the part that is recomputable from the rest by cheap operations, minus what must be saved for
+    that. Fields `fused_*` are the part that a compiled block does not save, because no matrix product or attention
+    reads it.
+    """
 
     saved_split: float = Field(
         default=0.0, ge=0, description="elements per token kept for backward that tensor parallelism divides"
@@ -119,7 +123,7 @@ class SavedActivations(StrictModel):
 
 
 class LayerSpec(SavedActivations):
-    """A run of `repeat` equal layers: the unit of pipeline cuts, recompute and ZeRO-3 gathering."""
+    """A run of `repeat` equal layers: the unit of pipeline cuts, recompute and ZeRO-3 all-gathers."""
 
     name: str = Field(description="'embedding', 'block', 'norm', 'head', ...: the role; blocks are what pipelines cut")
     repeat: int = Field(default=1, ge=1)
@@ -150,12 +154,12 @@ class LayerSpec(SavedActivations):
 
     @property
     def key_value_heads(self) -> int:
-        """Tensor ranks above which some have the same keys and values; 0: as many as there are heads."""
+        """The number of tensor ranks above which some have the same keys and values; 0 means the number of heads."""
         return min((way for parameter in self.parameters for way in parameter.ways if way), default=0)
 
     @property
     def numel(self) -> int:
-        """Parameters of one of the `repeat` layers; a tied weight counts where it is first used."""
+        """Parameters of one of the `repeat` layers. A tied weight counts where it is first used."""
         return sum(parameter.numel for parameter in self.parameters)
 
 
@@ -188,22 +192,22 @@ class ModelSpec(StrictModel):
 
     @property
     def blocks(self) -> int:
-        """How many layers a pipeline can cut between."""
+        """The number of layers between which a pipeline can cut."""
         return sum(layer.repeat for layer in self.layers if layer.name == "block")
 
     @property
     def shared_vocabulary(self) -> int:
-        """Words of which each tensor rank has a share; 0 where all have all of them."""
+        """The size of the vocabulary if tensor ranks shard it; 0 if every rank has all of it."""
         tables = (each for layer in self.layers if layer.name in ("embedding", "head") for each in layer.parameters)
         return self.vocabulary if any(each.split is not None for each in tables) else 0
 
     @property
     def experts(self) -> int:
-        """Experts of a layer, 0 in a dense model: what ep must divide."""
+        """The number of experts of a layer, which ep must divide; 0 in a dense model."""
         return max((parameter.experts for layer in self.layers for parameter in layer.parameters), default=0)
 
     def trained(self, tp: int = 1) -> float:
-        """Share of what one of `tp` tensor ranks holds that is trained; the rest is frozen."""
+        """Returns the trained fraction of the parameters on one of `tp` tensor ranks. The rest is frozen."""
         sizes = [
             (layer.repeat * each.local_numel(tp), each.frozen)
             for layer in self.layers
@@ -215,15 +219,15 @@ class ModelSpec(StrictModel):
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, tied weights once."""
+        """Parameters of the full model. Tied weights count once."""
         return sum(layer.repeat * layer.numel for layer in self.layers if layer.tied is None) + sum(
             layer.numel - layer.parameters[0].numel for layer in self.layers if layer.tied is not None
         )
 
 
 class TpRule(StrictModel):
-    """Paths inside a block: what `columns` give is cut, what `rows` read of it is cut likewise, and their outputs are
-    summed."""
+    """A tensor-parallel rule with paths inside a block. The outputs of `columns` are sharded, the inputs of `rows`
+    are sharded in the same way, and the outputs of `rows` are summed."""
 
     columns: tuple[str, ...] = Field(min_length=1, description="linear layers cut by their outputs")
     rows: tuple[str, ...] = Field(

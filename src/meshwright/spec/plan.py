@@ -1,15 +1,17 @@
-"""The plan of a job: everything that must not change the result. `plan_name` holds its short name, `dp8.tp2.pp4.z1`.
+"""Defines the plan of a job: everything that must not change the result. `plan_name` has its short name,
+`dp8.tp2.pp4.z1`.
 
 The world size is pp x dp_replicate x dp_shard x cp x tp. pp is the outermost axis and tp the innermost one, unless
 `axes` says otherwise; cp is inside dp.
 
 [Note: batches] Replica r runs n_r micro-batches of m_r sequences, on the rows after those of the replicas before it.
-The sum of n_r m_r is the batch. Both may differ between replicas: the numbers (`shares`) where devices differ in speed,
-the sizes (`micro_batch_sizes`) where one size would not fit on all devices or would waste memory of some. The loss is
-the sum over all labels divided by their number, so neither changes it. Replicas with unequal sizes and equal numbers
-synchronize in every micro-batch, which ZeRO 2 and 3 need. Replicas with unequal numbers synchronize once a step.
+The sum of n_r m_r is the batch. Both may differ between replicas. The numbers (`shares`) differ if devices differ in
+speed. The sizes (`micro_batch_sizes`) differ if one size would not fit on all devices or would waste memory of some.
+The loss is the sum over all labels divided by their number, so neither changes it. Replicas with unequal sizes and
+equal numbers synchronize in every micro-batch, which ZeRO 2 and 3 need. Replicas with unequal numbers synchronize once
+a step.
 
-[Note: first blocks] Recompute and activation offload count the first blocks of each virtual stage. Where a plan limits
+[Note: first blocks] Recompute and activation offload count the first blocks of each virtual stage. If a plan limits
 both, they apply to the same blocks.
 """
 
@@ -47,9 +49,9 @@ from meshwright.spec.schedules.schedule_registry import find_schedule, offered_s
 
 
 class Plan(StrictModel):
-    """How a job is distributed over ranks. `version` is the version of the schema.
+    """The distribution of a job over ranks. `version` is the version of the schema.
 
-    The fields are those of a plan file. A plan checks itself: one that cannot be constructed raises `InputError`.
+    The fields are those of a plan file. A plan validates itself: an invalid one raises `InputError` on construction.
     """
 
     version: int = Field(default=1, ge=1, le=1)
@@ -148,8 +150,8 @@ class Plan(StrictModel):
 
     @property
     def state_replicas(self) -> int:
-        """The number of ranks that hold the same states: the replicas of the shard group; at ZeRO 0 all data and
-        context ranks.
+        """The number of ranks with the same states: the replicas of the shard group; at ZeRO 0 all data and context
+        ranks.
 
         >>> Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1).state_replicas, Plan(dp_replicate=2, cp=2).state_replicas
         (2, 4)
@@ -158,9 +160,9 @@ class Plan(StrictModel):
 
     @property
     def expert_tp(self) -> int:
-        """The number of tensor ranks that split one expert.
+        """The number of tensor ranks that shard one expert.
 
-        Expert ranks are taken from dp_shard x cp first. Where these do not suffice, tensor ranks join and hold whole
+        Expert ranks are taken from dp_shard x cp first. If these do not suffice, tensor ranks join and have whole
         experts.
 
         >>> Plan(tp=2, ep=4, dp_shard=8, zero=1).expert_tp, Plan(tp=8, ep=8).expert_tp
@@ -185,7 +187,7 @@ class Plan(StrictModel):
     def micro_batches(self, batch: int, replica: int | None = None) -> int:
         """Returns the micro-batches per step of `replica`, or the most that any replica has.
 
-        Raises: InputError where `batch` does not divide.
+        Raises: InputError if `batch` does not divide.
         """
         if self.shares:
             if self.uneven_batch != batch:
@@ -208,7 +210,7 @@ class Plan(StrictModel):
 
     @property
     def schedule_rules(self) -> Schedule:
-        """The facts about the pipeline schedule."""
+        """The rules of the pipeline schedule."""
         return find_schedule(self.schedule, self.actions)
 
     def stage_to_rank(self, stage: int) -> int:
@@ -428,9 +430,9 @@ def _check_axes(plan: Plan) -> None:
 
 
 def _check_uneven_micro_batches(plan: Plan) -> None:
-    """[Note: uneven accumulation] Replicas with unequal numbers of micro-batches synchronize once a step.
+    """[Note: uneven accumulation] Checks replicas with unequal numbers of micro-batches: they synchronize once a step.
 
-    A collective in each micro-batch would wait for ever.
+    A collective in each micro-batch would wait forever.
     """
     if not plan.shares:
         return
@@ -473,4 +475,4 @@ _CHECKS = (
     _check_uneven_micro_batches,
     _check_shard_weights,
 )
-"""In the order in which a plan reports what is wrong."""
+"""The checks in the order in which a plan reports errors."""

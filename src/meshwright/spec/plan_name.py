@@ -189,8 +189,8 @@ def _schedule_fields(part: str) -> dict[str, Any] | None:
 
 
 def _part_fields(part: str) -> dict[str, Any] | None:
-    """Returns the fields that one part states, the field that no other part may state first; None for an unknown
-    part."""
+    """Returns the fields that one part states; None for an unknown part. The first field is the one that no other
+    part may state."""
     if (match := re.fullmatch(r"([a-z]+)(\d+)", part)) and match[1] in _NUMBER_TOKENS:
         return {_NUMBER_TOKENS[match[1]]: int(match[2])}
     if part in _FLAG_TOKENS:

@@ -1,13 +1,5 @@
-"""What gradients become on the wire between hosts, where the workload asks for fewer bytes and accepts another result.
-
-Replicas that go their own ways for some steps and meet then: for sites so far apart that gradients cannot cross in
-every step.
-
-Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models (arXiv 2311.08105): inner
-AdamW, outer SGD with
-Nesterov momentum over what the replicas moved on average; its settings (lr 0.7, momentum 0.9) are the defaults.
-
-Precision recipes as values: what is stored, computed and reduced in which type, and the bytes that follow.
+"""Defines precision recipes: the type in which weights, gradients and states are stored, computed and reduced, and the
+resulting bytes.
 
 | recipe | weights | gradients | optimizer with AdamW | total | matrix products |
 |---|---|---|---|---|---|
@@ -18,11 +10,17 @@ Precision recipes as values: what is stored, computed and reduced in which type,
 | fp8 | 2 | 2 | 4 (master) + 8 | 16 | float8 in the linear layers of blocks, else bfloat16 |
 | bf16-pure | 2 | 2 | 4 | 8 | bfloat16; weights and states rounded stochastically |
 
-Gradients are held, summed and sent in the type of `reduce` where a workload names one (2 bytes a bf16, 4 an fp32), else
-as here.
+Gradients are stored, summed and sent in the type of `reduce` if a workload names one (bf16 has 2 bytes, fp32 4), else
+as in the table.
+
+The module also has two options that change the result. Gradient compression sends fewer bytes between hosts. DiLoCo
+runs replicas with local steps that synchronize rarely, for sites between which gradients cannot be sent in every step.
+
 Sources: Rajbhandari et al., ZeRO, section 3.1 (2 + 2 + 12 bytes per parameter); Micikevicius et al., FP8 Formats for
-Deep Learning, 2022;
-Gupta et al., Deep Learning with Limited Numerical Precision, 2015 (stochastic rounding).
+Deep Learning, 2022; Gupta et al., Deep Learning with Limited Numerical Precision, 2015 (stochastic rounding); Douillard
+et al., DiLoCo: Distributed Low-Communication Training of Language Models (arXiv 2311.08105). DiLoCo uses AdamW as the
+inner optimizer, and SGD with Nesterov momentum over the mean change of the replicas as the outer one. The paper's
+settings (lr 0.7, momentum 0.9) are the defaults.
 
 >>> RECIPES["bf16"].bytes_per_parameter(states=2)
 16
@@ -38,11 +36,12 @@ from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError, did_you_mean
 
 INT8_BLOCK_NUMEL = 256
-"""Elements that share a scale in int8."""
+"""Elements with a common scale in int8."""
 
 
 class GradientCompression(StrictModel):
-    """`kind`: 2 bytes an element, 1 byte and a scale for each block, or two thin factors of each matrix.
+    """The compression of gradients between hosts. `kind` is 2 bytes an element, 1 byte and a scale for each block, or
+    two low-rank factors of each matrix.
 
     >>> GradientCompression(kind="int8").bytes_per_element
     1.015625
@@ -53,13 +52,13 @@ class GradientCompression(StrictModel):
 
     @property
     def bytes_per_element(self) -> float:
-        """Of a large vector; of low-rank what is left when no tensor is a matrix."""
+        """The bytes per element of a large vector. For low-rank it is the value of tensors that are no matrices."""
         return {"bf16": 2.0, "int8": 1.0 + 4.0 / INT8_BLOCK_NUMEL}.get(self.kind, 4.0)
 
 
 class DilocoConfig(StrictModel):
-    """Each of `replicas` reads its own part of every batch and updates by itself; after every `steps` they agree on new
-    weights."""
+    """The DiLoCo settings. Each of `replicas` reads its own part of every batch and updates locally. After every
+    `steps` steps the replicas synchronize their weights."""
 
     replicas: int = Field(ge=2)
     steps: int = Field(default=50, ge=1)
@@ -70,7 +69,7 @@ class DilocoConfig(StrictModel):
 
 
 class Recipe(StrictModel):
-    """How numbers are held. `compute` is torch's name of the type of weights, activations and gradients."""
+    """The number formats of training. `compute` is torch's name of the type of weights, activations and gradients."""
 
     name: str
     compute: str
@@ -79,9 +78,9 @@ class Recipe(StrictModel):
     master: int = 0
     loss_scaling: bool = False
     exact: bool = False
-    """Gradients are added as integers: the same bits for any number of data-parallel ranks."""
+    """Gradients are added as integers, which gives the same bits for any number of data-parallel ranks."""
     compression: GradientCompression | None = None
-    """Of gradients between hosts."""
+    """The compression of gradients between hosts."""
     products: str = Field(default="", description="another rate, of the linear layers of blocks")
     rounds: bool = Field(
         default=False, description="weights and states are kept in the compute type, rounded stochastically"
@@ -89,24 +88,25 @@ class Recipe(StrictModel):
     eight: bool = Field(default=False, description="states are kept in 8 bits")
     reduced: int = Field(default=0, description="bytes of a gradient that is held and summed; 0: of the compute type")
     local: DilocoConfig | None = None
-    """Replicas update by themselves and meet every so many steps."""
+    """Replicas update locally and synchronize every so many steps."""
 
     @property
     def state_size(self) -> int:
-        """Bytes of one element of an optimizer state: the master type, or the weights' own."""
+        """Bytes of one element of an optimizer state: of the master type, or of the weights' type."""
         return self.master or self.size
 
     @property
     def gradient_size(self) -> int:
-        """Bytes of one element of a held gradient."""
+        """Bytes of one element of a stored gradient."""
         return self.reduced or self.size
 
     @property
     def rates(self) -> tuple[str, ...]:
-        """The rates that a device must have."""
+        """The matrix-product rates that a device must have."""
         return (self.rate, self.products) if self.products else (self.rate,)
 
     def bytes_per_parameter(self, states: float) -> float:
+        """Returns the bytes of weights, gradients and optimizer per parameter, with `states` state tensors."""
         return self.size + self.gradient_size + self.master + states * self.state_size
 
 
@@ -125,11 +125,11 @@ RECIPES = {
 
 
 REDUCE_DTYPE_BYTES = {"bf16": 2, "fp32": 4}
-"""Bytes of the types in which gradients can be held and summed by choice."""
+"""Bytes of the types in which gradients can be stored and summed."""
 
 
 def recipe(name: str, reduce: str | None = None, state: str | None = None) -> Recipe:
-    """The recipe `name`, with gradients in `reduce` and optimizer states in `state` (8bit) where these are given.
+    """Returns the recipe `name`, with gradients in `reduce` and optimizer states in `state` (8bit) if these are given.
 
     >>> recipe("bf16", "fp32").gradient_size, recipe("bf16-pure").bytes_per_parameter(states=2)
     (4, 8)

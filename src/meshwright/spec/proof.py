@@ -1,4 +1,4 @@
-"""The result of a proof run: a small batch under the plan on the real ranks, compared with one device
+"""Describes the result of a proof run: a small batch under the plan on the real ranks, compared with one device
 (train/proof/proof_run.py)."""
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError
 
 ProofMode = Annotated[int, Field(ge=1)] | Literal["auto", "start", "never"]
-"""`start`: before the first update and on a sparse schedule after it; `auto`: the same where that is cheap; a number:
-every so many steps too."""
+"""`start`: before the first update and on a sparse schedule after it. `auto`: the same if that is cheap. A number:
+also every so many steps."""
 
 CHEAP_PROOF_SECONDS, CHEAP_PROOF_FRACTION, CHEAP_PROOF_STEPS = 5.0, 0.01, 1000
-"""A proof is cheap that takes less than so many seconds, or than this part of so many steps."""
+"""A proof is cheap if it takes less than this many seconds, or less than this fraction of this many steps."""
 
 
 def is_proof_cheap(seconds: float, step: float) -> bool:
-    """Whether `auto` runs a proof of `seconds` in a run whose steps take `step` seconds.
+    """Returns whether `auto` runs a proof of `seconds` in a run whose steps take `step` seconds.
 
     >>> is_proof_cheap(4.0, 0.01), is_proof_cheap(60.0, 10.0), is_proof_cheap(60.0, 1.0)
     (True, True, False)
@@ -28,7 +28,7 @@ def is_proof_cheap(seconds: float, step: float) -> bool:
 
 
 class ProofCost(StrictModel):
-    """The planner's estimate of a proof; all 0 where nothing was priced."""
+    """The planner's estimate of a proof; all 0 without an estimate."""
 
     seconds: float = 0.0
     step: float = Field(default=0.0, description="seconds of a training step")
@@ -36,8 +36,8 @@ class ProofCost(StrictModel):
 
 
 class ProofResult(StrictModel):
-    """Differences are norms of the difference over the norm of one device's; `first` names the module where they
-    begin."""
+    """The result of a proof. A difference is the norm of the difference over the norm of one device's value. `first`
+    names the module where the differences begin."""
 
     plan: str
     precision: str
@@ -62,7 +62,7 @@ class ProofResult(StrictModel):
 
     @property
     def line(self) -> str:
-        """What differs, in one line."""
+        """The differences, in one line."""
         loss_limit, gradient_limit = self.tolerance
         said = [f"loss by {self.loss:.2g}"] if not self.loss <= loss_limit else []
         if not self.gradient <= gradient_limit:
@@ -79,7 +79,7 @@ class ProofResult(StrictModel):
 
 
 class RecordedProof(ProofResult):
-    """A proof as a run records it: the process that goes on with the run needs no other."""
+    """A proof as a run records it. A resumed run needs no further proof."""
 
     sizes: dict[str, tuple[tuple[int, int], ...]] = Field(
         default={},
@@ -88,7 +88,7 @@ class RecordedProof(ProofResult):
 
 
 def validate_proof_mode(mode: ProofMode) -> ProofMode:
-    """`mode`, or InputError for what is none."""
+    """Returns `mode`. Raises InputError if it is invalid."""
     if mode in ("auto", "start", "never") or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):
         return mode
     raise InputError(f"prove {mode!r} is not one of 'auto', 'start', 'never' or a number of steps: use 'auto'")

@@ -1,20 +1,16 @@
-"""What a step measured, in the words of `Estimate`, and where a run stands.
+"""Describes the measurements of a step, with the names of `Estimate`, and the state of a run.
 
-The ledger of samples: which of them a step read, as few words that any number of ranks can add up, and what they must
-come to.
-
-Sample number n is the n-th of the data's order; batch b of B rows are the samples b B to b B + B - 1. What was read is
-a count and the sum of (n + 1)^2
-modulo 2^64 over the samples: a sample read twice or missed, or one in place of another, changes it; the sum over a
-whole batch has a
-closed form, so that a ledger of any length is proven at once.
+The digest of samples proves which samples a step has read. It is small, and any number of ranks can add theirs up.
+Sample number n is the n-th of the data's order; batch b of B rows is the samples b B to b B + B - 1. The digest is a
+count and the sum of (n + 1)^2 modulo 2^64 over the samples. A sample that is read twice, missed or replaced changes it.
+The sum over a whole batch has a closed form, so that any number of steps is verified at once.
 
 >>> digest_samples([(3, 2), (0, 3)]) == digest_samples([(0, 5)])
 True
 >>> digest_samples([(0, 4), (5, 1)]) == digest_samples([(0, 5)])
 False
 
-The memory of one step over its time, as one rank measured it: RUN/memory/rank-N.json.
+`MemoryTimeline` is the memory of one step over time, as one rank measured it: RUN/memory/rank-N.json.
 """
 
 from __future__ import annotations
@@ -31,11 +27,11 @@ from meshwright.core.units import Bytes, Seconds
 RECORDS_FILE_NAME = "records.jsonl"
 
 RECORD_TAIL_BYTES = 1 << 16
-"""Bytes at the end of the records in which the last one is looked for."""
+"""Bytes at the end of the records in which the last record is searched."""
 
 
 class MoeStats(StrictModel):
-    """What the experts of a model did in a step."""
+    """Statistics of the experts of a model in a step."""
 
     loads: tuple[tuple[float, ...], ...] = Field(
         description=(
@@ -50,7 +46,7 @@ class MoeStats(StrictModel):
 
 
 class StepRecord(StrictModel):
-    """One line of `records.jsonl`. Times are seconds of the slowest rank, memory the bytes of the fullest."""
+    """One line of `records.jsonl`. Times are seconds of the slowest rank, memory is the bytes of the peak rank."""
 
     step: int
     loss: float
@@ -91,7 +87,7 @@ class StepRecord(StrictModel):
 
 
 class RunState(StrictModel):
-    """Where a run stands; a checkpoint holds one."""
+    """The state of a run at a step. Each checkpoint contains one."""
 
     step: int = 0
     samples: int = Field(default=0, description="sequences consumed since the start")
@@ -102,7 +98,7 @@ class RunState(StrictModel):
 
 
 def last_recorded_step(end: bytes) -> int:
-    """The step of the last whole record in the end of a file; -1 where there is none.
+    """Returns the step of the last complete record in the end of a file; -1 if there is none.
 
     >>> last_recorded_step(b'"x":1}\\n{"step":7,"loss":1.0}\\n{"step":8,"lo')
     7
@@ -119,35 +115,36 @@ DIGEST_MODULUS = 2**64
 
 
 class SampleDigest(NamedTuple):
-    """How many, and the sum of their squares."""
+    """The number of samples, and the sum of their squares."""
 
     number: int
     squares: int
 
     @property
     def text(self) -> str:
+        """The digest as text."""
         return f"{self.number}:{self.squares:016x}"
 
 
 def digest_samples(runs: Iterable[tuple[int, int]]) -> SampleDigest:
-    """Of runs of samples, each a first number and a count."""
+    """Returns the digest of runs of samples. Each run is a first number and a count."""
     listed = list(runs)
     squares = sum(_sum_of_squares(first + count) - _sum_of_squares(first) for first, count in listed)
     return SampleDigest(sum(count for _, count in listed), squares % DIGEST_MODULUS)
 
 
 def digest_batch(batch: int, rows: int) -> SampleDigest:
-    """What a step that reads a whole batch reads."""
+    """Returns the digest of a step that reads a whole batch."""
     return digest_samples([(batch * rows, rows)])
 
 
 def _sum_of_squares(number: int) -> int:
-    """1 + 4 + ... + number^2."""
+    """Returns 1 + 4 + ... + number^2."""
     return number * (number + 1) * (2 * number + 1) // 6
 
 
 class AllocationEvent(StrictModel):
-    """What came and went is so much from here on."""
+    """The bytes of dynamic memory from one moment on."""
 
     at: Seconds = Field(description="since the step began")
     activations: Bytes
@@ -155,7 +152,8 @@ class AllocationEvent(StrictModel):
 
 
 class MemoryTimeline(StrictModel):
-    """`held` lies under all moments: parameters, gradients, optimizer and what passes by, as bytes by kind."""
+    """The memory of one step over time. `held` is the static memory by kind: parameters, gradients, optimizer and
+    transient bytes that are present throughout."""
 
     rank: int
     step: int

@@ -1,7 +1,8 @@
-"""The `run` section of a job, and the launch file of a run: what a rank needs besides the model's weights and the data.
+"""Defines the `run` section of a job, and the launch file of a run: everything that a rank needs except the model's
+weights and the data.
 
 Guarantees: nothing in `RunConfig` changes the result of training. `LaunchSpec` is complete, so that a rank needs no
-planner; RUN/launch.json holds it.
+planner. RUN/launch.json contains it.
 """
 
 from __future__ import annotations
@@ -102,13 +103,13 @@ class RunConfig(StrictModel):
 
     @property
     def every(self) -> int:
-        """The steps between checkpoints; the default where `checkpoint_every` is `auto`, which counts seconds."""
+        """The steps between checkpoints. `auto` counts seconds instead; the value is then a default."""
         return 100 if self.checkpoint_every == "auto" else self.checkpoint_every
 
 
 class ModelSource(StrictModel):
-    """How to build the module: from the `sizes` of a reference model, from a `folder` with a Hugging Face config, or by
-    calling `module`. `rules` are its tensor-parallel rules."""
+    """How to build the module: from the `sizes` of a reference model, from a `folder` with a Hugging Face config, or
+    by calling `module`. `rules` are its tensor-parallel rules."""
 
     name: str
     sizes: dict[str, Any] = Field(default_factory=dict)
@@ -137,10 +138,10 @@ class LaunchSpec(StrictModel):
     proof: ProofCost = ProofCost()
 
     def result(self) -> dict[str, Any]:
-        """What decides the result, flat: 'workload.batch' to its value. Two launches that agree here are one job under
-        two plans.
+        """Returns the fields that determine the result, flat: 'workload.batch' to its value. Two launches with equal
+        fields are one job under two plans.
 
-        With a constant learning rate more steps continue the same curve: then `steps` decides nothing.
+        With a constant learning rate more steps continue the same curve, so that `steps` is left out.
         """
         flat: dict[str, Any] = {}
 
@@ -154,12 +155,12 @@ class LaunchSpec(StrictModel):
         put("", self.model_dump(mode="json", include={"model", "workload", "data"}))
         if self.workload.optimizer.schedule == "constant":
             del flat["workload.steps"]
-        del flat["workload.spikes"]  # it decides what is done from here on
+        del flat["workload.spikes"]  # affects only what happens from now on
         return flat
 
 
 def job_difference(mine: LaunchSpec, theirs: LaunchSpec) -> str:
-    """The first thing that makes them two jobs, in words; empty when they are one.
+    """Returns the first difference that makes two launches two jobs, as text; empty if they are one job.
 
     >>> from meshwright.spec.plan import Plan
     >>> def launch(batch): return LaunchSpec(model={"name": "a", "module": "a:b"}, workload={"batch": batch}, data={}, plan=Plan(), run={})
@@ -174,8 +175,8 @@ def job_difference(mine: LaunchSpec, theirs: LaunchSpec) -> str:
 
 
 def describe_extension(mine: LaunchSpec, theirs: LaunchSpec) -> str:
-    """What `mine`, which trains on where `theirs` ends, has of another length, in words; empty where it is not longer.
-    Steps that were made stay as they were made.
+    """Returns how `mine`, which resumes where `theirs` ends, is longer, as text; empty if it is not longer. Steps that
+    have run are not changed.
 
     >>> from meshwright.spec.plan import Plan
     >>> def launch(steps): return LaunchSpec(model={"name": "a", "module": "a:b"}, workload={"steps": steps}, data={}, plan=Plan(), run={})

@@ -1,9 +1,8 @@
-"""A plan made small enough to run on the cores of one machine, every kind of parallelism in it kept as long as there is
-room.
+"""Scales a plan down so that it runs on the CPU cores of one machine. Every kind of parallelism is preserved as long as
+possible.
 
-Rule: while there are too many ranks, the first of dp_replicate, dp_shard, cp, pp, tp that is above 2 is halved; when
-all are 2 or 1, the first
-that is 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism stay.
+While there are too many ranks, the first of dp_replicate, dp_shard, cp, pp, tp that is above 2 is halved. When all are
+2 or 1, the first that is 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism do not change.
 
 >>> from meshwright.spec.plan import parse_plan
 >>> scale_down_plan(parse_plan("dp16.tp4.pp8.z1.mb4")).name
@@ -27,7 +26,7 @@ SCALED_DOWN_AXES = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
 
 
 def scale_down_plan(plan: Plan, most: int = MAX_SCALED_DOWN_RANKS) -> Plan:
-    """`plan` on at most `most` ranks. Buckets are small, so that a small model has several."""
+    """Returns `plan` on at most `most` ranks. Buckets are small, so that a small model has several."""
     sizes = {axis: getattr(plan, axis) for axis in SCALED_DOWN_AXES}
 
     while math.prod(sizes.values()) > most:

@@ -1,7 +1,6 @@
-"""Everything that changes the result: batch, sequence, steps, precision, optimizer, seed.
+"""Defines everything that changes the result: batch, sequence, steps, precision, optimizer, seed, and the data.
 
-Where the text of a run comes from, how it becomes tokens, and how much of it is held out. It changes the result: it
-belongs to the question.
+The data section says where the text of a run comes from, how it is tokenized, and how much of it is held out.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from meshwright.core.errors import did_you_mean
 from meshwright.spec.precision import DilocoConfig, GradientCompression, Recipe, recipe
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adafactor": 1}
-"""Tensors of a state beside each parameter, of the weights' shape; `OptimizerConfig.elements` knows the rules that
-differ by shape."""
+"""State tensors per parameter with the shape of the weights. `OptimizerConfig.elements` handles the rules that
+depend on the shape."""
 
 USER_FUNCTION_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""`package.module:function`."""
+"""Matches `package.module:function`."""
 
 FULL_TENSOR_OPTIMIZERS = ("muon", "adafactor")
-"""Rules that update a tensor as one."""
+"""Optimizers that update a tensor as a whole."""
 
 STATE_BLOCK_NUMEL = 32
-"""Elements of an 8-bit state that share a scale of 4 bytes: as the flat buffers align, so that no block lies on two
-ranks."""
+"""Elements of an 8-bit state with a common scale of 4 bytes. Flat buffers are aligned to this size, so that no block
+spans two ranks."""
 
 
 OPTIMIZERS_WITH_BETAS = ("adamw", "adam", "muon")
@@ -39,13 +38,13 @@ OPTIMIZERS_BY_FIELD = {
     "weight_decay": tuple(OPTIMIZER_STATES),
     "decay": tuple(OPTIMIZER_STATES),
 }
-"""Fields of some rules alone."""
+"""Fields that only some optimizers have."""
 
 
 class OptimizerConfig(StrictModel):
-    """The update rule. `warmup` steps (at most half of all) rise linearly to `lr`; then the rate stays, or falls to
-    `final_lr` x `lr` at the last step by a
-    cosine, by a line, or by a line over the last part of all steps."""
+    """The optimizer. Over `warmup` steps (at most half of all) the rate rises linearly to `lr`. Then it is constant,
+    or it falls to `final_lr` x `lr` at the last step: by a cosine, linearly, or linearly over the last part of
+    all steps."""
 
     name: str = Field(
         default="adamw",
@@ -99,25 +98,25 @@ class OptimizerConfig(StrictModel):
 
     @property
     def live(self) -> bool:
-        """Whether it is a person's own code."""
+        """Whether the optimizer is the user's own code."""
         return self.name not in OPTIMIZER_STATES
 
     @property
     def states(self) -> int:
-        """State tensors per parameter; of a person's own code as many as AdamW has, as nobody knows."""
+        """State tensors per parameter. The user's own code is counted like AdamW, because its number is unknown."""
         return OPTIMIZER_STATES.get(self.name, OPTIMIZER_STATES["adamw"])
 
     @property
     def whole(self) -> bool:
-        """Whether it updates tensors whole, some or all."""
+        """Whether the optimizer updates some or all tensors as a whole."""
         return self.name in FULL_TENSOR_OPTIMIZERS
 
     def updates_whole(self, shape: tuple[int, ...], in_block: bool) -> bool:
-        """Muon: matrices of blocks; Adafactor: everything."""
+        """Returns whether a tensor is updated as a whole: matrices of blocks with Muon, everything with Adafactor."""
         return self.name == "adafactor" or (self.name == "muon" and in_block and len(shape) == 2)
 
     def state_bytes(self, size: int) -> float:
-        """Of one element of a state that is else held in `size` bytes.
+        """Returns the bytes of one element of a state that takes `size` bytes without quantization.
 
         >>> OptimizerConfig(state="8bit").state_bytes(4), OptimizerConfig().state_bytes(4)
         (1.125, 4)
@@ -125,7 +124,7 @@ class OptimizerConfig(StrictModel):
         return 1 + 4 / STATE_BLOCK_NUMEL if self.state == "8bit" else size
 
     def elements(self, shape: tuple[int, ...], in_block: bool) -> float:
-        """State elements beside one weight of a parameter, whole.
+        """Returns the state elements per element of an unsharded parameter.
 
         >>> OptimizerConfig(name="muon").elements((64, 16), True), OptimizerConfig(name="adafactor").elements((64, 16), True)
         (1.0, 0.078125)
@@ -148,7 +147,7 @@ class LoraConfig(StrictModel):
 
 
 class Workload(StrictModel):
-    """`batch` is in sequences per optimizer step, over all devices."""
+    """The training workload. `batch` is in sequences per optimizer step, over all devices."""
 
     sequence: int = Field(default=256, ge=1, le=2**32)
     batch: int = Field(default=32, ge=1, le=2**32)
@@ -229,14 +228,14 @@ class Workload(StrictModel):
 
     @property
     def recipe(self) -> Recipe:
-        """What is held in which type."""
+        """The precision recipe: the types of weights, gradients and states."""
         return recipe(self.precision, self.reduce, self.optimizer.state).but(
             exact=self.exact > 0, compression=self.compression, local=self.local
         )
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Of weights, gradients and optimizer, where states have the weights' shape.
+        """Bytes of weights, gradients and optimizer per parameter, for states with the shape of the weights.
 
         >>> Workload(precision="bf16").bytes_per_parameter, Workload(precision="bf16-pure", reduce="fp32").bytes_per_parameter
         (16.0, 10.0)
@@ -248,8 +247,8 @@ class Workload(StrictModel):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Fields of a plan that the result hangs on, where it is to be exact or replicas go their own ways, unless
-        someone fixes them otherwise.
+        """The fields of a plan that the result depends on, with exact sums or with DiLoCo, unless the user fixes them
+        otherwise.
 
         >>> Workload(exact=2).fixed
         {'micro_batch': 2, 'tp': 1, 'pp': 1, 'cp': 1, 'ep': 1}
@@ -260,16 +259,15 @@ class Workload(StrictModel):
 
     @property
     def tokens(self) -> int:
-        """Per optimizer step."""
+        """Tokens per optimizer step."""
         return self.sequence * self.batch
 
 
 class DataConfig(StrictModel):
     """The `data` section of a job.
 
-    `source`: `stdlib` (the sources of Python's own standard library), `shapes` (drawn images, for models that classify
-    them), or one or
-    several files, folders or patterns of text, JSON lines, Parquet or token arrays.
+    `source` is `stdlib` (the sources of Python's own standard library), `shapes` (drawn images, for models that
+    classify them), or one or several files, folders or patterns of text, JSON lines, Parquet or token arrays.
     """
 
     source: str | tuple[str, ...] = "stdlib"
@@ -293,5 +291,5 @@ class DataConfig(StrictModel):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Always a list."""
+        """The sources as a tuple."""
         return (self.source,) if isinstance(self.source, str) else self.source

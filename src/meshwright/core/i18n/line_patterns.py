@@ -1,11 +1,9 @@
-"""Lines that rules and errors say, in another language: a rule writes its own English line, and this table knows the
-line by its fixed words.
+"""Translates the lines of rules and errors. A rule writes its own English line, and this table recognizes the line by
+its fixed words.
 
-Of each English line the table has the words with `{}` for what differs from case to case, and the same in Chinese with
-those places numbered. A
-place can hold a line of the table itself. What the table does not know stays as it is; a test takes every line out of
-the code of the rules
-and finds it here.
+For each English line the table has the words with `{}` for the variable parts, and the same line in Chinese with
+numbered placeholders. A placeholder can contain another line of the table. Unknown lines stay unchanged. A test finds
+every line of the rules' code in this table.
 
 >>> translate_line("dp2.tp3: tp(3) does not divide heads(32)", "zh")
 'dp2.tp3：tp(3) 除不尽 heads(32)'
@@ -24,7 +22,7 @@ LINE_PATTERN_TABLES = {"zh": "meshwright.core.i18n.line_patterns_zh"}
 
 
 def translate_line(line: str, language: str) -> str:
-    """`line` in `language`, as far as its table knows it; a report of several lines line by line."""
+    """Returns `line` in `language` where the table knows it. A report of several lines is translated line by line."""
     if language not in LINE_PATTERN_TABLES:
         return line
     rows = [(row, row.lstrip()) for row in line.split("\n")]
@@ -33,16 +31,15 @@ def translate_line(line: str, language: str) -> str:
 
 @cache
 def _translate_piece(line: str, language: str) -> str:
-    """The reading that leaves least of the line as it was: as a whole, as several joined by '; ', or behind the place
-    that it is about, such as
-    '$.workload: ' or a plan's name."""
+    """Returns the translation that leaves the least of the line unchanged. The line is tried as a whole, as several
+    lines joined by '; ', and after the location in front of it, such as '$.workload: ' or a plan's name."""
     known = [
         (pattern, text)
         for pieces, pattern, text in _compiled_patterns(language)
         if all(piece in line for piece in pieces)
     ]
     if not known:
-        return line  # nor is any part of it: what a rank says can be long, and has many parts
+        return line  # No part of it is known either; a message of a rank can be long, and has many parts.
     found = [line]
     for pattern, text in known:
         match = pattern.fullmatch(line)
@@ -61,7 +58,7 @@ def _translate_piece(line: str, language: str) -> str:
 
 @cache
 def _compiled_patterns(language: str) -> tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...]:
-    """Of each line its fixed words, the pattern, and what it reads like."""
+    """Returns for each line its fixed words, the pattern, and the translation."""
     lines: Mapping[str, str] = import_module(LINE_PATTERN_TABLES[language]).LINES
     return tuple(
         (tuple(filter(None, line.split("{}"))), re.compile(_regex_of_line(line), re.DOTALL), text)
@@ -70,6 +67,6 @@ def _compiled_patterns(language: str) -> tuple[tuple[tuple[str, ...], re.Pattern
 
 
 def _regex_of_line(line: str) -> str:
-    """Of the second of two places side by side, which is the hint at a word that was meant, or nothing."""
+    """Returns the pattern of a line. The second of two adjacent placeholders is the optional hint at a similar word."""
     hint = r"(.+?)((?:; did you mean .*\?)?)"
     return hint.join("(.+?)".join(map(re.escape, part.split("{}"))) for part in line.split("{}{}"))

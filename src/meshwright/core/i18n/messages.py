@@ -1,11 +1,9 @@
-"""A sentence is a key and values; a language is a table from keys to texts with places for the values. Whoever finds
-something out says it as
-a `Message`; in which language it is read is decided where it is printed.
+"""Separates a message from its language. A message is a key and values; a language is a table from keys to texts with
+placeholders for the values. Code returns a `Message`; the language is chosen where it is printed.
 
-A place is `{name}` or `{name:kind}`; kinds show numbers with their unit: bytes, seconds, percent, times, count, count
-NOUN (with a plural
-s), parameters, rate; `line` is what a rule said by itself (`lines.py`). A value can be a sentence, or several, which
-are said in the same language.
+A placeholder is `{name}` or `{name:kind}`. Kinds format numbers with their unit: bytes, seconds, percent, times, count,
+count NAME (with a plural s), parameters, rate. The kind `line` is a line of a rule (line_patterns.py). A value can be a
+message, or several, which are rendered in the same language.
 
 >>> render_message(Message("verdict.fits", {"spare": 8 * 2**30, "share": 0.1}))
 'fits, 8.00 GiB (10%) headroom'
@@ -27,35 +25,36 @@ from meshwright.core.units import show_bytes, show_count, show_rate, show_second
 
 MESSAGE_TABLES = {"en": "meshwright.core.i18n.messages_en", "zh": "meshwright.core.i18n.messages_zh"}
 SUPERFLUOUS_SPACE = re.compile(r"(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])")
-"""A blank between two Chinese words: a text has one where a value may be Latin."""
+"""A blank between two Chinese words. A text has one where a value may be Latin."""
 LIST_SEPARATOR_KEY = "list"
-"""The key of what stands between the parts of a list."""
+"""The key of the separator between the parts of a list."""
 
 
 class Message(NamedTuple):
-    """What is said, in no language yet."""
+    """A message independent of the language."""
 
     key: str
     values: Mapping[str, Any]
 
 
 def make_message(key: str, **values: Any) -> Message:
+    """Returns the message `key` with `values`."""
     return Message(key, values)
 
 
 def make_term_message(group: str, word: str) -> Message:
-    """What `word` is called: the text of 'group.word', or the word itself where a table has none."""
+    """Returns the name of `word`: the text of 'group.word', or the word itself if a table has none."""
     return Message(f"{group}.{word}", {"otherwise": word})
 
 
 def message_table(language: str) -> Mapping[str, str]:
-    """Every text of a language."""
+    """Returns every text of a language."""
     texts: Mapping[str, str] = import_module(MESSAGE_TABLES[language]).TEXTS
     return texts
 
 
 def render_message(sentence: Message, language: str = "en") -> str:
-    """`sentence` as people read it."""
+    """Returns `sentence` as text in `language`."""
     texts = message_table(language)
     text = texts.get(sentence.key)
     if text is None:
@@ -65,7 +64,7 @@ def render_message(sentence: Message, language: str = "en") -> str:
 
 
 class _MessageFormatter(string.Formatter):
-    """Puts values into a text by the kind of their place."""
+    """Formats values by the kind of their placeholder."""
 
     def __init__(self, texts: Mapping[str, str], language: str) -> None:
         self.texts, self.language = texts, language
@@ -89,7 +88,7 @@ class _MessageFormatter(string.Formatter):
 
 
 def choose_language(asked: str | None, environment: Mapping[str, str]) -> str:
-    """The language that was asked for, else that of the locale, else English.
+    """Returns the requested language, else that of the locale, else English.
 
     >>> choose_language(None, {"LANG": "zh_CN.UTF-8"}), choose_language("en", {"LANG": "zh_CN.UTF-8"}), choose_language(None, {})
     ('zh', 'en', 'en')

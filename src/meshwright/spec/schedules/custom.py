@@ -1,7 +1,7 @@
-"""The custom schedule: the plan itself lists the actions of every pipeline rank (`Plan.actions`).
+"""Defines the custom schedule: the plan itself lists the actions of every pipeline rank (`Plan.actions`).
 
-Everything else follows from the list: which stages split their backward, whether the stages form a V, how many
-micro-batches it orders, what a rank holds, and how long it idles.
+All other facts are computed from the list: which stages split their backward, whether the stages form a V, how many
+micro-batches it orders, the activations of a rank, and its idle time.
 
 >>> CustomSchedule(("0F0 0F1 0B0 0B1",)).ordered_micro_batches
 2
@@ -20,7 +20,7 @@ from meshwright.spec.schedules.text import parse_orders
 
 CUSTOM_SCHEDULE = "actions"
 CUSTOM_NAME_PREFIX = "csv-"
-"""The beginning of its part of a plan's name; a digest of the actions follows."""
+"""The prefix of its part of a plan's name. A digest of the actions follows."""
 
 
 class CustomSchedule(Schedule):
@@ -57,7 +57,7 @@ class CustomSchedule(Schedule):
         return parse_orders(self.actions, pp * virtual_stages, micro_batches)
 
     def bubble(self, f: Any, b: Any, w: Any, virtual_stages: Any) -> Any:
-        """Returns 0: `idle_micro_batches` holds the whole bubble."""
+        """Returns 0: `idle_micro_batches` is the whole bubble."""
         return 0.0
 
     def idle_micro_batches(self, virtual_stages: int) -> float:
@@ -74,7 +74,7 @@ class CustomSchedule(Schedule):
         return round(simulate_orders(table, thirds, backward, 0.0, thirds).makespan, 9) - micro_batches
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns the peak moments of the rank's list."""
+        """Returns the memory peaks of the rank's list."""
         return listed_in_flight(self.actions[rank])
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
@@ -86,12 +86,12 @@ class CustomSchedule(Schedule):
         return CUSTOM_NAME_PREFIX + hashlib.sha256("\n".join(self.actions).encode()).hexdigest()[:8]
 
     def parse_name_part(self, part: str) -> dict[str, Any] | None:
-        """Returns None: a name has no room for the actions."""
+        """Returns None, because a name cannot list the actions."""
         return None
 
 
 def listed_in_flight(line: str) -> list[InFlight]:
-    """Returns, for each stage of a rank's list, the backwards before which the rank holds most.
+    """Returns, for each stage of a rank's list, the backwards before which the rank stores the most activations.
 
     >>> listed_in_flight("0F0 0F1 0B0 0W0 0B1 0W1")
     [InFlight(turn=0, alive=(2,), deferred=0)]

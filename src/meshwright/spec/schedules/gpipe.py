@@ -1,8 +1,9 @@
 """GPipe: every forward, then every backward.
 
-The bubble is (p - 1) / (m + p - 1) of the step with equal stages; every rank holds all m micro-batches at its peak.
-Backwards run in the order of the forwards. The paper runs them in reverse, at the same cost; this order sums gradients
-as 1F1B does, so that both give the same bits.
+The bubble is (p - 1) / (m + p - 1) of the step with equal stages; every rank has all m micro-batches in flight at its
+peak. Backwards run in the order of the forwards. The paper runs them in reverse, at the same cost. This order sums
+gradients as 1F1B does, so that both give the same bits.
+
 Source: Huang et al., GPipe, arXiv 1811.06965, section 2.3.
 
 >>> " ".join(map(str, GPipe().order(rank=1, pp=2, virtual_stages=1, micro_batches=2)))
@@ -37,5 +38,5 @@ class GPipe(Schedule):
         return [InFlight(0, (micro_batches,))]
 
     def in_flight_limit(self, pp: int) -> int | None:
-        """Returns None: a rank holds all micro-batches."""
+        """Returns None, because a rank has all micro-batches in flight."""
         return None

@@ -1,7 +1,9 @@
-"""1F1B: as many forwards as there are later ranks, then one forward and one backward in turn, then the other backwards.
+"""1F1B: as many forwards as there are later ranks, then alternately one forward and one backward, then the other
+backwards.
 
-The bubble is (p - 1) / (m + p - 1) of the step with equal stages, as with GPipe; rank r holds only min(m, p - r)
-micro-batches.
+The bubble is (p - 1) / (m + p - 1) of the step with equal stages, as with GPipe; rank r has only min(m, p - r)
+micro-batches in flight.
+
 Source: Narayanan et al., PipeDream, SOSP 2019; its flushing form in Megatron-LM, arXiv 2104.04473, section 2.2.1.
 
 >>> " ".join(map(str, OneFOneB().order(rank=0, pp=2, virtual_stages=1, micro_batches=3)))
@@ -45,7 +47,8 @@ class OneFOneB(Schedule):
 
 
 def alternate_actions(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """Returns `warmup` forwards, then one of each in turn until the forwards end, then the backwards that are left."""
+    """Returns `warmup` forwards, then forwards and backwards alternately until the forwards end, then the remaining
+    backwards."""
     warmup = min(warmup, len(forwards))
     steady = [action for pair in zip(forwards[warmup:], backwards) for action in pair]
     return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]

@@ -25,8 +25,8 @@ class ActionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """The result of a simulation: `spans` of each pipeline rank; `idle`, the fraction of the makespan in which a rank
-    runs nothing; `in_flight` as `max_in_flight` returns it."""
+    """The result of a simulation. `spans` lists the actions of each pipeline rank. `idle` is the fraction of the
+    makespan in which each rank runs nothing. `in_flight` is the result of `max_in_flight`."""
 
     spans: tuple[tuple[ActionSpan, ...], ...]
     makespan: float
@@ -82,11 +82,11 @@ def simulate_orders(
 
 
 def max_in_flight(order: Sequence[Action], sizes: Sequence[float] | None = None) -> float:
-    """Returns the most that a rank stores for its backwards at a time.
+    """Returns the peak of what a rank stores for its backwards.
 
-    `sizes` is what one micro-batch stores on each stage, in bytes for example. Without it the result counts
-    micro-batches of all stages of the rank: 1 / (stages of the rank) for each stage. W frees where the order has it,
-    else B.
+    `sizes` is what one micro-batch stores on each stage, for example in bytes. Without it the result counts
+    micro-batches of all stages of the rank: 1 / (stages of the rank) for each stage. W frees the activations if the
+    order has W, else B does.
 
     >>> from meshwright.spec.schedules.schedule_registry import schedule_orders
     >>> [max_in_flight(order) for order in schedule_orders("1f1b", 4, 1, 16)]

@@ -1,7 +1,8 @@
-"""ZB-H1: 1F1B whose backward is two actions. W fills what would be idle time; the gradient of the input does not wait.
+"""ZB-H1: 1F1B whose backward is two actions. W fills otherwise idle time; the gradient of the input is not delayed.
 
-A rank idles for (p - 1) (f + b - w): a third of the (p - 1) (f + b + w) of 1F1B where all three take the same time.
-Rank r defers W by r micro-batches, so that every rank holds min(m, p) micro-batches, no more than the first of 1F1B.
+A rank idles for (p - 1) (f + b - w): a third of the (p - 1) (f + b + w) of 1F1B if all three take the same time. Rank r
+defers W by r micro-batches, so that every rank stores min(m, p) micro-batches, no more than the first rank of 1F1B.
+
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.2 and figure 3.
 
 >>> " ".join(map(str, ZBH1().order(rank=1, pp=2, virtual_stages=1, micro_batches=3)))
@@ -40,7 +41,7 @@ class ZBH1(Schedule):
         return elementwise_max(elementwise_max(f + b - w, f), b)
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns min(m, p - r) micro-batches before B, and those up to min(m, p) that wait for W."""
+        """Returns min(m, p - r) micro-batches before B, and the rest up to min(m, p) with deferred W."""
         before_b = elementwise_min(micro_batches, pp - rank)
         return [InFlight(0, (before_b,), elementwise_min(micro_batches, pp) - before_b)]
 
