@@ -1,1 +1,1 @@
-"""One optimizer step, the loop around it, and the processes that run it. Importing this imports no torch."""
+"""The optimizer step, the training loop around it, and the processes that run it. This import does not import torch."""

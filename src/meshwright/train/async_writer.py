@@ -1,9 +1,8 @@
-"""Writes a checkpoint from the copies in memory, in a process beside the ranks: training does not wait for the disk.
+"""The checkpoint writer: a separate process that writes the in-memory checkpoints to disk while training continues.
 
-Promise: what is written is what a save of the ranks themselves would have written, read back and named last as ever;
-one save is under way at
-most, and it takes no memory beyond the slot that the ranks leave alone meanwhile. A rank that dies meanwhile does not
-disturb it.
+Guarantees: it writes what the ranks themselves would have saved. As always, the checkpoint is read back and gets its
+name last. At most one save is in progress. It takes no memory except the slot that the ranks do not overwrite
+meanwhile. A rank that dies meanwhile does not disturb it.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ from meshwright.train.rank_main import RankControl
 from meshwright.train.trainer_state import merge_scalar_states
 
 WRITER_NICENESS = 10
-"""How far behind the ranks it stands in line for a core."""
+"""The niceness of the writer process: the ranks get the CPU first."""
 
 
 def write(channel: RankControl, payload: dict[str, Any]) -> int:
-    """`payload`: launch, step. The copies are those of `channel.memory.sources`. Returns its exit status."""
+    """Writes the checkpoint of `payload['step']` from the in-memory checkpoints of `channel.memory.sources`. `payload`
+    also has the launch. Returns the exit status."""
     os.nice(WRITER_NICENESS)
     began, step, launch = time.perf_counter(), int(payload["step"]), validate_data(LaunchSpec, payload["launch"])
     folder = Path(launch.run.folder) / "checkpoints"

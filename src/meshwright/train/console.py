@@ -1,8 +1,8 @@
-"""What a person sees of a run, on standard error: one line of progress on a terminal, plain lines elsewhere (no
-carriage returns, no escapes).
+"""The console output of a run, on standard error: one progress line on a terminal, else plain lines without carriage
+returns or escapes.
 
-It hears what rank 0 says (`begin`, `record`, `saved`, `note`, `sample`, `done`), in the supervisor's process or in rank
-0's own.
+It receives the messages of rank 0 (`begin`, `record`, `saved`, `note`, `sample`, `done`), in the supervisor's process
+or in rank 0's own.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from meshwright.spec.record import StepRecord
 
 LINE_INTERVAL_SECONDS = 10.0  # between plain lines
 SILENT_KINDS = ("slow", "verdict", "rebalanced", "rebalance_result", "unsaved", "write", "failed")
-"""Kinds of messages that are for whoever runs the ranks; what a person is to know of them is said in notes."""
+"""Kinds of messages for the supervisor alone. Notes repeat what a person needs of them."""
 WARMUP_STEPS = 3
-"""Steps of a run, or of what goes on, after which one is like the next."""
+"""Steps of a launch after which step times are stable."""
 
 
 class RunConsole:
-    """`hear` gets the messages of rank 0. `quiet` shows nothing but what must be said; `words` says each line in the
-    language of who reads it."""
+    """Prints the messages of rank 0, which `hear` receives. `quiet` prints nothing. `words` translates a line into the
+    user's language."""
 
     def __init__(self, quiet: bool = False, words: Callable[[str], str] = str) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -43,13 +43,13 @@ class RunConsole:
         self._shown = 0.0
         self._began = time.monotonic()
         self._heeded = {
-            "begin": self._begin, "record": self._record, "saved": self._saved, "sample": self._sample, "stopped": self._stopped,
-            "done": self._done, **dict.fromkeys(("note", "divergence", "spike", "bad_data"), self._note),
+            "begin": self._begin, "record": self._record, "saved": self._saved, "sample": self._sample,
+            "stopped": self._stopped, "done": self._done,
+            **dict.fromkeys(("note", "divergence", "spike", "bad_data"), self._note),
         }  # fmt: skip
 
     def hear(self, message: IpcMessage) -> None:
-        """Kinds that are for whoever runs the ranks are passed over, as are kinds that nobody knows: those are
-        shown."""
+        """Handles one message. It ignores kinds that are for the supervisor, and reports unknown kinds."""
         kind = message["kind"]
         if kind in self._heeded:
             self._heeded[kind](message)
@@ -57,25 +57,25 @@ class RunConsole:
             self.note(f"a rank says {kind!r}, which this version does not know: passed over")
 
     def note(self, line: str) -> None:
-        """A line that stays."""
+        """Prints a permanent line, translated."""
         self.show(self.words(line))
 
     def show(self, text: str) -> None:
-        """What stays as it is: a report, what a model writes. Never interpreted as markup."""
+        """Prints text as it is: a report, or a sample of the model. It never interprets markup."""
         if self.quiet:
             return
         try:
             self.console.print(escape_terminal_controls(text), markup=False)
-        except OSError:  # whoever read is gone; the run is not
+        except OSError:  # the reader has closed the stream; the run continues
             self.quiet = True
 
     def close(self) -> None:
+        """Removes the progress line."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
-    # --- messages
-    # -------------------------------------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
     def _note(self, message: IpcMessage) -> None:
         self.note(message["line"])
@@ -84,7 +84,7 @@ class RunConsole:
         again = self.steps > 0
         self.steps, self.first, self._began = message["steps"], message["step"], time.monotonic()
         if again:
-            return  # ranks that started again: the supervisor has said so
+            return  # the ranks have restarted: the supervisor has reported that
         self.note(message["data"])
         if self.first >= self.steps:
             self.note(f"all {self.steps} steps are done")
@@ -95,7 +95,7 @@ class RunConsole:
         if self.console.is_terminal and not self.quiet and self.first < self.steps:
             whole = Column(
                 no_wrap=True, min_width=len(f"step {self.steps}/{self.steps}")
-            )  # a narrow screen cuts what stands behind
+            )  # a narrow screen cuts the later columns
             step = TextColumn(self.words("step {task.completed}/{task.total}"), table_column=whole)
             columns = (step, BarColumn(), TextColumn("{task.description}"))
             self._progress = Progress(*columns, console=self.console, transient=True)
@@ -117,8 +117,10 @@ class RunConsole:
         waited = record.exposed.get("offload", 0.0)
         if record.step == self.first + WARMUP_STEPS and waited > record.seconds / 2:
             self.note(
-                f"step {record.step} waited {show_seconds(waited)} of {show_seconds(record.seconds)} for offloaded data: "
-                "a folder on a faster disk (--offload-to), or a smaller offload fraction (off-optimizer-disk50, off-activations-disk8), waits less"
+                f"step {record.step} waited {show_seconds(waited)} of {show_seconds(record.seconds)} for offloaded "
+                "data: "
+                "a folder on a faster disk (--offload-to), or a smaller offload fraction (off-optimizer-disk50, "
+                "off-activations-disk8), waits less"
             )
 
     def _words(self, record: StepRecord) -> str:
@@ -131,7 +133,7 @@ class RunConsole:
             words.append(f"{show_count(record.tokens_per_second)} tokens/s")
             kind = (
                 "reserved" if "reserved" in record.memory else "resident"
-            )  # ranks of a host that share memory hold it together
+            )  # ranks of one host that use shared memory count it together
             words.append(f"{show_bytes(record.memory.get(kind, 0.0))} on the peak rank")
         done = record.step - self.first
         if done > 0 and record.step < self.steps:
@@ -159,7 +161,7 @@ class RunConsole:
         self.close()
 
     def summary(self) -> dict[str, Any]:
-        """For `--json`: where the run stands."""
+        """Returns the state of the run for `--json`."""
         losses = [{"step": step, "loss": loss} for step, loss in self.held_out]
         return {
             "steps": self.last.step if self.last else self.first,

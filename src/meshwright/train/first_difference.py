@@ -1,14 +1,11 @@
-"""Which module differs first: a step under the plan beside the same step on one device, output by output, then gradient
-by gradient.
+"""Locates the first module that differs between a step under the plan and the same step on one device, in forward and
+then in backward.
 
-Rule: every rank has both. Modules are held against one another in the order in which they end forward, then in the
-opposite order by the gradient
-of what they gave and by those of their own parameters; the first beyond the tolerance is named. A rank holds its rows
-of the batch, its features
-of a column layer (as the anatomy says), its slice of the sequence. What cannot be laid beside one device's, such as
-heads inside an attention,
-is left out: the row layer behind it tells. So the name is that of the faulty module, or of the first one behind it that
-can be compared.
+Rule: every rank has both passes. Modules are compared in the order in which they end forward. Then the gradients of
+their outputs and of their own parameters are compared in the opposite order. The first one beyond the tolerance is
+reported. A rank compares its rows of the batch, its features of a column-parallel layer, and its slice of the sequence.
+Outputs without a counterpart on one device, such as heads inside an attention, are skipped; the row-parallel layer
+after them shows the difference. So the reported module is the faulty one, or the first comparable one after it.
 """
 
 from __future__ import annotations
@@ -29,21 +26,23 @@ from meshwright.spec.batch_layout import first_row
 from meshwright.train.trainer import Trainer
 
 ModuleCall = tuple[str, int]
-"""A module and the number of its call in one pass."""
+"""The path of a module and the index of its call in one pass."""
 OUTPUT_LABEL, GRADIENT_LABEL = "output", "gradient of the output"
 
 
 @dataclass
 class RecordedPass:
-    """What modules gave in one pass, in order, and the gradients of it."""
+    """The outputs of modules in one pass, in order, and their gradients."""
 
     outputs: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
     gradients: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     owned: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Tensors that a module gave: one around it only hands it on. Kept, so that no other takes their id."""
+    """Tensors that some module has output. A module around it may only forward them. The references keep their ids
+    unique."""
 
     def add(self, path: str, output: Any) -> None:
+        """Records the output of one call of the module at `path`."""
         tensor = (
             next((one for one in output if isinstance(one, torch.Tensor)), None)
             if isinstance(output, tuple)
@@ -60,7 +59,7 @@ class RecordedPass:
 
 
 class ModuleRecorder:
-    """Hooks on every module of a model; `now` takes what they give while it is set."""
+    """Hooks on every module of a model. While `now` is set, it records their outputs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.now: RecordedPass | None = None
@@ -76,13 +75,14 @@ class ModuleRecorder:
         return hook
 
     def end(self) -> None:
+        """Removes the hooks."""
         self.now = None
         for handle in self.handles:
             handle.remove()
 
 
 class ModuleDifference(NamedTuple):
-    """The first place that differs: `what` of `path` on `rank`, relative to one device."""
+    """The first difference: `what` of `path` on `rank`, relative to one device."""
 
     time: int
     amount: float
@@ -101,8 +101,8 @@ def find_first_difference(
     gradients: Mapping[str, torch.Tensor],
     tolerance: float,
 ) -> ModuleDifference | None:
-    """On every rank, the same. `one`: a pass of the whole batch on one device, `gradients` its gradients by
-    parameter."""
+    """Returns the first difference, or None, the same on every rank. `one`: a pass of the whole batch on one device.
+    `gradients`: its gradients by parameter."""
     passes, ours = _record_plan_passes(trainer, batch)
     times = {key: time for time, key in enumerate(one.outputs)}
     found = _forward_differences(trainer, passes, one, times, tolerance)
@@ -114,7 +114,7 @@ def find_first_difference(
 def _record_plan_passes(
     trainer: Trainer, batch: Mapping[str, Any]
 ) -> tuple[list[tuple[int, RecordedPass]], dict[str, torch.Tensor] | None]:
-    """Of this rank: each pass with the first of its rows, and the full gradients (rank 0)."""
+    """Returns each pass of this rank with the index of its first row, and the full gradients (rank 0)."""
     plan, pipeline, place = trainer.plan, trainer.engine.pipeline, trainer.mesh.replica
     recorder, inner = ModuleRecorder(trainer.engine.model), pipeline.forward
     counts: dict[int, int] = defaultdict(int)
@@ -128,7 +128,7 @@ def _record_plan_passes(
         try:
             return inner(stage, *given)
         finally:
-            recorder.now = None  # what is computed again in backward has been seen
+            recorder.now = None  # a recompute in backward is not recorded again
 
     pipeline.forward = forward
     trainer.engine.preflight.skip(stages=False)  # only the passes of the step itself are recorded
@@ -166,8 +166,8 @@ def _backward_differences(
     times: Mapping[ModuleCall, int],
     tolerance: float,
 ) -> list[ModuleDifference]:
-    """Behind all outputs, from the last to the first. Inside a region, whole tensors have a part of their gradient:
-    those are left out."""
+    """Returns the differing output gradients, ordered after all outputs, from the last module to the first. Inside a
+    tensor-parallel region a full tensor has only part of its gradient: these are skipped."""
     anatomy = trainer.engine.anatomy
     incomplete = _incomplete_modules(trainer.engine.model)
     parts = {name.rpartition(".")[0] for name in anatomy.partial} | {
@@ -194,7 +194,7 @@ def _parameter_differences(
     times: Mapping[ModuleCall, int],
     tolerance: float,
 ) -> list[ModuleDifference]:
-    """A parameter's gradient counts where that of its module's output was right: at the same time, but behind it."""
+    """Returns the differing parameter gradients. Each is ordered just after its module's output gradient."""
     whole = sum(float(value.double().square().sum()) for value in gradients.values()) ** 0.5
     found = []
     for name, value in gradients.items():
@@ -208,20 +208,21 @@ def _parameter_differences(
 
 
 def _incomplete_modules(model: nn.Module) -> set[str]:
-    """Modules of which this rank holds only a part of the layers."""
+    """Returns the modules of which this rank has only some layers."""
     absent = [path for path, module in model.named_modules() if isinstance(module, StagePlaceholder)]
     return {".".join(path.split(".")[:end]) for path in absent for end in range(1, len(path.split(".")))}
 
 
 def _local_difference(trainer: Trainer, path: str, mine: torch.Tensor, whole: torch.Tensor, first: int) -> float | None:
-    """The difference from what one device has of it; None where they cannot be laid beside one another."""
+    """Returns the relative difference from this rank's part of one device's output, or None where the two cannot be
+    compared."""
     plan, place, anatomy = trainer.plan, trainer.mesh.coords, trainer.engine.anatomy
     if whole.ndim != mine.ndim:
         return None
     if whole.shape[0] != mine.shape[0]:
         size = plan.micro_batch_of(trainer.mesh.replica)
         if mine.shape[0] != size:
-            return None  # rows and places as one
+            return None  # rows and positions are flattened into one dimension
         whole = whole[first : first + size]
     unlike = [dim for dim in range(mine.ndim) if whole.shape[dim] != mine.shape[dim]]
     if not unlike:
@@ -238,7 +239,8 @@ def _local_difference(trainer: Trainer, path: str, mine: torch.Tensor, whole: to
 
 
 def _relative_norm(mine: torch.Tensor, whole: torch.Tensor) -> float:
-    """Norm of the difference over the norm; infinite for what is not finite or of another shape."""
+    """Returns the norm of the difference over the norm. It is infinite for values that are not finite or have another
+    shape."""
     if mine.shape != whole.shape or not bool(mine.isfinite().all()):
         return float("inf")
     mine, whole = mine.double(), whole.double()

@@ -1,36 +1,32 @@
-"""The process from which ranks are forked: it imports torch once, so that a rank starts in hundredths of a second and
-shares its pages.
+"""The fork server of ranks: it imports torch once, so that a rank starts in hundredths of a second and shares its
+pages.
 
-Promises: it has one thread and no process group when it forks; ranks die with it (PR_SET_PDEATHSIG, end of their pipe)
-and it with its
-supervisor; the store of addresses listens on 127.0.0.1 alone, or on the one address by which the other machines of the
-job reach this one (a
-socket bound here, before any fork), and is no rank's burden: it lives in a process of its own, so that no rank is
-special. It speaks JSON lines: commands on standard input, events on what was standard output.
+Guarantees: it has one thread and no process group when it forks. Ranks die with it (PR_SET_PDEATHSIG, end of their
+pipe), and it dies with its supervisor. The rendezvous store listens on 127.0.0.1 alone, or on the one address at which
+other machines of the job reach this one. Its socket is bound here, before any fork. The store has its own process, so
+no rank is special. The protocol is JSON lines: commands on standard input, events on the original standard output.
 
 | command | event |
 |---|---|
 | start: rank, world, generation, target, payload, log | started: rank, generation, pid |
 | tell: rank, message | said: rank, generation, message |
 | signal: rank, signal | ended: rank, generation, status (negative: the signal) |
-| clear: every rank is to end | clear: none is left |
-| | refused: rank, generation, pid: a start, while the process of that number still lives |
+| clear: end every rank | clear: no rank is left |
+| | refused: rank, generation, pid: a start while a process of that rank still runs |
 | | ready: pid, port, secret: of the store |
 
-Source: forking beats spawning 50 times; a first AdamW step in a child would import torch._dynamo there, seconds each.
+Source: a fork is 50 times as fast as a spawn. A first AdamW step in a child would import torch._dynamo there, which
+takes seconds in each.
 
-[Note: before the fork] A process that has started an accelerator cannot hand it on: torch refuses CUDA in whatever is
-forked from it. torch
-starts it unasked: the first backward counts the devices of every kind that torch was built for, also for tensors on the
-CPU, and has a thread
-for each; the step of an optimizer asks for the current stream. So only where torch was built for CPUs alone do these
-first calls run here
-(11 ms that each rank saves), and nothing is forked where the driver has been started all the same.
+[Note: before the fork] A process that has started an accelerator cannot pass it on: torch refuses CUDA in a forked
+child. torch starts accelerators implicitly. The first backward counts the devices of every kind that torch was built
+for, also for CPU tensors, and has a thread for each. The step of an optimizer queries the current stream. So these
+first calls run here only with a CPU build of torch, which saves 11 ms in each rank. If the driver has been started all
+the same, nothing is forked.
 
-[Note: frozen] Python's collector writes to every object that it looks at, and its first full collection in a rank made
-60 to 70 MiB of what was
-imported here the rank's own, at a moment that nobody chose. What is there before the fork is no garbage: it is left out
-of every collection.
+[Note: frozen] Python's garbage collector writes to every object that it visits. Its first full collection in a rank
+unshared 60 to 70 MiB of imported pages, at an arbitrary moment. Objects from before the fork are not garbage: every
+collection skips them.
 """
 
 from __future__ import annotations
@@ -58,16 +54,16 @@ from meshwright.core.signals import STOP_SIGNALS
 from meshwright.train.rank_main import become_rank, die_with_parent, local_address, retain_heap
 
 LISTEN_BACKLOG = 4096
-"""Ranks that may join in the same moment."""
+"""The number of ranks that may connect at the same moment."""
 
 CUDA_DEVICE_FILE = "/dev/nvidia-uvm"
-"""What a process has open once it has started CUDA. Asking the driver for the names of cards opens others."""
+"""The file that a process has open once it has started CUDA. A query of device names opens others."""
 
 
 def preload_modules(modules: list[str]) -> None:
-    """The imports that would cost every rank seconds, and first calls, where they start nothing ([Note: before the
+    """Runs the imports that cost every rank seconds, and first calls where they start no device ([Note: before the
     fork])."""
-    gc.disable()  # until all is there: a sixth of an import's time went into looking for garbage that it does not make
+    gc.disable()  # until all is imported: collections took a sixth of the time and found no garbage
     import torch
     import torch._dynamo
     import torch.distributed.device_mesh
@@ -85,18 +81,18 @@ def preload_modules(modules: list[str]) -> None:
 
 
 def supported_accelerators() -> list[str]:
-    """The kinds that this torch was built for, whether or not there is one: looking for one is what may start it."""
+    """Returns the accelerators that this torch was built for, present or not: a probe for devices may start them."""
     import torch
 
     built = {
-        "cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": getattr(torch.version, "xpu", None), "mps": torch.backends.mps.is_built(),
+        "cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": getattr(torch.version, "xpu", None),
+        "mps": torch.backends.mps.is_built(),
     }  # fmt: skip
     return [kind for kind, version in built.items() if version]
 
 
 def fork_obstacle(opened: Iterable[str], initialized: bool) -> str:
-    """Why what is forked from this process could not use its accelerators; empty where nothing forbids it. `opened`:
-    the paths of its open files.
+    """Returns why a forked child could not use accelerators, or ''. `opened`: the paths of this process's open files.
 
     >>> fork_obstacle(["/dev/null", "/dev/nvidiactl", "/dev/nvidia0"], False)
     ''
@@ -109,7 +105,7 @@ def fork_obstacle(opened: Iterable[str], initialized: bool) -> str:
 
 
 def open_file_paths() -> list[str]:
-    """The paths of this process's open files, where the system tells them."""
+    """Returns the paths of this process's open files, where the system has /proc."""
     found = []
     for handle in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
@@ -119,7 +115,7 @@ def open_file_paths() -> list[str]:
 
 @dataclass
 class ForkedRank:
-    """A forked rank as the zygote sees it."""
+    """A forked rank, as the fork server sees it."""
 
     rank: int
     generation: int
@@ -129,7 +125,7 @@ class ForkedRank:
 
 
 class ForkServer:
-    """The loop: obeys commands, relays messages, reports ends."""
+    """The main loop: runs commands, relays messages, reports ended ranks."""
 
     def __init__(self, commands: int, events: int) -> None:
         self.commands = MessageReader(commands)
@@ -146,6 +142,7 @@ class ForkServer:
         self.clears = False
 
     def run(self) -> NoReturn:
+        """Starts the store and handles commands until the supervisor's pipe ends."""
         parent = os.getpid()
         self.store = os.fork()
         if self.store == 0:
@@ -183,7 +180,7 @@ class ForkServer:
             elif child is not None and message["do"] == "signal":
                 os.kill(child.pid, message["signal"])
             elif child is not None and message["do"] == "tell":
-                with contextlib.suppress(BrokenPipeError):  # it has just ended: its end is reported
+                with contextlib.suppress(BrokenPipeError):  # it has just ended, which is reported separately
                     write_message(child.outbox, message["message"])
         if ended:
             self._end()
@@ -201,9 +198,7 @@ class ForkServer:
 
     def _start(self, message: IpcMessage) -> None:
         lives = self.children.get(message["rank"])
-        if (
-            lives is not None
-        ):  # two of one number would write over each other's copies, and the first would be forgotten
+        if lives is not None:  # two processes with one rank would overwrite each other's checkpoints
             write_message(
                 self.events,
                 {"event": "refused", "rank": lives.rank, "generation": message["generation"], "pid": lives.pid},
@@ -227,7 +222,7 @@ class ForkServer:
         write_message(self.events, {"event": "started", "rank": child.rank, "generation": child.generation, "pid": pid})
 
     def _forget(self) -> None:
-        """In a child: the handles of the zygote, else nobody would see the end of a pipe."""
+        """Closes the fork server's file handles in a child, so that the end of a pipe is seen."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.waiting.close()
@@ -242,7 +237,7 @@ class ForkServer:
 
     def _relay(self, child: ForkedRank) -> None:
         if self.children.get(child.rank) is not child:
-            return  # its end and its last words came in the same moment, and the end was seen first
+            return  # its end was seen before its last messages
         messages, ended = child.inbox.read()
         for message in messages:
             write_message(
@@ -260,7 +255,7 @@ class ForkServer:
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
             self._end(
                 -signal.SIGKILL if killed else 1
-            )  # nobody could join any more: the supervisor starts all of it anew
+            )  # no rank could join any more: the supervisor restarts everything
         for child in list(self.children.values()):
             pid, status = os.waitpid(child.pid, os.WNOHANG)
             if not pid:
@@ -279,8 +274,8 @@ class ForkServer:
         self._say_clear()
 
     def _serve_store(self, parent: int) -> NoReturn:
-        """The addresses of the ranks (core/rendezvous_store.py), on the socket that was bound before: nothing listens
-        on another interface."""
+        """Serves the rendezvous store (core/rendezvous_store.py) on the socket that was bound before: no other
+        interface listens."""
         die_with_parent(parent, "mesh-store")
         self._forget()
         ConnectionListener(self.listener, RendezvousStore(self.secret).client).run()
@@ -288,26 +283,28 @@ class ForkServer:
 
 
 def main() -> NoReturn:
+    """Runs the fork server: the arguments are the supervisor's pid and the modules to import."""
     parent = int(sys.argv[1])
     die_with_parent(parent, "mesh-zygote")
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the supervisor hears them and decides
+        signal.signal(number, signal.SIG_IGN)  # the supervisor receives them and decides
     commands, events = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     retain_heap()
     for name, value in collective_environment(local_address()).items():
-        os.environ.setdefault(name, value)  # what a person, or a launcher, has set stands
+        os.environ.setdefault(name, value)  # does not overwrite what a person or a launcher has set
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # asking for CUDA devices must not start its driver before the fork
+        "1"  # a query for CUDA devices must not start the driver before the fork
     )
     preload_modules(sys.argv[2:])
     from meshwright.runtime.backend import initialized_accelerators
 
     if why := fork_obstacle(open_file_paths(), bool(initialized_accelerators())):
         sys.exit(
-            f"the process that ranks are forked from has started an accelerator ({why}), which none of them could use then"
+            f"the process that ranks are forked from has started an accelerator ({why}), which none of them could "
+            "use then"
         )
     ForkServer(commands, events).run()
 

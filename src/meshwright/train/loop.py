@@ -1,10 +1,9 @@
-"""The loop around `trainer.step`: data, learning rate, records, held-out loss, checkpoints, and an end that loses
-nothing.
+"""The training loop around `trainer.step`: data, learning rate, records, validation loss, checkpoints, and an end that
+loses nothing.
 
-Promise: step k reads the same batch and the same learning rate whenever it is run, so a run that was killed and started
-again ends in the
-same weights, bit for bit, under the same plan. A request to stop is heeded after a step, by all ranks after the same
-one.
+Guarantees: step k always reads the same batch and has the same learning rate. So a run that was killed and restarted
+under the same plan ends in the same weights, bit for bit. A request to stop takes effect after a step, on all ranks
+after the same one.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ from meshwright.train.straggler import PhaseSeconds, StragglerMonitor
 from meshwright.train.trainer import LocalBatch, ParallelizeOptions, parallelize
 
 VALIDATION_BATCH_ROWS = 64
-MEMORY_TRACE_STEP = 2  # which step of a launch the profiler watches for memory: the first two warm up
+MEMORY_TRACE_STEP = 2  # the step of a launch that the profiler traces for memory: the first two warm up
 SAMPLE_PROMPT, SAMPLE_TOKENS = "\n\ndef", 160
 
 
 def train(channel: RankControl, payload: IpcMessage) -> int:
-    """What every rank of `meshwright train` runs: `payload` is the `LaunchSpec`. Returns its exit status."""
+    """Runs one rank of `meshwright train`. `payload` is the `LaunchSpec`. Returns the exit status."""
     began = time.perf_counter()
     Heartbeat(*channel.row).at(RankPhase.join)
     with join_process_groups(channel.rank, channel.world) as connection:
@@ -69,12 +68,12 @@ def train(channel: RankControl, payload: IpcMessage) -> int:
 
 
 class TrainLoop:
-    """One rank's part of one launch."""
+    """The training loop of one rank in one launch."""
 
     def __init__(
         self, launch: LaunchSpec, channel: RankControl, connection: ProcessGroups, began: float | None = None
     ) -> None:
-        """`began`: when this rank did, by time.perf_counter()."""
+        """`began`: when this rank started, by time.perf_counter()."""
         self.launch, self.channel, self.connection = launch, channel, connection
         joined = time.perf_counter()
         self.spent = {"join": joined - (joined if began is None else began)}
@@ -91,7 +90,8 @@ class TrainLoop:
         vocabulary, positions = vocabulary_size(launch.model, model), accepts_packed_documents(model)
         if launch.data.documents == "apart" and not positions:
             raise InputError(
-                f"data.documents=apart: {type(model).__name__} has no position_ids that keep its attention inside of a document"
+                f"data.documents=apart: {type(model).__name__} has no position_ids that keep its attention inside of "
+                "a document"
             )
         dataset = open_dataset(launch.data, launch.workload.sequence, vocabulary, self.objective, self._note, positions)
         for part in getattr(dataset, "parts", ()):
@@ -138,6 +138,7 @@ class TrainLoop:
             self.recovery.finish()
 
     def run(self) -> int:
+        """Runs the loop to the last step or a request to stop. Returns the exit status."""
         self.pulse.at(RankPhase.restore)
         start = time.perf_counter()
         began = self.recovery.resume()
@@ -181,10 +182,10 @@ class TrainLoop:
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
-    # --- steps ----------------------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def _steps(self, began: int) -> Iterator[StepRecord]:
-        """The records of steps began + 1 to the last, each as the whole world saw it."""
+        """Yields the records of steps began + 1 to the last, aggregated over all ranks."""
         tell = lambda kind, **entries: self._say(kind, last=self.steps, **entries)
         engine, work, note = self.trainer.engine, self.launch.workload, lambda line: self._say("note", line=line)
         halves = not (work.exact or work.local or engine.balance or engine.statistics)
@@ -202,11 +203,11 @@ class TrainLoop:
                 if guard.is_spike:
                     break
                 if phases is not None and (plan := watch.heed(phases, done, self.launch.run.balance)) is not None:
-                    self.trainer.plan = plan  # other rows are to be read from here on
+                    self.trainer.plan = plan  # the rows of later batches change here
                     break
 
     def _stretch(self, began: int, launched: int) -> Iterator[tuple[StepRecord, PhaseSeconds | None]]:
-        """Steps from `began` on under one plan."""
+        """Yields the steps from `began` on, as long as the plan does not change."""
         plan, rule = self.trainer.plan, self.launch.workload.optimizer
         rows, every = (
             self.launch.workload.batch,
@@ -218,7 +219,7 @@ class TrainLoop:
                 start = time.perf_counter() - batches.wait_seconds
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
                 watched = step - launched == min(MEMORY_TRACE_STEP, self.steps - launched - 1)
-                watched = watched and self.recovery.source != "memory"  # once a run: it takes time
+                watched = watched and self.recovery.source != "memory"  # once per run, since it takes time
                 with trace_memory(self.trainer.engine.model, self.device.type) if watched else nullcontext() as watch:
                     record = self.trainer.step(LocalBatch(batch, self.loader.labels_per_step))
                 memory, number = self.memories.of(record, watch), batch_index(step, self.loader.skipped_batches)
@@ -237,7 +238,7 @@ class TrainLoop:
                 yield record, phases
 
     def _awaited(self, batches: Iterator[list[TensorBatch]], began: int) -> Iterator[list[TensorBatch]]:
-        """The batches, with a sign of life before each wait."""
+        """Yields the batches, with a heartbeat before each wait."""
         for step in range(began, self.steps):
             self.pulse.at(RankPhase.data, step + 1)
             yield next(batches)
@@ -259,7 +260,10 @@ class TrainLoop:
         if (expected := self.launch.parameters) and expected != self.parameters:
             self._say(
                 "note",
-                line=f"the model has {self.parameters:,} parameters, the planner counted {expected:,}: its estimates are off",
+                line=(
+                    f"the model has {self.parameters:,} parameters, the planner counted {expected:,}: its estimates "
+                    "are off"
+                ),
             )
         if self.launch.run.sdc_check_every and (why := recompute_obstacle(self.trainer)):
             self._say("note", line=f"run.sdc_check_every: gradients are not computed twice: {why}")
@@ -270,7 +274,7 @@ class TrainLoop:
             )
 
     def _sample(self) -> None:
-        """Text written by the trained model, where it can write any."""
+        """Reports a text sample of the trained model, where it can write text."""
         why = no_sample_reason(self.objective, self.dataset.tokenizer, 4.0 * self.parameters)
         if why:
             self._say("sample", why=why)

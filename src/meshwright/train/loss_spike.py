@@ -1,22 +1,19 @@
-"""Spikes of the loss: seen within three steps, gone back from, and the batches that they came with left out, for good
-and in writing.
+"""Loss spikes: detection within three steps, rollback, and permanent exclusion of the batches that came with them.
 
-Rule: a step is high when its loss is not finite, or exceeds the median m of the last WINDOW ordinary steps by more than
-max(SPREAD x s, RISE x |m|), with s =
-1.4826 x the median distance from m; or when its gradient was not finite, unless a loss scale is still being found.
-IN_ROW high steps in a row
-are a spike: one bad batch passes, weights that were hurt do not. The run goes back to the newest valid checkpoint on
-disk from before the update
-that led to the first high step, and goes on without the batches of that update and of the high steps. What is left out
-is part of the state, so
-it stays left out whatever happens later. A spike that comes back to the same checkpoint for the time MOST + 1 ends the
-run. Where no checkpoint
-is old enough it is said, and training goes on.
+Rule: a step is high in either of two cases:
+- Its loss is not finite, or exceeds the median m of the last MEDIAN_WINDOW_STEPS ordinary steps by more than
+  max(MIN_SPREAD_RATIO * s, MIN_RELATIVE_RISE * |m|). Here s = 1.4826 times the median distance from m.
+- Its gradient is not finite, unless a dynamic loss scale may still overflow.
 
-All ranks see the same losses and decide alike; nothing but the losses decides, so a run that dies on the way decides
-the same again.
-Source: Chowdhery et al., PaLM, 2022, section 5.1: going back about 100 steps and leaving out batches, which were
-harmless at other times.
+SPIKE_STEPS high steps in a row are a spike. One bad batch passes; damaged weights do not. The run rolls back to the
+newest valid checkpoint on disk from before the update that led to the first high step. It continues without the batches
+of that update and of the high steps. The excluded batches are part of the state, so they stay excluded. If a spike
+comes back to the same checkpoint more than MAX_ROLLBACKS times, the run ends. Where no checkpoint is old enough, a note
+says so and training continues.
+
+All ranks see the same losses and make the same decision. Only the losses decide, so a run that dies in between makes
+the same decision again. Source: Chowdhery et al., PaLM, 2022, section 5.1. They roll back about 100 steps and skip
+batches, which were harmless at other times.
 """
 
 from __future__ import annotations
@@ -33,25 +30,25 @@ MEDIAN_WINDOW_STEPS = 32
 MIN_SPREAD_RATIO, MIN_RELATIVE_RISE = 8.0, 0.2
 SPIKE_STEPS = 3
 MAX_ROLLBACKS = 3
-"""Times that a run goes back to one checkpoint."""
+"""The largest number of rollbacks to one checkpoint."""
 
 
 class LossSpikeDetector:
-    """Hears each step. Its state lies in `kept["guard"]`, which checkpoints and copies hold."""
+    """Observes each step. Its state is stored in `kept["guard"]`, which every checkpoint contains."""
 
     def __init__(self, kept: dict[str, Any], watches: bool, scaled: bool) -> None:
-        """`watches`: high steps are looked for. `scaled`: gradients that are not finite are part of finding the loss
-        scale."""
+        """`watches`: detect spikes. `scaled`: the loss scale is dynamic, so that gradients that are not finite are
+        expected."""
         self.kept, self.watches, self.scaled = kept, watches, scaled
         self.back: dict[int, int] = {}
         self.read({})
 
     def read(self, saved: dict[str, Any]) -> None:
-        """The state that was saved with a step."""
+        """Restores the state that was saved with a step."""
         self._losses = deque[float](saved.get("losses", ()), maxlen=MEDIAN_WINDOW_STEPS)
         self._high = int(saved.get("high", 0))
         self.left_out: list[tuple[int, int]] = [(first, stop) for first, stop in saved.get("left_out", ())]
-        """Batches that are not trained on, in the order of the data: [first, stop), no two of them touch."""
+        """Excluded batches, in the order of the data, as disjoint ranges [first, stop) that do not touch."""
         self._write()
 
     def _write(self) -> None:
@@ -60,10 +57,11 @@ class LossSpikeDetector:
 
     @property
     def is_spike(self) -> bool:
+        """Returns whether the last steps are a spike."""
         return self.watches and self._high >= SPIKE_STEPS
 
     def heed(self, record: StepRecord) -> None:
-        """After each step."""
+        """Updates the state with the record of a step. Called after each step."""
         if not self.watches:
             return
         if self._is_high(record):
@@ -83,27 +81,31 @@ class LossSpikeDetector:
         return record.loss - middle > max(MIN_SPREAD_RATIO * spread, MIN_RELATIVE_RISE * abs(middle))
 
     def before(self, step: int) -> int:
-        """The last step that a spike seen after `step` has not touched: the one before the update that led to it."""
+        """Returns the last step before the update that led to a spike seen after `step`."""
         return step - self._high - 1
 
     def forget(self) -> None:
-        """There is nothing to go back to: what is high is ordinary from here on."""
+        """Accepts the current level where no checkpoint is old enough: high losses count as ordinary from here on."""
         self._losses.clear()
         self._high = 0
         self._write()
 
     def goes_back(self, to: int, step: int, left_out: list[tuple[int, int]], batches: tuple[int, int]) -> str:
-        """After the state of step `to` was read: `batches` are left out besides those that were at `step`. What a
-        person is told.
-        Raises MeshwrightError when it has been there too often."""
+        """Excludes `batches` plus `left_out`, those that were excluded at `step`, after the state of step `to` was
+        restored. Returns the line for the user. Raises MeshwrightError after more than MAX_ROLLBACKS rollbacks to the
+        same step."""
         self.back[to] = self.back.get(to, 0) + 1
         if self.back[to] > MAX_ROLLBACKS:
             raise MeshwrightError(
-                f"the loss has risen again after step {to}, and {MAX_ROLLBACKS} times leaving out batches did not help: a smaller learning rate may; "
+                f"the loss has risen again after step {to}, and {MAX_ROLLBACKS} times leaving out batches did not "
+                "help: a smaller learning rate may; "
                 "workload.spikes=keep trains on"
             )
         self._leave_out(left_out, batches)
-        return f"step {step}: the loss has risen: back to the checkpoint of step {to}, without batches {batches[0]} to {batches[1] - 1}"
+        return (
+            f"step {step}: the loss has risen: back to the checkpoint of step {to}, without batches {batches[0]} to "
+            f"{batches[1] - 1}"
+        )
 
     def _leave_out(self, left_out: list[tuple[int, int]], batches: tuple[int, int]) -> None:
         merged: list[tuple[int, int]] = []

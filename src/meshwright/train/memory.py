@@ -1,20 +1,16 @@
-"""Measured bytes, in the words of the estimate: parameters, gradients, optimizer, total (allocated at the peak of a
-step), resident.
+"""Measured memory in bytes, in the categories of the estimate: parameters, gradients, optimizer, total (allocated at
+the peak of a step), resident (RSS).
 
-CUDA's allocator keeps its own peak, the system that of a process. What held it, and when, neither knows: one step is
-watched by the profiler, whose
-memory events of the device add up to the bytes alive at each moment of the step (a watched step takes longer; its
-numbers are the same). What the step
-leaves behind is held by the trainer and counted there, so: peak = held after the step - what the step added for good +
-the highest sum of its
-events. Memory that ranks of one host share is not the allocator's: the trainer counts its flat buffers, and `passing`
-what is on its way to others.
+CUDA's allocator tracks its own peak, and the system that of a process. Neither knows what took it, and when. So the
+profiler traces one step: the device's memory events add up to the live bytes at each moment. A traced step is slower;
+its results are the same. The trainer counts what remains after the step. So peak = bytes after the step - bytes that
+the step added permanently + the highest sum of its events. Shared memory of ranks on one host is outside the allocator.
+The trainer counts its flat buffers, and `passing` counts the data in transit.
 
-Kinds: what an operation of forward or backward makes is activations, as long as it lives; all else (weights gathered
-for use, what an update
-makes) is buffers. The module at the peak: the innermost whose forward runs, or made the operation whose backward runs
-(autograd numbers both alike);
-what is differentiated outside of all modules is the loss.
+Categories: allocations of forward and backward operations are activations, while they live. All others (gathered
+weights, temporaries of the update) are buffers. The module at the peak is the innermost one whose forward runs, or
+whose operation is in backward. Autograd gives both the same sequence number. Operations outside of all modules belong
+to the loss.
 """
 
 from __future__ import annotations
@@ -40,15 +36,16 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
 MAX_TIMELINE_POINTS = 240
-"""Moments that a timeline keeps: the highest of each of so many parts of a step."""
+"""The points of a timeline: the highest of each of this many parts of a step."""
 MIN_RELATIVE_CHANGE = 0.01
-"""By how much of itself a kind may differ from the last row that was written."""
+"""The relative change of a category that makes a new row."""
 MODULE_LABEL, BACKWARD_LABEL = "module ", "autograd::engine::evaluate_function"
 
 
 @dataclass
 class StepMemoryTrace:
-    """Of one step: the highest sum of bytes allocated on `device` beyond those at its begin, and the sum at its end."""
+    """The memory trace of one step: the highest sum of allocated bytes on `device` relative to the start, and the sum
+    at its end."""
 
     device: str = "cpu"
     peak: int = 0
@@ -59,25 +56,26 @@ class StepMemoryTrace:
     highest: AllocationEvent = field(default_factory=lambda: AllocationEvent(at=0, activations=0, buffers=0))
 
     def timeline(self, trainer: Trainer) -> MemoryTimeline:
-        """Of `trainer`'s last step, which was watched."""
+        """Returns the timeline of `trainer`'s last step, which was traced."""
         held = trainer.held()
         left = self.kept - (
             trainer.passing if backend_of(self.device).memory_is_host else 0
-        )  # what passes by an accelerator waits in the host's memory
+        )  # data in transit to or from an accelerator is in host memory
         held["passing"] = float(max(-left, 0))
         if (
             left > 0 and trainer.steps == 1
-        ):  # the first step makes the states; later ones leave nothing but what other threads free unseen
+        ):  # the first step makes the states; later ones leave only what other threads free untraced
             held["optimizer"] = max(held["optimizer"] - left, 0.0)
         return MemoryTimeline(
-            rank=trainer.mesh.rank, step=trainer.steps, seconds=self.seconds, held=held, moments=tuple(self.moments), peak=self.highest, place=self.place
+            rank=trainer.mesh.rank, step=trainer.steps, seconds=self.seconds, held=held,
+            moments=tuple(self.moments), peak=self.highest, place=self.place
         )  # fmt: skip
 
     def keep(self, trainer: Trainer, folder: Path) -> dict[str, float]:
-        """Writes the timeline into the run's folder; the bytes at the peak by kind."""
+        """Writes the timeline into the run folder, and returns the bytes at the peak by category."""
         found = self.timeline(trainer)
         path = folder / "memory" / f"rank-{found.rank}.json"
-        with suppress(OSError):  # a full disk costs the timeline, not the run
+        with suppress(OSError):  # a full disk loses the timeline, not the run
             path.parent.mkdir(exist_ok=True)
             write_atomically(path, found.to_json() + "\n")
         return {
@@ -89,9 +87,9 @@ class StepMemoryTrace:
 
 @contextmanager
 def trace_memory(model: nn.Module | None = None, device: str = "cpu") -> Iterator[StepMemoryTrace]:
-    """Fills the watch when the block ends; with the modules of `model` it can name the one at the peak. `device`: the
-    kind whose memory it is."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write to the screen that it begins and ends
+    """Traces the memory of `device` inside, and fills the trace at the end. With `model`, it can name the module at the
+    peak."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs its start and its end to the screen
     watch, handles = StepMemoryTrace(device), []
     for name, module in model.named_modules() if model is not None else ():
         if getattr(module, "_compiled_call_impl", None) is None:
@@ -107,14 +105,16 @@ def trace_memory(model: nn.Module | None = None, device: str = "cpu") -> Iterato
 
 
 def _label_forward(module: nn.Module, name: str) -> list[Any]:
-    """The forward of `module` as a range of the profile."""
+    """Marks the forward of `module` as a range of the profile."""
     ranges: list[record_function] = []
 
     def begin(module: nn.Module, given: Any) -> None:
+        """Opens the range."""
         ranges.append(record_function(name))
         ranges[-1].__enter__()
 
     def end(module: nn.Module, given: Any, output: Any) -> None:
+        """Closes the range."""
         if ranges:
             ranges.pop().__exit__(None, None, None)
 
@@ -123,7 +123,8 @@ def _label_forward(module: nn.Module, name: str) -> list[Any]:
 
 @dataclass
 class _AllocationChange:
-    """Bytes made or freed. `within`: an operation of forward or backward made them; `place`: which module's."""
+    """Bytes allocated or freed. `within`: by an operation of forward or backward. `place`: the module of that
+    operation."""
 
     at: int
     address: int
@@ -147,7 +148,7 @@ def _fill_trace(watch: StepMemoryTrace, roots: Any) -> None:
             made[change.address] = within
         now[within] += change.size
         total = now[True] + now[False]
-        seen = (change.at, now[True], max(now[False], 0))  # what was there before may go
+        seen = (change.at, now[True], max(now[False], 0))  # earlier allocations may be freed
         if total > watch.peak:
             watch.peak, peak, watch.place = total, seen, change.place
         part = int((change.at - began) * MAX_TIMELINE_POINTS / (ended - began + 1))
@@ -162,7 +163,8 @@ def _fill_trace(watch: StepMemoryTrace, roots: Any) -> None:
 
 
 def _allocation_changes(roots: Any, device: str) -> Iterator[_AllocationChange]:
-    """Memory events of the whole tree on `device`; forward comes before its backward, so that its modules are known."""
+    """Yields the memory events of the whole tree on `device`. A forward precedes its backward, so its modules are
+    known."""
     modules: dict[int, str] = {}
     waiting = [(root, "", "", False) for root in sorted(roots, key=lambda root: root.start_time_ns, reverse=True)]
     while waiting:
@@ -181,28 +183,28 @@ def _allocation_changes(roots: Any, device: str) -> Iterator[_AllocationChange]:
                 place = f"backward of {modules.get(details.sequence_number, 'the loss')}"
             elif module:
                 modules[details.sequence_number] = module
-            elif not place:  # what is differentiated and belongs to no module
+            elif not place:  # differentiated outside of all modules
                 place = "forward of the loss"
         within = within or name.startswith(("aten::", BACKWARD_LABEL))
         waiting += [(child, module, place, within) for child in reversed(event.children)]
 
 
 class MemoryRecorder:
-    """What a rank's memory was, step by step: its part of a record, and RUN/memory/rank-N.jsonl, which has of every
-    rank what a record has of the
-    fullest. That is nearly the same from step to step: a row stands for all steps up to the next."""
+    """Records a rank's memory step by step, for the record and for RUN/memory/rank-N.jsonl. The record has the peak
+    rank only; the file has every rank. Memory rarely changes between steps, so a row is valid for all steps up to the
+    next row."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self.trainer, self.folder = trainer, folder
         self.device, hosts = trainer.mesh.device, [host for host in trainer.mesh.topology.shm_host_ids if host]
         self.is_apart = len(set(hosts)) == len(hosts)
-        """No rank reads memory of another, which would count as its own."""
+        """Whether no rank reads another rank's memory, which would count as its own."""
         self._written: dict[str, float] = {}
         peak_resident_bytes()
 
     def of(self, record: StepRecord, watch: StepMemoryTrace | None) -> dict[str, float]:
-        """Bytes that this rank held in the step of `record`, those that the system gave, and those at the peak where it
-        was watched or the device counts them."""
+        """Returns this rank's bytes in the step of `record`, its RSS, and the bytes at the peak where the step was
+        traced or the device counts them."""
         found = {**record.memory, "resident": resident_bytes()}
         found |= watch.keep(self.trainer, self.folder) if watch is not None else {}
         if peak := backend_of(self.device).peak_memory(self.device):
@@ -218,19 +220,19 @@ class MemoryRecorder:
             return
         self._written = {**before, **found}
         path = self.folder / "memory" / f"rank-{self.trainer.mesh.rank}.jsonl"
-        with suppress(OSError):  # a full disk costs rows, not the run
+        with suppress(OSError):  # a full disk loses rows, not the run
             path.parent.mkdir(exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **found}, separators=(",", ":")) + "\n")
 
 
 def resident_bytes() -> float:
-    """Bytes that the system gave this process."""
+    """Returns the resident set size (RSS) of this process in bytes."""
     return float(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes() -> float:
-    """The most of them since the last call, where the system counts that anew (Linux)."""
+    """Returns the peak RSS since the last call, in bytes, where the system can reset it (Linux)."""
     try:
         rows = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

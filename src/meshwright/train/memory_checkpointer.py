@@ -1,23 +1,17 @@
-"""Bytes of a device on their way to the host beside what it computes: by a stream of its own, through two pinned chunks
-in turn.
+"""In-memory checkpoints of every step, in memory that outlives the rank, and how to restore them.
 
-A thread that just copies gives its copies to the stream that training uses: each then waits for the kernels before it,
-and those behind wait for it;
-into memory that is not pinned the driver copies by itself, bit by bit. Here one chunk fills while the other is read.
+Guarantees: whenever ranks die, all of them have a complete, intact checkpoint of the last reported step. Continuing
+from it is bit-identical to never having stopped.
 
-Copies of every step in memory that outlives this rank; and going on from them.
+On a CPU, an overlapped copy would take the same cores as the next step. So the copy runs when the step ends, before the
+ranks agree on its record: what is reported is saved. On an accelerator, the copy overlaps with the next step and must
+end before that step's last reduction. Until then nothing writes to its sources; of buffers, which a forward may update,
+it reads a clone. After that reduction every rank knows that every rank's copy is complete ([Note: two slots] in
+checkpoint/memory_checkpoint.py). Then the last reported step may have to be run again.
 
-Promise: whenever ranks die, all of them have a whole and undamaged copy of the last step that was reported, and going
-on from it is
-bit-identical to never having stopped. On a CPU, where copying beside the next step would take the same cores, a copy is
-made when the step
-ends, before the ranks agree on its record: what is reported is kept. Beside an accelerator it is made while the next
-step runs and waited
-for before that step's last reduction: until then nothing writes what it reads (of buffers, which a forward moves on, it
-reads a clone), and
-after it every rank knows that every rank's copy is whole ([Note: two slots] in checkpoint/memory_checkpoint.py); then
-the last step that was reported
-may have to be run again.
+The bytes leave the device on a separate stream, through two pinned chunks. A plain copy in a thread would run on the
+training stream: it would wait for earlier kernels, and later kernels would wait for it. To memory that is not pinned,
+the driver copies in small pieces. Here one chunk fills while the other is read.
 """
 
 from __future__ import annotations
@@ -53,11 +47,11 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
 PINNED_CHUNK_BYTES = 1 << 25
-"""Bytes of a chunk."""
+"""Bytes of one pinned chunk."""
 
 
 class D2HStaging:
-    """From `device`. Not for two threads at once."""
+    """Copies tensors from `device` to the host through pinned chunks. It is not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.backend = device, backend_of(device)
@@ -68,13 +62,15 @@ class D2HStaging:
         self.arrived = [self.backend.event(blocking=True) for _ in range(2)]
 
     def begin(self) -> None:
-        """What is read from here on is as the work leaves it that this thread has handed over so far."""
+        """Orders the copy stream after all work that this thread has submitted so far."""
         self.stream.wait_stream(self.backend.current_stream(self.device))
 
     def parts(self, source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The bytes of `source` on the host and where they begin in it, each part until the next one is asked for."""
+        """Yields the bytes of `source` on the host, each with its offset. A part is valid until the next one is
+        requested."""
 
         def start(chunk: int, at: int, size: int) -> None:
+            """Starts the copy of `size` bytes at offset `at` into a chunk."""
             with self.backend.use_stream(self.stream):
                 self.chunks[chunk][:size].copy_(source[at : at + size], non_blocking=True)
                 self.arrived[chunk].record(self.stream)
@@ -88,11 +84,13 @@ class D2HStaging:
 def double_buffered(
     size: int, most: int, start: Callable[[int, int, int], None], arrived: Callable[[int], None]
 ) -> Iterator[tuple[int, int, int]]:
-    """Which of two chunks holds which bytes: place and length. The next part is on its way before one is handed out, in
-    the chunk that was read before.
+    """Yields which of two chunks has which bytes: chunk, offset and length. The next part is already in flight, in the
+    other chunk, when one is yielded.
 
     >>> said = []
-    >>> for part in double_buffered(5, 2, lambda *part: said.append(("start", *part)), lambda chunk: said.append(("arrived", chunk))):
+    >>> for part in double_buffered(
+    ...     5, 2, lambda *part: said.append(("start", *part)), lambda chunk: said.append(("arrived", chunk))
+    ... ):
     ...     said.append(("read", part[0]))
     >>> said[:4]
     [('start', 0, 0, 2), ('start', 1, 2, 2), ('arrived', 0), ('read', 0)]
@@ -110,17 +108,20 @@ def double_buffered(
 
 
 MAX_FREE_MEMORY_FRACTION = 0.5
-"""Of the memory that the machine, or this run's part of it, has left, which the copies of all ranks may take."""
+"""The largest fraction of the free memory of the machine, or of this run's cgroup, for the checkpoints of all ranks."""
 
 MAX_WAIT_FRACTION, MIN_MEASURED_STEPS = 0.1, 10
-"""Part of the time that copies beside an accelerator may make it wait before that is said, and steps that are looked
-at."""
+"""The largest fraction of the time that overlapped copies may stall training without a warning, and the steps of that
+measurement."""
 
-PEER_OUT_OF_MEMORY_TEXT = "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last checkpoint"
+PEER_OUT_OF_MEMORY_TEXT = (
+    "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last "
+    "checkpoint"
+)
 
 
 class MemoryCheckpointer:
-    """This rank's copies, in the file at `path`."""
+    """Writes this rank's in-memory checkpoints to the file at `path`."""
 
     def __init__(
         self, path: str, trainer: Trainer, pulse: Heartbeat, extra: dict[str, Any], slots: int = SNAPSHOT_SLOTS
@@ -130,18 +131,18 @@ class MemoryCheckpointer:
         self.refused = ""
         self.seconds = 0.0
         self.waited = 0.0
-        """Seconds in which training stood until the last copy beside it was whole."""
+        """Seconds in which training waited for the last overlapped copy."""
         self._layout: SnapshotLayout | None = None
         self._places: list[int] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What a forward may move on (running means), and where the copy reads it instead: as it is when the step
-        ends."""
+        """Buffers that a forward may update (running means), and the clones that the copy reads, as of the end of the
+        step."""
         self._lift: D2HStaging | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
 
     def begin(self, record: dict[str, Any]) -> None:
-        """Copy the step that has just ended, with its record."""
+        """Starts the copy of the step that has just ended, with its record."""
         self.finish()
         layout = self._lay()
         if layout is None:
@@ -164,7 +165,7 @@ class MemoryCheckpointer:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the copy under way. Raises what it raised."""
+        """Waits for the copy in flight, and raises its error if it failed."""
         if self._thread is not None:
             began = time.perf_counter()
             self._thread.join()
@@ -178,17 +179,18 @@ class MemoryCheckpointer:
         try:
             self.memory.write(step, layout, local, state, single_chunk if self._lift is None else self._lift.parts)
             self.pulse.write(HeartbeatField.kept, step)
-        except BaseException as error:  # handed to `finish`: the run must not go on without its copies unseen
+        except BaseException as error:  # `finish` raises it: the run must not continue silently without checkpoints
             self._failed = error
         self.seconds = time.thread_time() - began
 
     def _lay(self) -> SnapshotLayout | None:
-        """What is copied. It is found out once, and again when a buffer has moved."""
+        """Returns the layout of the copy, or None where the memory is too small. It is rebuilt only when a buffer has
+        moved."""
         engine = self.trainer.engine
         places = storage_addresses(engine, self.trainer.optimizer) + [
             buffer.data_ptr() for buffer in engine.model.buffers()
         ]
-        if engine.recipe.eight:  # their values are made anew for each copy
+        if engine.recipe.eight:  # their values are built for each copy
             places.append(self.trainer.steps)
         if self._layout is None or places != self._places:
             self._places = places
@@ -205,25 +207,30 @@ class MemoryCheckpointer:
 
     def _refusal(self, layout: SnapshotLayout) -> str:
         if self.trainer.mesh.state_swapper is not None and self.trainer.mesh.state_swapper.swap_file is not None:
-            return "no copies in memory of what the plan keeps in files; a rank that fails costs the steps since the last checkpoint"
-        mirrored = 2 if self._slots > SNAPSHOT_SLOTS else 0  # of another node's ranks (elastic/snapshot_replication.py)
+            return (
+                "no copies in memory of what the plan keeps in files; a rank that fails costs the steps since the "
+                "last checkpoint"
+            )
+        mirrored = (
+            2 if self._slots > SNAPSHOT_SLOTS else 0
+        )  # for the ranks of another node (elastic/snapshot_replication.py)
         needs = self.memory.allocation_bytes(layout, self._slots + mirrored) * self.trainer.plan.world
         free = min(psutil.virtual_memory().available, cgroup_memory_available())
         if needs <= MAX_FREE_MEMORY_FRACTION * free:
             return ""
         return (
-            f"no copies in memory: they would take {show_bytes(needs)} of the {show_bytes(free)} that this machine has left; "
+            f"no copies in memory: they would take {show_bytes(needs)} of the {show_bytes(free)} that this machine "
+            "has left; "
             "a rank that fails costs the steps since the last checkpoint"
         )
 
 
 def overhead_warning(waited: float, seconds: float, steps: int) -> str:
-    """What is to be said where copies took longer than the steps beside which they were made; nothing where they did
-    not.
+    """Returns a warning where copies took longer than the steps that they overlap with, else ''.
 
-    >>> overhead_warning(20.0, 32.0, 10)
-    'copies in memory make each step wait 2.00 s of its 3.20 s: --set run.memory_checkpoints=false trains without them, and a rank
-    that fails costs the steps since the last checkpoint'
+    >>> overhead_warning(20.0, 32.0, 10)  # doctest: +NORMALIZE_WHITESPACE
+    'copies in memory make each step wait 2.00 s of its 3.20 s: --set run.memory_checkpoints=false trains without
+    them, and a rank that fails costs the steps since the last checkpoint'
     >>> overhead_warning(2.0, 32.0, 10), overhead_warning(9.0, 10.0, 9)
     ('', '')
     """
@@ -231,21 +238,22 @@ def overhead_warning(waited: float, seconds: float, steps: int) -> str:
         return ""
     return (
         f"copies in memory make each step wait {show_seconds(waited / steps)} of its {show_seconds(seconds / steps)}: "
-        "--set run.memory_checkpoints=false trains without them, and a rank that fails costs the steps since the last checkpoint"
+        "--set run.memory_checkpoints=false trains without them, and a rank that fails costs the steps since the "
+        "last checkpoint"
     )
 
 
 def _clone_buffers(
     pieces: Sequence[tuple[ShardMetadata, torch.Tensor]],
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[ShardMetadata, torch.Tensor]]]:
-    """`pieces` with a clone in the place of each buffer; and before them the buffers with their clones."""
+    """Returns pairs of each buffer and its clone, and `pieces` with each buffer replaced by its clone."""
     still = [(piece, data.clone() if piece.name.startswith(BUFFER_PREFIX) else data) for piece, data in pieces]
     return [(one, other) for (_, one), (_, other) in zip(pieces, still, strict=True) if one is not other], still
 
 
 def newest_memory_checkpoint(paths: Sequence[str], ranks: RankExchange) -> MemoryCheckpoint | None:
-    """The newest step that every file of `paths` has a good copy of, or None. Every rank calls it and reads its part of
-    the copies."""
+    """Returns the newest step of which every file of `paths` has an intact checkpoint, or None. Every rank calls it and
+    checks its part of the files."""
     if not paths:
         return None
     try:

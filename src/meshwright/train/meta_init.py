@@ -1,25 +1,21 @@
-"""Files of a Hugging Face family whose tensors are named or laid otherwise than its modules: transformers' own rules as
-`Source`s.
+"""Weights for models on the meta device: each rank reads its own shards, and no rank ever stores the whole model.
 
-Rule: a key that the model has not is renamed by all rules of its family, then laid together by at most one of them:
-parts along the first
-dimension, and experts stacked in front. Any other way to lay tensors is refused in one line, never guessed.
-Source: huggingface/transformers, `conversion_mapping.py` and `core_model_loading.rename_source_key`.
-
-A start from weights that no rank ever holds whole: the model is built without memory, cut by the plan, and each rank
-reads its own part.
-
-    with without_memory():                              # parameters get shapes only; buffers are made as ever
+    with init_on_meta():                                # parameters are shapes only; buffers are real
         model = AutoModelForCausalLM.from_config(config)
     trainer = parallelize(model, optimizer, plan)
-    trainer.load_weights(folder)                        # safetensors; every rank reads the rows and columns that it
-    holds
+    trainer.load_weights(folder)                        # safetensors; every rank reads its own rows and columns
 
-Promise: what is trained is what `from_pretrained` on one device would have trained. A parameter that was never filled
-is NaN, not zero,
-and a step before `load_weights` is refused. Buffers that a file has (running means, corrections of a router) are read
-from it, all others
-(rotary frequencies, masks) are what the model's own code made of them.
+Guarantees: the result equals training after `from_pretrained` on one device. A parameter that was never loaded is NaN,
+not zero, and a step before `load_weights` is refused. Buffers in the file (running means, router corrections) are
+loaded. All others (rotary frequencies, masks) come from the model's own code.
+
+Some Hugging Face families name or arrange tensors in files differently from their modules. Then transformers' own rules
+become `WeightSource`s.
+
+Rule: all renaming rules of the family apply to a key that the model does not have. Then at most one rule merges it with
+others: by concatenation along the first dimension, or by stacking of experts in front. Any other arrangement is refused
+in one line, never guessed. Source: huggingface/transformers, `conversion_mapping.py` and
+`core_model_loading.rename_source_key`.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class KeyMapping(NamedTuple):
-    """What a key of a file is called in the model, the rule that joins it with others, and its part in that rule."""
+    """The name of a file key in the model, the rule that merges it with other keys, and its part in that rule."""
 
     name: str
     rule: Any = None
@@ -54,7 +50,7 @@ class KeyMapping(NamedTuple):
 
 
 def weight_sources(weights: HfWeights, model: nn.Module, known: Collection[str]) -> dict[str, WeightSource]:
-    """What makes those tensors of `model` (their names are `known`) that no key of the files names."""
+    """Returns how to build those tensors of `model` (`known` has their names) that no file key names directly."""
     rules = _conversion_rules(model)
     groups: dict[str, dict[str, list[str]]] = {}
     joined: dict[str, Any] = {}
@@ -73,7 +69,7 @@ def weight_sources(weights: HfWeights, model: nn.Module, known: Collection[str])
 
 
 def _conversion_rules(model: nn.Module) -> list[Any]:
-    if "transformers" not in sys.modules:  # then none of its models is here; it takes seconds to import
+    if "transformers" not in sys.modules:  # otherwise none of its models is in use; the import takes seconds
         return []
     try:
         from transformers import PreTrainedModel
@@ -97,7 +93,7 @@ def _map_key(key: str, rules: list[Any]) -> KeyMapping:
 
 
 def _match_prefix(name: str, prefix: str, known: Collection[str]) -> str:
-    """A base model's file for a model with a head, or the other way round."""
+    """Adds or removes the prefix of the base model: the file may have a head and the model not, or the reverse."""
     if name in known or not prefix:
         return name
     return next((other for other in (name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if other in known), name)
@@ -114,7 +110,8 @@ def _build_source(weights: HfWeights, rule: Any, parts: dict[str, list[str]]) ->
     where = [step.dim for step in rule.operations] == [0, 1][: len(steps)] if plain else False
     if not where or len(rule.target_patterns) > 1 or len({len(column) for column in columns}) > 1:
         raise InputError(
-            f"{weights.path}: {first!r} is laid in a way that is not read here ({', '.join(steps)}); once, by transformers: "
+            f"{weights.path}: {first!r} is laid in a way that is not read here ({', '.join(steps)}); once, by "
+            "transformers: "
             "from_pretrained(...).save_pretrained(..., save_original_format=False)"
         )
     rows = tuple(zip(*columns, strict=True)) if stacked else (tuple(key for column in columns for key in column),)
@@ -122,7 +119,7 @@ def _build_source(weights: HfWeights, rule: Any, parts: dict[str, list[str]]) ->
 
 
 def _natural_order(key: str) -> list[tuple[int, str]]:
-    """Experts in the order of their numbers: 10 after 9.
+    """Returns a sort key by numeric value: expert 10 comes after 9.
 
     >>> sorted(["e.10.w", "e.9.w"], key=_natural_order)
     ['e.9.w', 'e.10.w']
@@ -131,20 +128,19 @@ def _natural_order(key: str) -> list[tuple[int, str]]:
 
 
 LORA_BASE_INFIX = ".base_layer."
-"""What adapters put into the name of a layer that they wrap; files of weights know nothing of it."""
+"""The part of a name that adapters insert for a wrapped layer. Weight files do not have it."""
 IGNORED_BUFFER_PATTERNS = (
     r"rotary_emb\.inv_freq$",
     r"position_ids$",
     r"\.attn\.(masked_)?bias$",
     r"num_batches_tracked$",
 )
-"""Tensors that files of earlier versions hold and that models make themselves."""
+"""Tensors in files of earlier versions that models build themselves."""
 
 
 @contextmanager
 def init_on_meta() -> Iterator[None]:
-    """Inside, modules are built with parameters on the meta device: shapes and types without memory. Buffers are
-    real."""
+    """Builds modules inside with parameters on the meta device: shapes and dtypes only. Buffers are real tensors."""
 
     def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -159,14 +155,14 @@ def init_on_meta() -> Iterator[None]:
 
 
 def load_sharded_weights(trainer: Trainer, path: Path | str) -> None:
-    """Every parameter of `trainer` that was built without memory, from the weights at `path`. Every rank calls it.
-    InputError says what does not fit."""
+    """Loads every parameter of `trainer` that is on the meta device from the weights at `path`. Every rank calls it.
+    Raises InputError where the files do not fit."""
     engine = trainer.engine
     weights = None if (Path(path) / MANIFEST_FILE).exists() else _open_checked_weights(path, engine)
     engine.zero.quiesce()
     pieces = map(
         state_dict.strip_replica_prefix, state_dict.weight_pieces(engine, saving=False)
-    )  # replicas that go their own ways all begin with the same
+    )  # local SGD replicas all start from the same weights
     held = (item for item in pieces if item.piece.name.removeprefix(WEIGHT_PREFIX) in engine.unfilled)
     named = ((item.piece._replace(name=item.piece.name.replace(LORA_BASE_INFIX, ".")), item.data) for item in held)
     with torch.no_grad():
@@ -182,8 +178,8 @@ def load_sharded_weights(trainer: Trainer, path: Path | str) -> None:
 
 
 def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
-    """The weights at `path`, seen to be those of the whole model, whatever this rank holds of it: all ranks find the
-    same."""
+    """Opens the weights at `path` and checks them against the whole model, whatever this rank has of it. So all ranks
+    reach the same result."""
     weights = HfWeights(path)
     shapes = {name.replace(LORA_BASE_INFIX, "."): engine.shapes[name] for name in engine.unfilled}
     others = {name.replace(LORA_BASE_INFIX, ".") for name in (*engine.beside.shared_names, *engine.shards.buffers)}
@@ -198,7 +194,7 @@ def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
 
 @torch.no_grad()
 def _load_buffers(engine: Engine, weights: HfWeights) -> None:
-    """Buffers that belong to the saved state, of the modules that this rank holds, as much of them as it holds."""
+    """Loads the persistent buffers of this rank's modules, or its shards of them."""
     for piece, data in state_dict.buffer_pieces(engine, saving=False):
         name = piece.name.removeprefix(BUFFER_PREFIX)
         found = weights.read_full(name.replace(LORA_BASE_INFIX, "."))

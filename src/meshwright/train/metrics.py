@@ -1,19 +1,18 @@
-"""What each rank read in a step, and what all of them read together: a line of the ledger (spec/record.py), in the
-step's record.
+"""The metrics of a step: one record for the whole world, with the seconds of the slowest rank and the bytes of the peak
+rank.
 
-Promise: ranks of one replica read the same bytes, or the run ends with the name of one that does not: a damaged file or
-memory of one machine is never trained on
-by half. `content` is the sum modulo 2^64 over all rows of the xxh3 of a row's bytes, seeded with its number: the same
-under every plan
-and in every run that reads the same data.
+One small reduction per step carries all values, including the request to stop. So all ranks stop after the same step.
 
-Proof runs of `meshwright train`: RUN/proofs.jsonl has each of them, the user reads the first, and a run that goes on
-does not repeat it.
+Sample accounting: what each rank read in a step, and what all ranks read together, is an entry of the step's record
+(spec/record.py).
 
-One record a step for the whole world: seconds of the slowest rank, bytes of the fullest, and what the ranks agree to do
-next.
+Guarantees: ranks of one replica read identical bytes, or the run ends and names one that does not. So training never
+uses data that a damaged file or memory changed on some ranks only. `content` is the sum modulo 2^64, over all rows, of
+the xxh3 of a row's bytes seeded with its index. It is identical under every plan and in every run that reads the same
+data.
 
-One small reduction a step carries all of it, the wish to stop included: so every rank stops after the same step.
+Proof runs of `meshwright train`: RUN/proofs.jsonl has each of them, the user sees the first, and a resumed run does not
+repeat it.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ HALF_WORD = 2**32
 
 
 class SampleAccount(NamedTuple):
-    """Of one rank or of all."""
+    """The samples and the content digest that one rank, or all ranks, read in a step."""
 
     samples: SampleDigest
     content: int
 
     @property
     def numbers(self) -> list[float]:
-        """Small enough for float64 to hold each exactly."""
+        """Returns the values as floats that float64 represents exactly."""
         return [
             float(self.samples.number),
             *(float(half) for word in (self.samples.squares, self.content) for half in divmod(word, HALF_WORD)),
@@ -71,12 +70,12 @@ class SampleAccount(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of a record."""
+        """Returns the fields of a step record."""
         return {"samples": self.samples.text, "content": f"{self.content:016x}"}
 
 
 def account_batches(batches: Sequence[TensorBatch], ranges: Sequence[SampleRange], start: int) -> SampleAccount:
-    """Of `batches`, which are the rows `ranges` of the batch whose first sample is number `start`."""
+    """Returns the account of `batches`, the rows `ranges` of the batch whose first sample has index `start`."""
     content = 0
     for batch, (first, count) in zip(batches, ranges, strict=True):
         arrays = [np.ascontiguousarray(batch[name].numpy()) for name in sorted(batch)]
@@ -89,14 +88,15 @@ def account_batches(batches: Sequence[TensorBatch], ranges: Sequence[SampleRange
 
 
 def decode_account(numbers: Sequence[float]) -> SampleAccount:
-    """Of what `numbers` made of it."""
+    """Returns the account that `numbers` encodes."""
     count, *halves = map(int, numbers)
     squares, content = (high * HALF_WORD + low for high, low in (halves[:2], halves[2:]))
     return SampleAccount(SampleDigest(count, squares), content)
 
 
 def combine_accounts(by_rank: Sequence[Sequence[float]], grid: RankGrid, step: int) -> SampleAccount:
-    """What all ranks read. Raises MeshwrightError on all of them when two that must read the same did not."""
+    """Returns what all ranks read together. Raises MeshwrightError on all ranks if two ranks of one replica read
+    different bytes."""
     lines = [decode_account(numbers) for numbers in by_rank]
     replicas: dict[int, list[int]] = {}
     for rank in range(len(lines)):
@@ -123,17 +123,16 @@ PROOFS_FILE = "proofs.jsonl"
 
 
 def configured_proof_mode(launch: LaunchSpec) -> ProofMode | None:
-    """`run.prove`, or None for the default, which the environment may change."""
+    """Returns `run.prove`, or None for the default, which the environment may change."""
     return None if launch.run.prove == "auto" else launch.run.prove
 
 
 def record_proofs(trainer: Trainer, launch: LaunchSpec, folder: Path, say: Callable[[str], None]) -> None:
-    """Write the proofs of `trainer` to `folder` and tell the user. Called by every rank, after a checkpoint was loaded;
+    """Makes `trainer` write its proofs to `folder` and print them. Every rank calls it after a checkpoint was loaded;
     only rank 0 reads and writes.
 
-    Where the run goes on and an earlier process has proven this plan equal, the proof before the first update is not
-    repeated: a recovery takes no
-    longer for it.
+    If the run is resumed and an earlier process has proven this plan equal, the proof before the first update is not
+    repeated. So recovery takes no longer.
     """
     prover, path, first = trainer.prover, folder / PROOFS_FILE, trainer.mesh.rank == 0
     earlier = gather_objects(_last_equal(path, trainer.plan.name) if first and trainer.steps else None)[0]
@@ -154,7 +153,7 @@ def _append_proof(path: Path, proof: RecordedProof, say: Callable[[str], None]) 
 
 
 def _last_equal(path: Path, plan: str) -> RecordedProof | None:
-    """The last proof of `plan` if it has found it equal; None where there is none."""
+    """Returns the last proof of `plan` if it found the plan equal, else None."""
     for line in reversed((read_text(path) or "").splitlines()):
         try:
             proof = RecordedProof.model_validate_json(line)
@@ -169,7 +168,7 @@ LogFunction = Callable[[str], None]
 
 
 class StepAgreement(NamedTuple):
-    """What all ranks know after a step. `by_rank`: what each of them brought of its own."""
+    """The values that all ranks have after a step. `by_rank`: the `own` numbers of each rank."""
 
     record: StepRecord
     flags: Sequence[float]
@@ -180,9 +179,9 @@ class StepAgreement(NamedTuple):
 def agree_on_step(
     record: StepRecord, flags: Sequence[float], group: CommGroup | None, own: Sequence[float] = ()
 ) -> StepAgreement:
-    """`record` with the largest of each time and size over the ranks, the largest of each of `flags`, such as the wish
-    to stop, and the phases
-    and the `own` numbers (none below 0) of each rank. All ranks call it."""
+    """Agrees on the step of `record` over all ranks. It takes the maximum of each time, of each size and of each of
+    `flags`, such as the request to stop. It also gathers the phases and the `own` numbers (none below 0) of each rank.
+    All ranks call it."""
     phases: PhaseSeconds | None = None
     by_rank: Sequence[Sequence[float]] = [list(own)]
     if group is not None:
@@ -196,7 +195,7 @@ def agree_on_step(
         place = len(mine) + each * group.index
         largest[place : place + each] = torch.tensor(
             brought, dtype=torch.float64
-        )  # nobody else fills it: the largest is it
+        )  # only this rank fills its entries, so the maximum is its value
         all_reduce(largest, group, use_max=True).wait()
         rows = largest[len(mine) :].view(-1, each).tolist()
         phases, by_rank = PhaseSeconds(*zip(*(row[:3] for row in rows), strict=True)), [row[3:] for row in rows]
@@ -212,27 +211,27 @@ def agree_on_step(
 
 
 class RecordWriter:
-    """RUN/records.jsonl, and TensorBoard events under RUN/tb where that is installed. Kept by rank 0.
+    """Writes RUN/records.jsonl, and TensorBoard events under RUN/tb where TensorBoard is installed. Only rank 0 has
+    one.
 
-    A full disk costs the run nothing: it is said, and the records wait in memory until there is room.
+    A full disk does not stop the run: a line reports it, and the records are buffered in memory until there is space.
     """
 
     def __init__(self, folder: Path, tensorboard: bool, say: LogFunction) -> None:
         self.say = say
         self._waits_since = 0
-        """The first step whose record waits for room; 0 where none does."""
+        """The first step whose record is still buffered, or 0."""
         self.last = last_reported_step(folder)
         self._lines = AppendOnlyFile(folder / RECORDS_FILE_NAME)
         self._writer: Any = None
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            with contextlib.suppress(
-                OSError
-            ):  # what has no room for events has none for the next record, which says so
+            with contextlib.suppress(OSError):  # if there is no space for events, the next record reports it
                 self._writer = SummaryWriter(str(folder / "tb"))
 
     def write(self, record: StepRecord) -> None:
+        """Appends a record, or buffers it where the disk is full."""
         error = self._lines.append(json.dumps(record.model_dump(exclude_none=True), separators=(",", ":")))
         if error is not None and not self._waits_since:
             self.say(f"records wait in memory from step {record.step} on: {describe_failure(error)}; training goes on")
@@ -240,7 +239,7 @@ class RecordWriter:
             self.say(f"the records from step {self._waits_since} on are written")
         self._waits_since = (self._waits_since or record.step) if error is not None else 0
         if self._writer is not None:
-            with contextlib.suppress(OSError):  # what has no room for a record has none for events
+            with contextlib.suppress(OSError):  # if there is no space for a record, there is none for events
                 self._events(record)
 
     def _events(self, record: StepRecord) -> None:
@@ -254,6 +253,7 @@ class RecordWriter:
             add(f"memory/{kind}", size, record.step)
 
     def close(self) -> None:
+        """Closes the files and reports records that could not be written."""
         error = self._lines.close()
         if error is not None:
             self.say(f"{self._lines.lost} records from step {self._waits_since} on are lost: {describe_failure(error)}")
@@ -263,8 +263,8 @@ class RecordWriter:
 
 
 def last_reported_step(folder: Path) -> int:
-    """The last step that the records of a run folder have; -1 where there is none. Raises StorageFailed where nobody
-    can tell."""
+    """Returns the last step in the records of a run folder, or -1 without records. Raises StorageFailed where the file
+    cannot be read."""
     try:
         return last_recorded_step(read_file(folder / RECORDS_FILE_NAME, -RECORD_TAIL_BYTES, links=True))
     except FileNotFoundError:

@@ -1,16 +1,14 @@
-"""A person's own code by its name, `package.module:function`, from the folder of the command or installed.
+"""The model of a launch: a reference model from its sizes, a Hugging Face folder, or the result of a user's function.
 
-Fine-tuning by low-rank adapters: peft wraps the layers, only A and B are trained, everything else is frozen.
+Guarantees: the same seed gives the same weights on every rank and under every plan. It downloads nothing and runs no
+code of a model folder. A user's function is named `package.module:function` and imported from the current folder or an
+installed package.
 
-Promise: the adapters are a pure function of (seed, order of layers), also on a model that was built without memory.
-What is frozen has no
-gradient, no optimizer state, and takes no part in any reduction (runtime/zero/param_group.py); how ranks share it is
-said by analysis/lora.py.
+LoRA fine-tuning: peft wraps the layers, only A and B are trained, everything else is frozen.
 
-The module that a launch names: a reference model from its sizes, a Hugging Face folder, or what a function returns.
-
-Promise: the same seed gives the same weights on every rank and under every plan. Nothing is downloaded and no code of a
-model folder is run.
+Guarantees: the adapters are a pure function of the seed and the order of layers, also for a model on the meta device.
+Frozen parameters have no gradient, no optimizer state, and take no part in any reduction (runtime/zero/param_group.py).
+analysis/lora.py says how adapters are sharded.
 """
 
 from __future__ import annotations
@@ -50,7 +48,8 @@ from meshwright.train.meta_init import init_on_meta
 
 
 def load_user_function(name: str, what: str) -> Callable[..., Any]:
-    """The function. Raises InputError, which says `what` it is of, where there is none."""
+    """Imports and returns the user's function `name`. Raises InputError, which mentions `what` it is for, where it does
+    not exist."""
     module_name, _, function = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -69,8 +68,8 @@ def load_user_function(name: str, what: str) -> Callable[..., Any]:
 
 
 def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
-    """Wrap the target layers of `model` and freeze all else. InputError when peft is missing or a target is not
-    there."""
+    """Wraps the target layers of `model` with LoRA adapters and freezes everything else. Raises InputError if peft or a
+    target is missing."""
     try:
         import peft
     except ImportError:
@@ -84,7 +83,8 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     for target in lora.target:
         if target.rpartition(".")[2] not in known:
             raise InputError(
-                f"lora.target {target!r} is no layer of this model{did_you_mean(target, known)}; it has {', '.join(sorted(known))}"
+                f"lora.target {target!r} is no layer of this model{did_you_mean(target, known)}; it has "
+                f"{', '.join(sorted(known))}"
             )
     config = peft.LoraConfig(
         r=lora.rank,
@@ -95,9 +95,7 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # which way round a layer keeps its weight, peft finds out by itself and says so
+            warnings.simplefilter("ignore")  # peft warns about the orientation of a weight, which it detects itself
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         raise InputError(f"lora: {str(error).partition(chr(10))[0][:200]}") from error
@@ -108,22 +106,22 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
                 adapter.to_empty(device="cpu")
                 with torch.no_grad():
                     weight = adapter.get_parameter("weight")
-                    drawn = torch.zeros(weight.shape)  # in float32, whatever the type: the same numbers
+                    drawn = torch.zeros(weight.shape)  # in float32, so that the values do not depend on the dtype
                     weight.copy_(
                         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=random) if one == "lora_A" else drawn
                     )
 
 
 def _has_stacked_experts(model: nn.Module) -> bool:
-    """Whether a module holds matrices in stacks, as experts do: peft would take these for linear layers too, and each
-    is wrapped around the last."""
+    """Returns whether a module has stacked matrices, as experts do. peft would treat them as linear layers and nest one
+    wrapper inside the other."""
     return any(parameter.ndim == 3 for parameter in model.parameters()) and any(
         "expert" in name.lower() for name, _ in model.named_modules()
     )
 
 
 def _linear_targets(model: nn.Module, layers: list[str]) -> list[str]:
-    """What "all-linear" means: all but the vocabulary head."""
+    """Returns the targets of "all-linear": every linear layer except the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return [path for path in layers if model.get_submodule(path) is not head]
 
@@ -136,11 +134,12 @@ def build_model(
     capacity: float | None = None,
     bias_rate: float | None = None,
 ) -> nn.Module:
-    """The whole model in float32, without memory: it is filled when it is cut, from its folder's weights (start.py) or
-    as it is initialized
-    (runtime/deferred_init.py). Without `weights` on the host, as it is initialized, whatever its folder holds. With
-    `lora` all but its adapters is
-    frozen; `capacity` and `bias_rate`: of its experts."""
+    """Builds the whole model in float32 on the meta device. It is materialized when it is sharded, from its folder's
+    weights (meta_init.py) or by its own initialization (runtime/deferred_init.py).
+
+    Without `weights`, it is built on the host by its own initialization, whatever its folder contains. With `lora`,
+    everything but the adapters is frozen. `capacity` and `bias_rate` apply to its experts.
+    """
     filled = weights and bool(source.folder) and has_weights(Path(source.folder))
     if source.sizes:
         make: Callable[[], nn.Module] = partial(build_reference_model, source.sizes)
@@ -164,7 +163,7 @@ def build_model(
 
 
 def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
-    """What builds the model of the folder's configuration; `filled`: its weights will be read."""
+    """Returns the function that builds the model of the folder's configuration. `filled`: its weights will be read."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers
@@ -207,12 +206,13 @@ def _user_model(name: str) -> nn.Module:
 
 
 def model_objective(source: ModelSource, model: nn.Module) -> DataObjective:
-    """What the model learns: the next token, masked tokens, a row behind another, or the kind of an image. Raises
-    InputError where it reads something else."""
+    """Returns what the model learns: the next token, masked tokens, a target sequence, or image classes. Raises
+    InputError if it has other inputs."""
     others = extra_inputs(make_example(model))
     if others:
         raise InputError(
-            f"model {source.name!r} reads {', '.join(others)}, and the data of a job are token ids or images: train it in a loop of your own, "
+            f"model {source.name!r} reads {', '.join(others)}, and the data of a job are token ids or images: train "
+            "it in a loop of your own, "
             "with meshwright.parallelize and trainer.step"
         )
     kind = str(source.sizes.get("kind", ""))
@@ -227,8 +227,7 @@ def build_loader(dataset: Dataset, objective: DataObjective, model: nn.Module, w
     """Returns the loader of a job's batches.
 
     A causal loss compares the logits at position t with token t + 1. Where the model's loss does not shift the labels
-    by one position itself, the loader does:
-    otherwise the model would learn to copy its input.
+    by one position itself, the loader does. Otherwise the model would learn to copy its input.
     """
     return BatchLoader(
         dataset, workload.batch, workload.seed, next_token=objective == "causal" and not predicts_next_token(model)
@@ -236,13 +235,12 @@ def build_loader(dataset: Dataset, objective: DataObjective, model: nn.Module, w
 
 
 def accepts_packed_documents(model: nn.Module) -> bool:
-    """Whether rows may hold several documents: positions that begin anew tell the model not to look across.
+    """Returns whether a row may contain several documents: restarted positions make the model's attention stop at a
+    document boundary.
 
-    Rule: its forward takes them, and what stands before such a place changes nothing behind it. Of a model without
-    memory its own code says so,
-    where it hands positions to a maker of masks; else it is asked with numbers that are lent, where it is not too large
-    for that. Any other
-    model gets one conversation a row.
+    Rule: its forward takes position ids, and tokens before a restart do not affect tokens after it. On the meta device,
+    this is read from the model's code, where it passes positions to a mask function. Otherwise the model runs with
+    temporary random weights, unless it is too large. Any other model gets one conversation per row.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
@@ -270,7 +268,8 @@ def _masks_by_positions(kind: type) -> bool:
 
 @torch.no_grad()
 def _isolates_documents(model: nn.Module) -> bool:
-    """Two rows that differ in their first document alone: the second one must give the same, and the first one not."""
+    """Runs two rows that differ only in their first document. The second document must have equal logits, and the first
+    must not."""
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3, 4, 5], [3, 1, 2, 4, 5]], device=device)
     places = torch.tensor([[0, 1, 2, 0, 1]], device=device).expand(2, -1)
@@ -288,7 +287,7 @@ def _isolates_documents(model: nn.Module) -> bool:
 
 
 def vocabulary_size(source: ModelSource, model: nn.Module) -> int:
-    """Tokens (or classes) that the model knows; 0 when it does not say."""
+    """Returns the number of tokens (or classes) of the model, or 0 when it is unknown."""
     sizes = source.sizes
     if sizes:
         return int(sizes.get("classes") or sizes.get("vocab") or 0)

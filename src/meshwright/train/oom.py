@@ -1,9 +1,8 @@
-"""A want of memory in one line: what was asked for, what is held of each kind, and which kind takes more than was
-predicted, and by how much.
+"""Out-of-memory errors in one line: what was requested, what each kind takes, and which kind exceeds its prediction by
+how much.
 
-A rank has no planner, and no memory to plan in: which plan would fit is said by who started it (cli/replanning.py).
-Whatever goes wrong while the
-line is made, who reads it learns that memory was wanting.
+A rank has no planner, and no memory for one. The process that started it reports which plan would fit
+(cli/replanning.py). If the report itself fails, the error still says that memory ran out.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import Plan
 
 RESHARDED_ERRORS = ("its data is not allocated yet", "are out of bounds for storage of size 0")
-"""What torch says of a tensor whose storage is empty."""
+"""What torch reports for a tensor whose storage is empty."""
 INPLACE_ERROR_PATTERN = r"modified by an inplace operation: \[\S+ (\[[\d, ]*\])\], which is (output \d+ of \w+)"
-"""What torch says of a tensor that backward needs and that was written to."""
+"""What torch reports for a tensor that backward needs and that was overwritten."""
 OOM_ERRORS = ("can't allocate memory", "out of memory")
-"""What a want of memory says that has no type of its own: torch's on a CPU, the driver's of pinned memory."""
+"""OOM errors without an exception type of their own: torch's on a CPU, the driver's for pinned memory."""
 
 
 class OutOfMemory(MeshwrightError):
-    """There is no memory for what this rank was about to do."""
+    """An allocation of this rank has failed."""
 
 
 class MemoryReport(NamedTuple):
-    """Whose memory it is: what it holds by kind, as far as that is known, and what it was to hold at most; None where
-    nobody has priced the plan."""
+    """The data of an OOM report. `held`: the resident bytes by kind, as far as known. `predicted`: the estimate, None
+    where the plan has none."""
 
     rank: int
     plan: Plan
@@ -47,7 +46,8 @@ class MemoryReport(NamedTuple):
 
 @contextmanager
 def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
-    """A want of memory inside is said in one line, and so is a weight that is read when ZeRO 3 has let it go."""
+    """Turns an OOM error inside into one line. It also explains a read of a weight that ZeRO 3 has resharded, and a
+    tensor that was overwritten before its backward."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -55,23 +55,26 @@ def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
             raise OutOfMemory(oom_message(holder, doing, str(error))) from None
         if (overwritten := re.search(INPLACE_ERROR_PATTERN, str(error))) is not None:
             raise InputError(
-                f"plan {holder.plan.name}: backward needs a tensor of shape {overwritten[1]}, {overwritten[2]}, that the model's forward has overwritten in place "
-                "since: use the operation that makes a new tensor (x + y for x.add_(y)); torch.autograd.set_detect_anomaly(True) shows the line"
+                f"plan {holder.plan.name}: backward needs a tensor of shape {overwritten[1]}, {overwritten[2]}, that "
+                "the model's forward has overwritten in place "
+                "since: use the operation that makes a new tensor (x + y for x.add_(y)); "
+                "torch.autograd.set_detect_anomaly(True) shows the line"
             ) from None
         if holder.plan.zero == 3 and any(words in str(error) for words in RESHARDED_ERRORS):
             raise InputError(
-                f"plan {holder.plan.name}: this model reads weights where ZeRO 3 has let them go, outside of the forward of the module or block "
+                f"plan {holder.plan.name}: this model reads weights where ZeRO 3 has let them go, outside of the "
+                "forward of the module or block "
                 "that holds them (a backward of its own, say): use z2 at most"
             ) from None
         raise
 
 
 def oom_message(holder: MemoryReport, doing: str, error: str) -> str:
-    """What is said of `error`."""
+    """Returns the line for `error`."""
     said = f"rank {holder.rank} is out of memory {doing}"
     try:
         return f"{said}: {_memory_breakdown(holder, error)}"
-    except Exception:  # what is asked of a system without memory can fail
+    except Exception:  # the report itself can run out of memory
         return f"{said}, and for saying what holds it"
 
 
@@ -92,12 +95,12 @@ def _memory_breakdown(holder: MemoryReport, error: str) -> str:
 
 
 def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str) -> str:
-    """Which kind of what is `wanted` is the most beyond what was predicted for it."""
+    """Describes the kind in `wanted` that exceeds its prediction the most."""
     if (predicted := holder.predicted) is None:
         return "ZeRO (z1 to z3), rc-full and off-optimizer hold less, and `meshwright plan` finds what fits"
     whole = (
         predicted.reserved if backend_of(holder.device).memory_is_host else predicted.total
-    )  # a process is more than what it allocates
+    )  # a process needs more than what it allocates
     said = {kind: float(getattr(predicted, kind)) for kind in wanted if kind != rest}
     said[rest] = whole - sum(said.values())
     most = max(wanted, key=lambda kind: wanted[kind] - said[kind])

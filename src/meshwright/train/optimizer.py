@@ -1,13 +1,12 @@
-"""The update rule of a workload as a torch optimizer, and the learning rate of each step.
+"""The optimizer of a workload as a torch optimizer, and the learning rate of each step.
 
-The trainer hands over flat runs of matrices and of vectors, or whole tensors where the rule needs them
-(runtime/optim/rule_probe.py): weight decay
-falls on matrices alone unless the rule says all. Fused kernels: on a CPU they cost a quarter of the loop.
+The trainer passes flat ranges of matrices and of vectors, or full tensors where the rule needs them
+(runtime/optim/rule_probe.py). Weight decay applies to matrices only, unless the config says all. Kernels are fused: on
+a CPU they take a quarter of the time of the loop.
 
-Muon is torch's, for the matrices of blocks; embeddings, heads, vectors and stacked experts have AdamW. Its updates are
-as large as AdamW's
-(`match_rms_adamw`: 0.2 sqrt(larger side)), so that both go by `lr`; with a `matrix_lr` they are as Jordan et al. scale
-them.
+Muon is torch's, for the matrices of blocks. Embeddings, heads, vectors and stacked experts use AdamW. By default Muon's
+updates are as large as AdamW's (`match_rms_adamw`: 0.2 sqrt(larger side)), so that both use `lr`. With a `matrix_lr`
+they are scaled as by Jordan et al.
 """
 
 from __future__ import annotations
@@ -28,17 +27,16 @@ from meshwright.train.model import load_user_function
 
 
 def precision_recipe(workload: Workload, plan: Plan) -> Recipe:
-    """How the numbers of `workload` are held. Raises InputError where `plan` adds other micro-batches up than an exact
-    workload names."""
+    """Returns the precision recipe of `workload`. Raises InputError where `plan` sums other micro-batches than an exact
+    workload requires."""
     for fault in chain(exact_sum_violations(plan, workload.exact), diloco_violations(plan, workload.local)):
         raise InputError(f"plan {plan.name}: {fault.message}")
     return workload.recipe
 
 
 def optimizer_factory(rule: OptimizerConfig) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
-    """What makes the optimizer of `rule` from parameters. A person's own function is given them alone: the rate is the
-    job's, of which its groups have
-    the parts that they have of its own."""
+    """Returns the function that makes the optimizer of `rule` from parameters. A user's own function receives only the
+    parameters. The job sets its learning rate, and its groups keep their ratios to it."""
     if rule.live:
         return load_user_function(rule.name, "optimizer")
 
@@ -89,7 +87,7 @@ def _muon_factory(rule: OptimizerConfig, groups: list[Any]) -> torch.optim.Optim
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Optimizers with parameters of their own, as one: groups and states are those of all."""
+    """Several optimizers with separate parameters, as one: it has the groups and states of all."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], lr: float) -> None:
         super().__init__([group for each in optimizers for group in each.param_groups], {"lr": lr})
@@ -98,21 +96,23 @@ class CombinedOptimizer(torch.optim.Optimizer):
             each.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Runs a step of every optimizer."""
         for each in self.optimizers:
             each.step()
 
 
 def learning_rate(rule: OptimizerConfig, step: int, steps: int) -> float:
-    """The rate of `step` (from 0) of `steps`: a line up over `warmup` steps (at most half of all), then as the schedule
-    says down to `final_lr` x `lr` at
-    the last step. Of warmup-stable-decay: Hu et al., MiniCPM, arXiv 2404.06395.
+    """Returns the learning rate of `step` (from 0) of `steps`. It rises linearly over `warmup` steps, at most half of
+    all. Then it follows the schedule down to `final_lr` times `lr` at the last step. Source of warmup-stable-decay: Hu
+    et al., MiniCPM, arXiv 2404.06395.
 
     >>> rule = OptimizerConfig(lr=1.0, warmup=2, final_lr=0.1)
     >>> [round(learning_rate(rule, step, 5), 3) for step in range(5)]
     [0.5, 1.0, 1.0, 0.55, 0.1]
     >>> [round(learning_rate(rule.but(schedule="linear"), step, 6), 3) for step in range(6)]
     [0.5, 1.0, 1.0, 0.7, 0.4, 0.1]
-    >>> [round(learning_rate(rule.but(schedule="warmup-stable-decay", cooldown=0.3), step, 10), 3) for step in range(10)]
+    >>> stable = rule.but(schedule="warmup-stable-decay", cooldown=0.3)
+    >>> [round(learning_rate(stable, step, 10), 3) for step in range(10)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1]
     """
     warmup = min(rule.warmup, steps // 2)
@@ -120,7 +120,7 @@ def learning_rate(rule: OptimizerConfig, step: int, steps: int) -> float:
         return rule.lr * (step + 1) / warmup
     if rule.schedule == "constant":
         return rule.lr
-    first = warmup  # the last step of the full rate
+    first = warmup  # the last step at the full rate
     if rule.schedule == "warmup-stable-decay":
         first = max(warmup, steps - 1 - round(rule.cooldown * steps))
     done = min(max(step - first, 0) / max(1, steps - 1 - first), 1.0)

@@ -1,7 +1,6 @@
-"""What a supervised rank of `meshwright probe` runs: it joins the others, all measure, and rank 0 says the
-`ClusterProfile`.
+"""The rank targets of `meshwright probe`: all ranks join, measure, and rank 0 reports the `ClusterProfile`.
 
-And what measures one device beside a run that has left it out: a moment of products of matrices.
+`speed` measures one device that a run has excluded, by a few matrix products.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MATMUL_REPEATS = 15
 
 
 def probe(channel: RankControl, payload: IpcMessage) -> int:
-    """Returns its exit status."""
+    """Measures the cluster and returns the exit status."""
     with join_process_groups(channel.rank, channel.world, timeout=120.0):
         found = measure_cluster()
         if channel.rank == 0:
@@ -30,8 +29,8 @@ def probe(channel: RankControl, payload: IpcMessage) -> int:
 
 
 def speed(channel: RankControl, payload: IpcMessage) -> int:
-    """Says the seconds of a product on the device of `slot`, by the clock on the wall; returns its exit status. It
-    joins nobody."""
+    """Reports the median wall-clock seconds of a matrix product on the device of `slot`. It joins no process group.
+    Returns the exit status."""
     torch.set_num_threads(1)
     device = init_local_device()
     size = backend_of(device).profiling.health_matmul
@@ -39,7 +38,7 @@ def speed(channel: RankControl, payload: IpcMessage) -> int:
     seconds = []
     for _ in range(MATMUL_REPEATS):
         began = time.perf_counter()
-        float(torch.mm(left, left)[0, 0])  # asked for, so that it is done
+        float(torch.mm(left, left)[0, 0])  # reads the result, so that the product has ended
         seconds.append(time.perf_counter() - began)
     channel.say("speed", slot=payload["slot"], seconds=median(seconds))
     return 0

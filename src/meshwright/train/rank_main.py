@@ -1,8 +1,8 @@
-"""A rank's life around its work: it dies with its parent, hears its supervisor, says what failed, joins the others.
+"""The process of one rank around its work: it dies with its parent, obeys its supervisor, reports failures, and joins
+the process group.
 
-A rank is forked by the zygote of `meshwright train`, or it is itself what torchrun, Slurm or Kubernetes started: then
-there is no
-supervisor to speak with, and signals are heard directly. The work does not see the difference: it has a `RankControl`.
+A rank is forked by the fork server of `meshwright train`, or torchrun, Slurm or Kubernetes started it. In the second
+case there is no supervisor, and the rank handles signals itself. The work sees no difference: it has a `RankControl`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ HEAP_THRESHOLD_BYTES = 2**30
 
 
 def retain_heap() -> None:
-    """Large blocks come from the heap and stay in it: fresh pages cost ten times what writing to warm ones does.
+    """Makes malloc take large blocks from the heap and never return them: fresh pages cost ten times as much as warm
+    ones.
 
-    Must run before torch allocates. Where the C library has no mallopt nothing happens.
+    It must run before torch allocates. It does nothing where the C library has no mallopt.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
@@ -47,7 +48,7 @@ def retain_heap() -> None:
 
 
 def die_with_parent(parent: int, name: str) -> None:
-    """This process is killed when `parent` dies. Ends at once when it is already gone."""
+    """Makes the kernel kill this process when `parent` dies. Exits at once if `parent` is already dead."""
     if sys.platform.startswith("linux"):
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -57,27 +58,28 @@ def die_with_parent(parent: int, name: str) -> None:
 
 
 def local_address() -> str:
-    """Where the ranks of this machine are reached: by each other alone, or by those of other machines of the job."""
+    """Returns the address at which the ranks of this machine are reached: loopback, or an address for the other
+    machines of the job."""
     return os.environ.get("MESHWRIGHT_ADDRESS", "127.0.0.1")
 
 
 @dataclass(frozen=True)
 class SharedFiles:
-    """Files of memory that the supervisor holds open: the rows of signs of life of all ranks (core/heartbeat.py), this
-    rank's copies, and the
-    copies of all ranks of the generation to go on from. Without a supervisor there are none."""
+    """Memory files that the supervisor keeps open; without a supervisor they are empty. `pulse`: the heartbeat rows of
+    all ranks (core/heartbeat.py). `own`: this rank's in-memory checkpoints. `sources`: those of all ranks of the
+    generation to resume from."""
 
     pulse: str = ""
     own: str = ""
     sources: tuple[str, ...] = ()
     beside: bool = True
-    """Whether all copies lie on this machine, where one process can write them to disk."""
+    """Whether all in-memory checkpoints are on this machine, where one process can write them to disk."""
 
 
 @dataclass
 class RankControl:
-    """What a rank says and hears. `stop` is why it should end at the next step boundary, empty while it should go
-    on."""
+    """The messages that a rank sends and receives. `stop` is the reason to end at the next step boundary, '' while the
+    rank should continue."""
 
     rank: int
     world: int
@@ -87,17 +89,18 @@ class RankControl:
 
     @property
     def row(self) -> tuple[memoryview, int]:
-        """Where this rank gives its signs of life (core/heartbeat.py)."""
+        """Returns the heartbeat buffer and this rank's row in it (core/heartbeat.py)."""
         return open_heartbeats(self.memory.pulse, self.world), self.rank if self.memory.pulse else 0
 
     def say(self, kind: str, **message: Any) -> None:
+        """Sends a message to the supervisor."""
         self.hear({"kind": kind, **message})
 
     def heed_signals(self, keyboard: bool = False) -> None:
-        """SIGTERM asks for the end of the step, not of the process; so do Ctrl-C and the end of the terminal, at the
-        `keyboard`, where no supervisor hears them.
+        """Makes SIGTERM request the end after the current step. With `keyboard`, where there is no supervisor, Ctrl-C
+        and the end of the terminal do so too.
 
-        A second one ends the process.
+        A second signal ends the process.
         """
         if keyboard:
             install_stop_handler(self._at_keyboard)
@@ -109,7 +112,9 @@ class RankControl:
         if self.rank == 0 and not self.stop:
             self.say(
                 "note",
-                line=f"{signal.Signals(number).name}: the step ends, then everything is saved; once more to stop at once",
+                line=(
+                    f"{signal.Signals(number).name}: the step ends, then everything is saved; once more to stop at once"
+                ),
             )
         self._on_signal(number, frame)
 
@@ -121,7 +126,7 @@ class RankControl:
         self.stop = self.stop or reason
 
     def heed(self, inbox: MessageReader) -> None:
-        """Heeds messages in the background; the end of the pipe is the end of this process."""
+        """Receives messages in a background thread. The end of the pipe ends this process."""
         threading.Thread(target=self._listen, args=(inbox,), daemon=True).start()
 
     def _listen(self, inbox: MessageReader) -> None:
@@ -138,23 +143,24 @@ class RankControl:
 
 
 class RankLog(FileIO):
-    """The log of a rank. A disk that takes no more costs lines of it, not the rank: whoever prints sees no error."""
+    """The log of a rank. If the disk takes no more, lines are lost, but whoever prints sees no error."""
 
     def write(self, data: Any) -> int:
+        """Writes `data` and ignores errors of the disk."""
         try:
             return super().write(data)
         except OSError:
             return len(data)
 
     def flush(self) -> None:
+        """Flushes the file and ignores errors of the disk."""
         with contextlib.suppress(OSError):
             super().flush()
 
 
 def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], inbox: int, outbox: int) -> NoReturn:
-    """In a fresh child: log, environment, then `target(channel, payload)`; its exit status is what that returns.
-    `store`: address, port and prefix of
-    the keys, where the message names no other one."""
+    """Turns a fresh child into a rank: sets up log and environment, runs `target(channel, payload)`, and exits with its
+    status. `store`: address, port and key prefix, where the message names no others."""
     code = 1
     try:
         memory = message.get("memory") or {}
@@ -198,7 +204,8 @@ def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], i
 
 
 def run_target(target: str, channel: RankControl, payload: IpcMessage) -> int:
-    """`module:function` with a failure told to the supervisor: what, where, and the exit code of its class."""
+    """Runs `module:function` and returns its exit code. It reports a failure to the supervisor: what, where, and the
+    exit code of its class."""
     module, _, name = target.partition(":")
     try:
         return int(getattr(importlib.import_module(module), name)(channel, payload) or 0)
@@ -216,11 +223,11 @@ def run_target(target: str, channel: RankControl, payload: IpcMessage) -> int:
 
 
 ATTEMPT_VARIABLE, STORE_PREFIX_VARIABLE = "MESHWRIGHT_GENERATION", "MESHWRIGHT_STORE"
-"""The number of a generation of ranks, and the prefix of its keys in the store (core/rendezvous_store.py)."""
+"""The index of a generation of ranks, and the prefix of its keys in the store (core/rendezvous_store.py)."""
 
 
 class ExternalLaunch(NamedTuple):
-    """Which rank this process was started as by another launcher."""
+    """The rank that another launcher assigned to this process."""
 
     rank: int
     world: int
@@ -228,9 +235,9 @@ class ExternalLaunch(NamedTuple):
 
 
 def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | None:
-    """The rank that torchrun, Kubernetes or Slurm made of this process; None when nobody did.
+    """Returns the rank that torchrun, Kubernetes or Slurm assigned to this process, or None.
 
-    A Slurm job of several tasks without MASTER_ADDR is an error: going on alone would silently run a world of one.
+    A Slurm job of several tasks without MASTER_ADDR is an error: otherwise each task would silently be a world of one.
 
     >>> read_external_launch({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     ExternalLaunch(rank=1, world=4, by='RANK and WORLD_SIZE')
@@ -246,7 +253,8 @@ def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | Non
     rank, world = int(environment[names[0]]), int(environment[names[1]])
     if world > 1 and "MASTER_ADDR" not in environment:
         raise InputError(
-            f"{names[1]} is {world} but MASTER_ADDR is not set: name the host of rank 0 (and MASTER_PORT, a free port there)"
+            f"{names[1]} is {world} but MASTER_ADDR is not set: name the host of rank 0 (and MASTER_PORT, a free "
+            "port there)"
         )
     if not 0 <= rank < world:
         raise InputError(f"{names[0]} ({rank}) is not a rank of a world of {world} ({names[1]})")
@@ -255,12 +263,11 @@ def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | Non
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The process groups of a rank are there while this is open. `control` carries small host tensors: stop, seconds,
-    bytes.
+    """The process groups of a rank, which exist while this is open. `control` carries small host tensors: stop,
+    seconds, bytes.
 
-    As a context it is closed where all went well. After an exception it stays: ending the groups of NCCL needs the
-    other ranks, who wait for this
-    one, and what has failed would not be said. The process ends anyway.
+    As a context manager it closes only after success. After an exception it stays open. To destroy NCCL groups needs
+    the other ranks, which wait for this one, and the failure would never be reported. The process ends anyway.
     """
 
     rank: int
@@ -268,7 +275,7 @@ class ProcessGroups:
     control: Any = None
 
     def tell(self, text: str) -> str:
-        """Rank 0's text, on every rank. All ranks call it."""
+        """Broadcasts rank 0's text and returns it. All ranks call it."""
         if self.control is None:
             return text
         import torch
@@ -291,6 +298,7 @@ class ProcessGroups:
             self.close()
 
     def close(self) -> None:
+        """Destroys the process groups."""
         import torch.distributed as dist
 
         if dist.is_initialized():
@@ -298,9 +306,9 @@ class ProcessGroups:
 
 
 def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> ProcessGroups:
-    """Joins the default process group: NCCL for CUDA tensors, gloo for the host's. A world of one has none.
+    """Joins the default process group: NCCL for CUDA tensors, gloo for host tensors. A world of one has none.
 
-    Threads: the cores of this machine are shared out among its ranks, unless OMP_NUM_THREADS says otherwise.
+    Sets the number of threads: the ranks of this machine divide its cores, unless OMP_NUM_THREADS is set.
     """
     import torch
     import torch.distributed as dist

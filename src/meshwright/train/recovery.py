@@ -1,10 +1,13 @@
-"""What a run keeps so that nothing is lost, and what it goes on from: copies in memory, then checkpoints on disk,
-newest and verified first.
+"""Recovery: what a run saves so that nothing is lost, and what it resumes from.
 
-The ladder: the newest step that all ranks have a good copy of in memory, unless a checkpoint is of a later one; the
-newest valid checkpoint of the run
-folder; the model's own weights. A run whose folder says that it had begun never starts anew in silence: the checkpoints
-would be damaged, which is an error.
+Resume uses the first source of these that exists:
+- The newest step of which all ranks have an intact in-memory checkpoint, unless a checkpoint on disk is of a later
+  step.
+- The newest valid checkpoint of the run folder.
+- The model's own weights.
+
+A run whose folder has a durable checkpoint on record never restarts silently at step 0. Its checkpoints must be damaged
+then, which is an error.
 """
 
 from __future__ import annotations
@@ -42,21 +45,21 @@ from meshwright.train.trainer import Trainer
 from meshwright.train.trainer_state import rank_exchange
 
 FIRST_AUTO_SAVE_STEP = 10
-"""The step after which `checkpoint_every: auto` saves first: a save must have been measured."""
+"""The step after which `checkpoint_every: auto` saves first, so that the time of a save is measured."""
 
 MAX_WRITER_WAIT_SECONDS = 10.0
-"""Seconds that training waits for the checkpoint before, when the next one is due; then it goes on, and the next one
-follows at once when that one has ended."""
+"""The longest wait for the previous checkpoint when the next one is due, in seconds. After that training continues, and
+the next save starts as soon as the previous one has ended."""
 
 SAVE_RETRY_SECONDS = 1.0
-"""Seconds before the last checkpoint is tried again; twice as many before each further try."""
+"""Seconds before the last checkpoint is tried again. Each further try doubles it."""
 
 MAX_SAVE_FRACTION = 0.1
-"""Share of the time in which a checkpoint may be under way."""
+"""The largest fraction of the time in which a checkpoint may be in progress."""
 
 
 class Recovery:
-    """One rank's part of it. `identity` is what a checkpoint of this run must say of data and model."""
+    """One rank's recovery. `identity` is what a checkpoint of this run must state about data and model."""
 
     def __init__(
         self, launch: LaunchSpec, channel: RankControl, trainer: Trainer, pulse: Heartbeat, identity: dict[str, Any]
@@ -66,7 +69,8 @@ class Recovery:
         self.source = ""
         self.saved = -1
         self.record: dict[str, Any] | None = None
-        """Of the step that this rank went on from, where it is from memory."""
+        """The record of the step that this rank resumed from, where it is from memory. Steps measured so far, their
+        seconds, and the seconds in which they waited for a copy."""
         self._said = self._busy = self._owed = False
         self._since = self._save_seconds = self._waited = 0.0
         self._steps = (0, 0.0, 0.0)
@@ -79,11 +83,10 @@ class Recovery:
             else None
         )
 
-    # --- going on
-    # -------------------------------------------------------------------------------------------------------------
+    # --- going on ---------------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """The steps done. `source` says where they come from: memory, disk, or nowhere."""
+        """Restores the newest state and returns the completed steps. `source` becomes 'memory', 'disk' or ''."""
         kept = memory_checkpointer.newest_memory_checkpoint(
             self.channel.memory.sources, rank_exchange(self.trainer.mesh)
         )
@@ -106,8 +109,8 @@ class Recovery:
         return self.trainer.steps
 
     def _is_passed(self, step: int) -> bool:
-        """Whether the newest valid checkpoint is of a step behind this one: copies of later ones may have found no
-        room. All ranks call it."""
+        """Returns whether the newest valid checkpoint on disk is later than `step`: later in-memory checkpoints may not
+        have fit. All ranks call it."""
         passed = False
         if self.channel.rank == 0 and any((parse_step(path) or 0) > step for path in list_checkpoints(self.folder)):
             with contextlib.suppress(CorruptCheckpoint):
@@ -116,7 +119,7 @@ class Recovery:
         return rank_exchange(self.trainer.mesh).all_gather(str(passed))[0] == "True"
 
     def _forget(self) -> None:
-        """Copies of steps that are to be run (again) are of another past than those to come."""
+        """Discards in-memory checkpoints of later steps, which will be run again."""
         if self.copies is not None:
             self.copies.memory.head.forget(after=self.trainer.steps)
 
@@ -126,24 +129,23 @@ class Recovery:
         self.guard.read(extra.get("guard", {}))
         if data != self.identity["data"]:
             raise InputError(
-                f"run {self.launch.run.folder!r} was trained on other data ({data[:8]}, now {self.identity['data'][:8]}): "
+                f"run {self.launch.run.folder!r} was trained on other data ({data[:8]}, now "
+                f"{self.identity['data'][:8]}): "
                 "restore the files, or choose another --run"
             )
 
     def unreported(self, reported: int) -> StepRecord | None:
-        """The record of the step that this rank has just gone on from, if a fault came before it was reported. All
-        ranks call it; rank 0's
-        `reported`, the last step that was, counts."""
+        """Returns the record of the step that this rank has just resumed from, if a fault came before it was reported.
+        All ranks call it; `reported`, the last reported step, counts on rank 0."""
         if self.record is None:
             return None
         last = int(rank_exchange(self.trainer.mesh).all_gather(str(reported))[0])
         return (
             StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None
-        )  # it went back between
+        )  # the run was rolled back in between
 
     def catch_up(self) -> None:
-        """A save that was due at the step that this rank has just gone on from, and that a fault cut short. All ranks
-        call it."""
+        """Makes a save that was due at the resumed step and that a fault interrupted. All ranks call it."""
         if self.source == "memory" and self.due(self.trainer.steps):
             there = str(
                 bool(self.pulse.read(HeartbeatField.busy))
@@ -154,8 +156,8 @@ class Recovery:
                 self.save(must=self.trainer.steps == self.launch.workload.steps)
 
     def _copy_first(self) -> None:
-        """What is saved beside training is this rank's own copy: where it went on from those of another plan it makes
-        one. All ranks call it."""
+        """Makes this rank's own in-memory checkpoint where it resumed from those of another plan: an overlapped save
+        reads it. All ranks call it."""
         if self.copies is not None:
             if self.trainer.steps not in self.copies.memory.steps:
                 self.copies.begin(self.record or {})
@@ -163,8 +165,8 @@ class Recovery:
                 self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
 
     def go_back(self) -> int:
-        """From a spike of the loss to the newest checkpoint that it has not touched; the steps done. All ranks call
-        it."""
+        """Rolls back from a loss spike to the newest checkpoint before it, and returns the completed steps. All ranks
+        call it."""
         self._await_writer()
         ranks, guard, step = rank_exchange(self.trainer.mesh), self.guard, self.trainer.steps
         untouched, left_out, first = guard.before(step), guard.left_out, self.channel.rank == 0
@@ -180,7 +182,7 @@ class Recovery:
         self._fill(Path(path))
         batches = (batch_index(untouched, left_out), batch_index(step - 1, left_out) + 1)
         line = guard.goes_back(self.trainer.steps, step, left_out, batches)
-        ranks.all_gather("")  # all have read it
+        ranks.all_gather("")  # a barrier: all ranks have read the checkpoint
         if first:
             for later in list_checkpoints(self.folder):
                 if (parse_step(later) or 0) > self.trainer.steps:
@@ -189,11 +191,10 @@ class Recovery:
         self.saved, self.record, self._since, self._busy, self._owed = self.trainer.steps, None, 0.0, False, False
         return self.trainer.steps
 
-    # --- keeping
-    # --------------------------------------------------------------------------------------------------------------
+    # --- keeping ----------------------------------------------------------------------------------
 
     def copy(self, record: StepRecord) -> None:
-        """After each step."""
+        """Makes the in-memory checkpoint of the step of `record`. Called after each step."""
         self.guard.heed(record)
         if self.copies is not None:
             self._time(record.seconds, self.copies.waited)
@@ -203,7 +204,7 @@ class Recovery:
                 self._note(self.copies.refused)
 
     def _time(self, seconds: float, waited: float) -> None:
-        """Takes note of a step, and says once what it waits for."""
+        """Measures the waits for copies over the first steps, and prints one warning if they are long."""
         steps, whole, stood = self._steps
         if steps < memory_checkpointer.MIN_MEASURED_STEPS:
             self._steps = (steps + 1, whole + seconds, stood + waited)
@@ -213,14 +214,14 @@ class Recovery:
                 self._note(line)
 
     def finish(self) -> None:
-        """Before the last reduction of the next step, and before the end."""
+        """Waits for the copy in flight. Called before the last reduction of the next step, and before the end."""
         if self.copies is not None:
             self.copies.finish()
 
     @property
     def flags(self) -> tuple[float, float, float]:
-        """What the ranks must know of each other: whether a checkpoint is being written, how long the last one took,
-        whether copies found no room."""
+        """Returns what the ranks must agree on: whether a checkpoint is being written, its last duration in seconds,
+        and whether in-memory checkpoints did not fit."""
         return (
             float(self.pulse.read(HeartbeatField.busy)),
             self.pulse.read(HeartbeatField.saved) / 1e6,
@@ -228,9 +229,9 @@ class Recovery:
         )
 
     def agreed(self, record: StepRecord, flags: Sequence[float]) -> None:
-        """The largest flags of all ranks, with the record of the step that has ended."""
+        """Applies the maximum of each flag over all ranks, with the record of the step that has ended."""
         busy, self._save_seconds, refused = flags
-        if refused and self.copies is not None:  # what is saved, and how, is one decision of all ranks
+        if refused and self.copies is not None:  # all ranks decide together what is saved and how
             self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
         self._since += record.seconds
         if self.copies is not None and self._busy and not busy:
@@ -238,7 +239,8 @@ class Recovery:
         self._busy = busy > 0
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step`. What it is decided by is the same on every rank."""
+        """Returns whether a checkpoint is due after `step`. The decision uses only values that are identical on every
+        rank."""
         if self._owed and not self._busy:
             return True
         every = self.launch.run.checkpoint_every
@@ -250,15 +252,15 @@ class Recovery:
         return step == self.launch.workload.steps or (every > 0 and step % every == 0)
 
     def save(self, must: bool) -> None:
-        """A checkpoint that fails costs the run only when it was the last chance. One that may fail is written beside
-        training
-        (scribe.py) where there are copies in memory, all on this machine."""
+        """Saves a checkpoint. A failure ends the run only if `must` is set: it was the last chance. Otherwise a writer
+        process overlaps the save with training (async_writer.py), where all in-memory checkpoints are on this machine.
+        """
         step = self.trainer.steps
         if self.saved == step:
             return
         if self.copies is not None and not self.copies.refused and not must and self.channel.memory.beside:
-            # the one before may take longer than the steps between them: what was asked for is not left out, but done
-            # as soon as that one has ended
+            # The previous save may take longer than the steps between two saves. A requested save is not dropped: it
+            # starts as soon as that one has ended.
             if self._busy and (self._owed or not self._await_writer(MAX_WRITER_WAIT_SECONDS)):
                 self._owed = True
                 return
@@ -283,9 +285,7 @@ class Recovery:
                 if not must:
                     return
                 if not left:
-                    rank_exchange(self.trainer.mesh).all_gather(
-                        ""
-                    )  # what rank 0 says of it comes before the end of any rank
+                    rank_exchange(self.trainer.mesh).all_gather("")  # rank 0 reports before any rank ends
                     raise
             began = time.perf_counter()
             if self.channel.rank == 0:
@@ -296,7 +296,7 @@ class Recovery:
             self._waited += time.perf_counter() - began
 
     def _save_here(self, step: int) -> None:
-        """Writes the checkpoint by the ranks themselves, which wait for it. All ranks call it. Raises SaveFailed."""
+        """Writes the checkpoint from the ranks themselves, which wait for it. All ranks call it. Raises SaveFailed."""
         self.pulse.at(RankPhase.save)
         began = time.perf_counter()
         try:
@@ -311,9 +311,8 @@ class Recovery:
         self._waited = 0.0
 
     def _await_writer(self, most: float = math.inf) -> bool:
-        """One save at a time: waits until the one beside training has ended, of which rank 0 hears, but at most `most`
-        seconds. Returns whether it has. All
-        ranks call it. The supervisor ends a writer that makes no progress, so that this ends too."""
+        """Waits at most `most` seconds until the overlapped save has ended, as rank 0 sees it, and returns whether it
+        has. All ranks call it. The supervisor ends a writer without progress, so this wait ends too."""
         self.pulse.at(RankPhase.save)
         began = time.perf_counter()
         while self.pulse.read(HeartbeatField.busy) and time.perf_counter() < began + most:
@@ -330,9 +329,9 @@ class Recovery:
 
 
 def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable[[str], None]) -> None:
-    """Refuses to begin anew in silence where the journal of the run tells of a checkpoint that was durable; a run that
-    was killed before its first one
-    begins again. All ranks call it, and rank 0 alone reads. Raises InputError."""
+    """Refuses to restart silently at step 0 where the event log of the run has a durable checkpoint. A run that was
+    killed before its first checkpoint may restart. All ranks call it, and only rank 0 reads the log. Raises InputError.
+    """
     folder, found = Path(launch.run.folder), [False, 0]
     if ranks.rank == 0:
         text = storage.read_text(folder / EVENTS_FILE_NAME) or ""
@@ -340,7 +339,8 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
     had_saved, reported = json.loads(ranks.all_gather(json.dumps(found))[0])
     if had_saved:
         raise InputError(
-            f"run {launch.run.folder!r} has reported {reported} steps and has no checkpoint any more: restore its checkpoints, "
+            f"run {launch.run.folder!r} has reported {reported} steps and has no checkpoint any more: restore its "
+            "checkpoints, "
             "choose another --run, or begin at step 0 with --set run.restart=true"
         )
     if reported > 0 and ranks.rank == 0:
@@ -348,8 +348,8 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
 
 
 def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callable[[str], None]) -> None:
-    """Between two tries of a save that is the last chance: all checkpoints but the newest valid one go, and a person
-    gets `pause` seconds."""
+    """Frees disk space between two tries of the last possible save: it removes all checkpoints except the newest valid
+    one. Then it waits `pause` seconds, so that a person can act."""
     gone = prune_checkpoints(folder, 1, say=say)
     if gone:
         say(f"removed {', '.join(path.name for path in gone)}, so that the last checkpoint finds room")
@@ -361,10 +361,9 @@ def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callab
 
 
 def daly_interval(save: float, failures: float) -> float:
-    """Seconds between checkpoints that lose the least time, when one takes `save` seconds and the mean time between
-    failures is `failures`;
-    no more often than a save is under way AT_MOST of the time. Source: Daly, A higher order estimate of the optimum
-    checkpoint interval, FGCS 2006.
+    """Returns the seconds between checkpoints that lose the least time. `save` is the time of a save, `failures` the
+    mean time between failures, both in seconds. A save is in progress at most MAX_SAVE_FRACTION of the time. Source:
+    Daly, A higher order estimate of the optimum checkpoint interval, FGCS 2006.
 
     >>> round(daly_interval(60.0, 3.09 * 3600)), round(daly_interval(1.0, 100.0), 1)
     (1116, 13.5)

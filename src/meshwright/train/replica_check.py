@@ -1,14 +1,13 @@
-"""Copies of the same state on several ranks, compared by digest: a bit that flipped in one of them is found, voted out,
-and mended in place.
+"""Replica check: replicated states are compared across ranks by digest. A flipped bit is found, outvoted and repaired
+in place.
 
-Rule: ranks that hold the same states (and at ZeRO 1 and 2 the same whole weights) tell each other one digest each.
-Where they differ the most
-frequent one is right, if more than half have it; the others take the tensors from its first holder, byte for byte.
-Without a majority
-nobody can say which is right: the run ends, and the last checkpoint that was saved while they agreed is what to go on
-from. What is held
-once (the shards of ZeRO with one replica) has nothing to be compared with.
-Source: the loss of silent data corruption in Dixit et al., Silent Data Corruptions at Scale, 2021, for the reason.
+Rule: ranks with the same states (and at ZeRO 1 and 2 the same full weights) exchange one digest each. If digests
+differ, the most frequent one is right, provided that more than half of the ranks have it. The others get the tensors
+from the first rank that has it, byte for byte. Without a majority, nobody can say which is right. Then the run ends,
+and resumes from the last checkpoint that was saved while the replicas agreed. States without a replica (ZeRO shards of
+a single replica) cannot be compared.
+
+Source: Dixit et al., Silent Data Corruptions at Scale, 2021, for the damage of silent corruption.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from meshwright.train.trainer_state import rank_exchange
 
 INTEGER_DTYPE_BY_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ELEMENTS = 1 << 22
-"""Elements that are looked at in one go on a device: a hundred MiB beside them."""
+"""Elements that one pass on a device processes: it takes about a hundred MiB of extra memory."""
 
 
 class ReplicaRepair(NamedTuple):
-    """`ranks` held a wrong copy of `what` and have a right one now."""
+    """A repair: `ranks` had a wrong replica of `what`, and have the right one now."""
 
     what: str
     ranks: tuple[int, ...]
@@ -43,6 +42,7 @@ class ReplicaRepair(NamedTuple):
 
     @property
     def line(self) -> str:
+        """Returns the line for the user."""
         who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         return f"step {self.step}: the {self.what} differed: {who} held wrong ones and has right ones now"
 
@@ -54,11 +54,13 @@ class _ReplicatedState(NamedTuple):
 
     @property
     def key(self) -> str:
+        """Returns the name of the states, unique over all ranks."""
         return f"{self.what} of ranks {', '.join(map(str, self.group.ranks))}"
 
 
 def compare_replicas(trainer: Trainer) -> list[ReplicaRepair]:
-    """Between two steps, on every rank. Raises Diverged on all of them."""
+    """Compares the replicas between two steps and repairs them by majority. Every rank calls it. Raises ReplicaMismatch
+    on all ranks without a majority."""
     trainer.engine.zero.quiesce()
     held = list(_replicated_states(trainer))
     ranks = rank_exchange(trainer.mesh)
@@ -89,12 +91,12 @@ def compare_replicas(trainer: Trainer) -> list[ReplicaRepair]:
     if mended:
         for unit in trainer.engine.zero.units:
             unit.copy_to_params()
-            unit.all_gather_params().wait()  # others hold what was gathered from a wrong one
+            unit.all_gather_params().wait()  # other ranks may have gathered weights from a wrong shard
     return mended
 
 
 def repair_replicas(trainer: Trainer, say: Callable[[str, int, int], None]) -> bool:
-    """Compare, `say` what was mended (line, step, rank), and return whether anything was."""
+    """Compares the replicas, reports each repair to `say` (line, step, rank), and returns whether there was any."""
     found = compare_replicas(trainer)
     for each in found:
         say(each.line, each.step, each.ranks[0])
@@ -102,8 +104,8 @@ def repair_replicas(trainer: Trainer, say: Callable[[str, int, int], None]) -> b
 
 
 def _replicated_states(trainer: Trainer) -> Iterator[_ReplicatedState]:
-    """What this rank has alike with others: masters and states by who holds the same, and whole weights that shards
-    were gathered into."""
+    """Yields the states that other ranks have too: main weights and optimizer states by replica group, and full weights
+    by shard group."""
     units = trainer.engine.zero.units
     for sharing in {id(unit.placement): unit.placement for unit in units}.values():
         own = [unit for unit in units if unit.placement is sharing]
@@ -116,8 +118,8 @@ def _replicated_states(trainer: Trainer) -> Iterator[_ReplicatedState]:
 
 
 def tensors_digest(tensors: list[torch.Tensor]) -> str:
-    """Of all their bytes; of what lies on a device two sums for each, made there: bringing 16 GB to the host takes
-    seconds."""
+    """Returns the digest of all bytes. For a tensor on a device it covers two sums that the device computes: a transfer
+    of 16 GB takes seconds."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         digest.update(tensor_bytes(tensor if backend_of(tensor.device).memory_is_host else bit_sums(tensor)))
@@ -125,10 +127,9 @@ def tensors_digest(tensors: list[torch.Tensor]) -> str:
 
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of its elements' bits, and that of each times an odd number of its place: whole numbers modulo 2^64, the
-    same in any order.
-    A bit that flips changes the first; others, unless as much is added here as taken away there, and then the
-    second."""
+    """Returns two int64 sums modulo 2^64, independent of the order: of the elements' bits, and of the bits times an odd
+    position index. One flipped bit changes the first sum. Several flips may cancel there; then the second sum changes.
+    """
     words = tensor.detach().reshape(-1).view(INTEGER_DTYPE_BY_BYTES[tensor.element_size()])
     found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for first in range(0, len(words), CHUNK_ELEMENTS):
@@ -139,7 +140,8 @@ def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _repair_tensors(held: _ReplicatedState, wrong: bool, source: bool) -> None:
-    """Every rank of the group takes part; the bytes of all but the source count as zero."""
+    """Overwrites the tensors of the wrong ranks with those of the source. Every rank of the group calls it; all but the
+    source contribute zeros."""
     for tensor in held.tensors:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         bytes_ = flat.clone() if source else torch.zeros_like(flat)

@@ -1,5 +1,5 @@
-"""Who may write into a run folder: one launch at a time. The kernel frees the lease when its holder dies, however it
-dies."""
+"""The lock of a run folder: one launch at a time may write into it. The kernel frees the lock when its holder dies,
+however it dies."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Self
 from meshwright.core.errors import InputError
 
 LOCK_TIMEOUT_SECONDS = 0.5
-"""Seconds after which what holds the lease is no `is_locked` of another process."""
+"""Seconds to wait for the lock: `is_locked` of another process takes it for less."""
 
 
 class RunLocked(InputError):
-    """Another process has the lease."""
+    """Another process has the lock."""
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether somebody has the lease of this run folder, at this moment. Any number of processes may ask at once."""
+    """Returns whether a process has the lock of this run folder now. Any number of processes may call it at once."""
     try:
         handle = os.open(folder / "lease", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -38,7 +38,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def locking_node(folder: Path) -> int | None:
-    """The number of the node that has the lease; None where nobody has it, or no node."""
+    """Returns the index of the node that has the lock; None where nobody has it, or no node."""
     if not is_locked(folder):
         return None
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -47,8 +47,8 @@ def locking_node(folder: Path) -> int | None:
 
 
 class RunLock:
-    """Held from entering to leaving, by the node of this `number` where there are several. Raises Held when another
-    process has it."""
+    """Locks the folder while the context is open. `number`: the index of this node, where there are several. Raises
+    RunLocked when another process has the lock."""
 
     def __init__(self, folder: Path, number: int | None = None) -> None:
         self.folder, self.number = folder, number

@@ -1,10 +1,9 @@
-"""Text from a trained model, under any plan: the whole weights meet on rank 0, which runs the plain model. Token by
-token, no cache.
+"""Text samples of a trained model under any plan: rank 0 gathers the full weights and runs the plain model, token by
+token and without a cache.
 
-Rule: temperature 0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature) over the `top`
-likeliest, after those
-of the last RECENT tokens were made less likely by PENALTY: small models else repeat themselves (Keskar et al., CTRL,
-arXiv 1909.05858).
+Rule: temperature 0 takes the likeliest token. Otherwise tokens are drawn from softmax(logits / temperature) over the
+`top` likeliest. Before that, REPETITION_PENALTY makes the last PENALTY_WINDOW_TOKENS tokens less likely, since small
+models repeat themselves (Keskar et al., CTRL, arXiv 1909.05858).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from meshwright.runtime.loss.objective import extract_logits
 
 REPETITION_PENALTY = 1.1
 PENALTY_WINDOW_TOKENS = 64
-MAX_GATHERED_WEIGHT_BYTES = 4 * 2**30  # bytes of weights that one host is asked to hold for a sample
+MAX_GATHERED_WEIGHT_BYTES = 4 * 2**30  # the largest weights, in bytes, that one host gathers for a sample
 
 
 @torch.no_grad()
@@ -32,8 +31,8 @@ def generate_tokens(
     seed: int = 1,
     context: int = 0,
 ) -> list[int]:
-    """`prompt` and up to `count` tokens after it. `context` is how many tokens the model can read at once, 0 for any
-    number."""
+    """Returns `prompt` and up to `count` tokens after it. `context` is the number of tokens that the model can read at
+    once, 0 for any number."""
     random = torch.Generator().manual_seed(seed)
     ids = list(prompt)
     for _ in range(count):
@@ -63,8 +62,8 @@ def sample_text(
     context: int,
     seed: int,
 ) -> str:
-    """Prompt and continuation by `model`, a plain module of the same architecture, filled with `weights` (tied ones
-    stand once)."""
+    """Returns the prompt and its continuation by `model`, a plain module of the same architecture. `weights` are loaded
+    into it, tied weights once."""
     missing, unexpected = model.load_state_dict(weights, strict=False)
     own = {name for name, _ in model.named_parameters()}
     assert not unexpected and not set(missing) & own, f"weights do not fit the model: {missing}, {unexpected}"
@@ -75,7 +74,7 @@ def sample_text(
 
 
 def no_sample_reason(objective: str, tokenizer: Tokenizer | None, bytes_of_weights: float) -> str:
-    """The reason why this run ends without a sample; empty when there is none."""
+    """Returns why this run ends without a sample, or ''."""
     if objective == "pairs":
         return "the model writes behind what its encoder reads: export the checkpoint and generate with transformers"
     if objective != "causal":
@@ -83,5 +82,8 @@ def no_sample_reason(objective: str, tokenizer: Tokenizer | None, bytes_of_weigh
     if tokenizer is None:
         return "the data are token arrays and no tokenizer is named: set data.tokenizer"
     if bytes_of_weights > MAX_GATHERED_WEIGHT_BYTES:
-        return f"the weights ({show_bytes(bytes_of_weights)}) are too large to meet on one rank; export the checkpoint instead"
+        return (
+            f"the weights ({show_bytes(bytes_of_weights)}) are too large to meet on one rank; export the checkpoint "
+            "instead"
+        )
     return ""

@@ -1,18 +1,17 @@
-"""A gradient that looks wrong is computed again before the step is made with it: a bit that flips in one is a number
-like any other.
+"""Detection of silent data corruption: a suspicious gradient is recomputed before the update uses it.
 
-Rule: a step whose gradient is not finite or far larger than those before (norm above TIMES times the median of the last
-ones), and every so many
-steps in any case, computes its gradient once more, from the same rows and random states. Everything here computes alike
-twice, so the two are equal to the
-bit, and the step is made; where they differ it is computed a third time, and the one that came out twice is used. What
-it finds: every flip in
-a step that is computed twice; in the others the flips that make a gradient large. Not what one device computes wrongly
-each time alike. One
-gradient is held at a time: of the others the digests are.
-Source: Dixit et al., Silent Data Corruptions at Scale, 2021; recomputing by suspicion as in He et al., Understanding
-and Mitigating Hardware
-Failures in Deep Learning Training Systems, ISCA 2023, where most errors that last show as large gradients or states.
+Rule: a gradient is suspicious if it is not finite, or if its norm exceeds SUSPICIOUS_NORM_RATIO times the median of
+recent norms. Such a step computes its gradient once more, from the same rows and random states; so does every
+`every`-th step. Computation is deterministic, so the two are equal bit for bit and the update follows. If they differ,
+a third gradient decides: the result that came out twice is used.
+
+It finds every bit flip in a step that is computed twice, and in other steps those that make a gradient large. It does
+not find what a device computes wrongly every time. Only one gradient is stored at a time; of the others, only the
+digests are.
+
+Source: Dixit et al., Silent Data Corruptions at Scale, 2021. For recomputing on suspicion: He et al., Understanding and
+Mitigating Hardware Failures in Deep Learning Training Systems, ISCA 2023. There most lasting errors show as large
+gradients or states.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
 GradientSums = tuple[float, int, list[float]]
-"""Mean loss, labels, squared norms of the scaled gradient."""
+"""Mean loss, labels, and squared norms of the scaled gradient."""
 
 SUSPICIOUS_NORM_RATIO = 8.0
-"""The usual norm, above which a gradient looks wrong."""
+"""The multiple of the usual norm above which a gradient is suspicious."""
 
 NORM_HISTORY_STEPS, MIN_NORM_HISTORY_STEPS = 32, 8
-"""Norms that the median is of, and how many there must be."""
+"""The number of norms in the median, and the smallest number for which it counts."""
 
 
 class SdcRecompute:
-    """Of one rank; all ranks decide alike, for they see the same norm. `every`: 0: only what looks wrong. `say` gets
-    the step and a line."""
+    """Recomputes suspicious gradients of one rank. All ranks see the same norm and make the same decision. `every`:
+    steps between unconditional recomputes, 0 for none. `say` gets the step and a line."""
 
     def __init__(self, every: int, say: Callable[[int, str], None]) -> None:
         self.every, self.say = every, say
@@ -52,7 +51,7 @@ class SdcRecompute:
         self._off = False
 
     def settled(self, trainer: Trainer, compute: Callable[[], GradientSums]) -> GradientSums:
-        """What `compute` gives, with gradients in the flat units that are right."""
+        """Returns the result of `compute`, with verified gradients in the flat buffers."""
         if self._off or recompute_obstacle(trainer):
             return compute()
         random = _random_states(trainer)
@@ -76,7 +75,8 @@ class SdcRecompute:
                 line = f"step {step}: the gradient came out differently when it was computed again"
                 self.say(
                     step,
-                    f"{line} (norm {norm:.3g}, then {_gradient_norm(found, trainer):.3g}): a bit had flipped; the step is made with what came out twice",
+                    f"{line} (norm {norm:.3g}, then {_gradient_norm(found, trainer):.3g}): a bit had flipped; the "
+                    "step is made with what came out twice",
                 )
             norm = _gradient_norm(found, trainer)
         if math.isfinite(norm):
@@ -84,7 +84,8 @@ class SdcRecompute:
         return found
 
     def _asks(self, step: int, norm: float, overflows: bool) -> bool:
-        """`overflows`: a loss scale that grows makes gradients that are not finite; all ranks skip such steps."""
+        """Returns whether the step is recomputed. `overflows`: a growing loss scale makes gradients that are not
+        finite, and all ranks skip such steps."""
         if not math.isfinite(norm):
             return not overflows
         return (self.every > 0 and step % self.every == 0) or (
@@ -93,7 +94,7 @@ class SdcRecompute:
 
 
 def recompute_obstacle(trainer: Trainer) -> str:
-    """Why gradients cannot be computed twice: something remembers the first time. Empty where they can."""
+    """Returns why gradients cannot be computed twice (the first pass changes some state), or '' where they can."""
     engine = trainer.engine
     if engine.statistics:
         return f"{engine.statistics} has statistics over the batch"
@@ -115,7 +116,7 @@ def _gradient_digest(trainer: Trainer) -> str:
 
 
 def _matches_earlier(tries: list[str], trainer: Trainer) -> bool:
-    """Whether the last gradient is, on every rank, that of one earlier try. All ranks call it."""
+    """Returns whether the last gradient equals, on every rank, one earlier try. All ranks call it."""
     differs = torch.tensor([float(tries[-1] != earlier) for earlier in tries[:-1]], device=trainer.mesh.device)
     all_reduce(differs, trainer.mesh.world).wait()
     return bool((differs == 0).any())

@@ -1,5 +1,5 @@
-"""Sizes of batches: the smallest and the largest of each dimension that was checked or proven. What lies between counts
-as known, and nothing else does."""
+"""The known sizes of batches: the smallest and the largest checked or proven size of each dimension. Only sizes in
+between count as known."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from meshwright.runtime.loss.objective import Batch
 
 Range = tuple[int, int]
 Ranges = dict[str, tuple[Range, ...]]
-"""By the keys of a batch and their dimensions, the smallest and the largest size of each dimension but for rows, in
+"""By the keys of a batch and their dimensions: the smallest and the largest size of each dimension except the rows, in
 order."""
 
 
 class FirstOutside(NamedTuple):
-    """What is said of a micro-batch whose sizes are not between those that are known, '' where all are, and its
-    number."""
+    """The first micro-batch with unknown sizes: a description, '' where all sizes are known, and its index."""
 
     said: str = ""
     at: int = -1
 
 
 class SizeRanges:
-    """
+    """Collects the sizes of batches and finds batches outside of them.
+
     >>> known = SizeRanges()
     >>> known.add([{"ids": torch.zeros(2, 8)}, {"ids": torch.zeros(2, 4)}])
-    >>> known.first_outside([{"ids": torch.zeros(2, 5)}]), known.first_outside([{"ids": torch.zeros(2, 5)}, {"ids": torch.zeros(2, 12)}])
+    >>> (
+    ...     known.first_outside([{"ids": torch.zeros(2, 5)}]),
+    ...     known.first_outside([{"ids": torch.zeros(2, 5)}, {"ids": torch.zeros(2, 12)}]),
+    ... )
     (FirstOutside(said='', at=-1), FirstOutside(said='the batch has other sizes: ids (12), known are 4 to 8', at=1))
     """
 
@@ -38,6 +41,7 @@ class SizeRanges:
         }
 
     def add(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Adds the sizes of `batches`."""
         for form, sizes in map(sizes_of, batches):
             before = self.known.get(form, tuple((size, size) for size in sizes))
             self.known[form] = tuple(
@@ -45,7 +49,7 @@ class SizeRanges:
             )
 
     def first_outside(self, batches: Sequence[Batch]) -> FirstOutside:
-        """The largest micro-batch that is not between the known sizes; none where no batch is known yet."""
+        """Returns the largest micro-batch with unknown sizes. Before the first `add`, all sizes count as known."""
         outside = [at for at, batch in enumerate(batches) if self.known and not self._covers(batch)]
         if not outside:
             return FirstOutside()
@@ -62,7 +66,7 @@ class SizeRanges:
 
 
 def sizes_of(batch: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Keys and dimensions of the tensors of a batch, and all their sizes but for rows."""
+    """Returns the keys and dimensions of the tensors of a batch, and all their sizes except the rows."""
     tensors = [(name, value) for name, value in sorted(batch.items()) if isinstance(value, torch.Tensor)]
     return ", ".join(f"{name} {value.ndim}" for name, value in tensors), tuple(
         size for _, value in tensors for size in value.shape[1:]

@@ -1,30 +1,28 @@
-"""What the user's code has put around a step: another optimizer, other groups, hooks of a step, modes of torch.
+"""Step guards: what was assumed when the passes of a step were checked is compared before each later update.
 
-The optimizer was tried before anything was sharded, and holds parts of the model's tensors. What is put in its place,
-or added to it, was not tried and
-holds something else: a model's parameters have no gradient when an update runs, new ones have one of this rank's rows
-alone. Rates, decays and other options
-of groups may change at any time.
+They record the following:
+- The keys of the batch, and the type, dimensions and sizes of each value except the rows.
+- The values of zero-dimensional numbers, the mode of each module, and `requires_grad` of each parameter.
+- The number of hooks on modules.
+- Plain numbers, booleans and strings that the user's modules and the user's loss store (a schedule's weight, say).
+- Where the user's code reads tensor values: the code path of a forward (runtime/preflight/code_paths.py).
 
-Guards: what was assumed when the passes of a step were checked, compared before each later update.
-
-Recorded: the keys of the batch, type, dimensions and sizes of each value but for rows, numbers of no dimension; the
-mode of each module, `requires_grad` of each
-parameter, how many hooks hang on modules, plain numbers, truth values and words that the user's modules and the user's
-loss hold (a schedule's weight, say); and,
-where the user's code asks for values, the places in it that a forward runs (runtime/preflight/code_paths.py).
-
-| outside | before the update, behind the passes of this step |
+| outside | before the update, after the passes of this step |
 |---|---|
-| a key, type, number of dimensions, mode, hook, plain value, or a code path | the checks of rows and writes, and a proof |
-| a size below or above all that rows were checked with | the checks of rows and writes |
-| a size below or above all that a proof has had | a proof |
-| a parameter that is trained and was frozen | refused: the optimizer has no state of it |
+| a key, dtype, rank, mode, hook, plain value, or code path | the checks of rows and writes, and a proof |
+| a size outside of those that rows were checked with | the checks of rows and writes |
+| a size outside of those that a proof has covered | a proof |
+| a parameter that is trained now and was frozen | refused: the optimizer has no state for it |
 
-Proofs run where an earlier one has found the plan equal. Numbers that change again and again count as known after two
-further values, as torch.compile takes
-them for dynamic; sizes only between the smallest and the largest that were checked. A parameter that is frozen later is
-honoured (zero.py).
+Proofs run only where an earlier one has found the plan equal. Numbers that change repeatedly count as known after two
+further values, as torch.compile makes them dynamic. Sizes count as known only between the smallest and the largest that
+were checked. A parameter that is frozen later is respected (zero/reducer.py).
+
+They also detect changes by the user's code around a step: another optimizer, other parameter groups, step hooks, torch
+modes. The optimizer was probed before sharding and has this rank's shards of the model's tensors. A replacement or an
+addition was not probed and has other tensors. A model's own parameters have no gradient when an update runs, and new
+ones have only the gradient of this rank's rows. Learning rates, weight decays and other group options may change at any
+time.
 """
 
 from __future__ import annotations
@@ -47,16 +45,18 @@ if TYPE_CHECKING:
 
 
 class OptimizerGuard:
-    """The optimizer as `parallelize` has made it."""
+    """Guards the optimizer that `parallelize` has made."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._hooks = optimizer, _count_step_hooks(optimizer)
 
     def check(self, optimizer: torch.optim.Optimizer, zero: GradReducer) -> None:
-        """Raises InputError where `optimizer` is another one, has other parameters, or hooks that were not tried."""
+        """Raises InputError if `optimizer` is another one, has other parameters, or has step hooks that were not
+        probed."""
         if optimizer is not self._optimizer:
             raise InputError(
-                f"trainer.optimizer is another {type(optimizer).__name__} than parallelize has made, and would update nothing of this rank's parts: give "
+                f"trainer.optimizer is another {type(optimizer).__name__} than parallelize has made, and would "
+                "update nothing of this rank's parts: give "
                 "parallelize what makes it, `lambda params: ...`"
             )
         held, given = (
@@ -65,25 +65,28 @@ class OptimizerGuard:
         )
         if held != given:
             raise InputError(
-                f"the optimizer's groups have {held} parameters and parallelize has given it {given}: groups are made before anything is sharded; freeze with "
+                f"the optimizer's groups have {held} parameters and parallelize has given it {given}: groups are "
+                "made before anything is sharded; freeze with "
                 "requires_grad_(False), and let what is trained later be a parameter of the model from the start"
             )
         if _count_step_hooks(optimizer) > self._hooks:
             raise InputError(
-                "the optimizer got a hook around its step after parallelize, which would see parts of tensors: register it in what makes the optimizer, where "
+                "the optimizer got a hook around its step after parallelize, which would see parts of tensors: "
+                "register it in what makes the optimizer, where "
                 "it is tried"
             )
 
 
 def check_torch_modes(device: torch.device) -> None:
-    """Raises InputError where torch is in a mode in which a step would train nothing, or compute in other types than
-    the precision says."""
+    """Raises InputError if a torch mode is active in which a step would train nothing, or compute in other dtypes than
+    the precision."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         raise InputError(f"the step is inside of {mode}, where no gradient comes to any parameter: call it outside")
     if torch.is_autocast_enabled(device.type):
         raise InputError(
-            "the step is inside of torch.autocast, which keeps copies of weights and computes in other types than were proven: leave it out and give "
+            "the step is inside of torch.autocast, which keeps copies of weights and computes in other types than "
+            "were proven: leave it out and give "
             "parallelize a precision, 'bf16' or 'fp16'"
         )
 
@@ -99,53 +102,56 @@ def _count_step_hooks(optimizer: torch.optim.Optimizer) -> int:
 
 GUARDED_TYPES = (bool, int, float, str)
 MAX_CHECKED_VALUES = 2
-"""Further values of a number that are checked before all count as known."""
+"""The further values of a number that are checked before all values count as known."""
 HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Outside(NamedTuple):
-    """How a step of one rank is outside of what was checked; '' for each way in which it is not. `at`: the number of a
-    micro-batch that shows it, -1 where all do or none."""
+    """How a step of one rank is outside of what was checked; a field is '' where it is inside. `at`: the index of a
+    micro-batch that shows it, -1 for all or none."""
 
     trained: str = ""
-    """A parameter that is trained and was not before."""
+    """A parameter that is trained now and was frozen."""
     changed: str = ""
     code: str = ""
     sizes: str = ""
-    """That rows were not checked with."""
+    """Sizes with which rows were not checked."""
     unproven: str = ""
-    """Sizes that no proof has had."""
+    """Sizes that no proof has covered."""
     at: int = -1
 
     @property
     def is_any(self) -> bool:
+        """Returns whether the step needs a check or a proof."""
         return bool(self.unchecked or self.unproven)
 
     @property
     def unchecked(self) -> str:
+        """Returns why the checks of rows and writes must run again, or ''."""
         return self.changed or self.code or self.sizes
 
     def asks_for_proof(self, is_fresh: bool) -> str:
-        """`is_fresh`: a proof ran before this very step, with all plain values that it has."""
+        """Returns why a proof must run, or ''. `is_fresh`: a proof ran just before this step, with all its plain
+        values."""
         return self.code or self.unproven or ("" if is_fresh else self.changed)
 
 
 class StepGuards:
-    """Of one rank. `outside` compares, `accept` records what has been checked."""
+    """The guards of one rank. `outside` compares a step, `accept` records that it was checked."""
 
     def __init__(self) -> None:
         self._forms: dict[Hashable, set[Hashable]] = {}
-        """Numbers that were checked, by keys, types and dimensions."""
+        """The checked numbers, by keys, types and dimensions."""
         self._sizes = SizeRanges()
         self._places: list[tuple[str, Mapping[str, Any], str]] = []
         self._values: list[Any] = []
         self._times: dict[str, int] = {}
         self._trained: list[bool] = []
         self._hooks: list[int] = []
-        self.made: OptimizerGuard | None = None  # in a run, none in a proof
+        self.made: OptimizerGuard | None = None  # set for a run, None in a proof
 
     def untrained(self, engine: Engine) -> str:
-        """A parameter that is trained and was not before; '' where there is none."""
+        """Returns a parameter that is trained now and was frozen, or ''."""
         now = [parameter.requires_grad for _, parameter in _group_parameters(engine)]
         before, self._trained = self._trained or now, now
         return next(
@@ -158,15 +164,15 @@ class StepGuards:
         )
 
     def check_around(self, trainer: Trainer) -> None:
-        """Raises InputError where the user's code has put something around the step that was not checked."""
+        """Raises InputError where the user's code has put something unchecked around the step."""
         check_torch_modes(trainer.mesh.device)
         if self.made is not None:
             self.made.check(trainer.optimizer, trainer.engine.zero)
         self.check_hooks(trainer.engine)
 
     def check_hooks(self, engine: Engine) -> None:
-        """Raises InputError where a parameter has got a hook that runs after its gradient is accumulated: it would run
-        when the gradient is gone from `.grad`."""
+        """Raises InputError if a parameter got a post-accumulate-grad hook: it would run after the gradient has left
+        `.grad`."""
         now = [len(parameter._post_accumulate_grad_hooks or ()) for _, parameter in _group_parameters(engine)]
         before, self._hooks = self._hooks or now, now
         name = next(
@@ -175,12 +181,13 @@ class StepGuards:
         )
         if name is not None:
             raise InputError(
-                f"{name} got a hook after its gradient is accumulated, when its gradient is no longer in .grad: register it before parallelize, or use "
+                f"{name} got a hook after its gradient is accumulated, when its gradient is no longer in .grad: "
+                "register it before parallelize, or use "
                 "register_hook"
             )
 
     def outside(self, engine: Engine, batches: Sequence[Batch], proven: SizeRanges) -> Outside:
-        """What is otherwise than when it was checked. `proven`: sizes that proofs have had."""
+        """Returns how the step is outside of what was checked. `proven`: the sizes that proofs have covered."""
         code, at = engine.preflight.paths.unknown(batches)
         checked, unproven = self._sizes.first_outside(batches), proven.first_outside(batches)
         at = at if at >= 0 else unproven.at if unproven.said else checked.at
@@ -194,7 +201,7 @@ class StepGuards:
         )
 
     def _changed(self, batches: Sequence[Batch]) -> str:
-        """'' where nothing is, or nothing was checked yet."""
+        """Returns what has changed, or '' for nothing, or before the first check."""
         for form, numbers in map(_batch_signature, batches) if self._forms else ():
             if form not in self._forms:
                 return f"the batch has other keys, types or dimensions: {', '.join(str(each[0]) for each in form)}"
@@ -207,7 +214,7 @@ class StepGuards:
         return f"{self._places[at][0]} is {now[at]!r} and was {self._values[at]!r}"
 
     def accept(self, engine: Engine, batches: Sequence[Batch]) -> None:
-        """This step's passes are checked."""
+        """Records that this step's passes were checked."""
         for form, numbers in map(_batch_signature, batches):
             self._forms.setdefault(form, set()).add(numbers)
         self._sizes.add(batches)
@@ -226,7 +233,7 @@ def _group_parameters(engine: Engine) -> list[tuple[str, nn.Parameter]]:
 
 
 def _batch_signature(batch: Batch) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Keys, types and dimensions; numbers."""
+    """Returns keys, types and dimensions; and the plain numbers."""
     forms: list[Any] = []
     numbers: list[Any] = []
     for name, value in sorted(batch.items()):
@@ -240,7 +247,7 @@ def _batch_signature(batch: Batch) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Where plain values stand that the user's code may read: what to call each, in what, under which key."""
+    """Yields the plain values that the user's code may read: a name, the mapping that contains it, and its key."""
     for path, module in engine.model.named_modules():
         own = vars(module)
         name = path or "the model"
@@ -276,25 +283,27 @@ def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], st
 
 
 class _HookCount(dict[str, Any]):
-    """How many there are now that are not our own: those that watch the memory come and go."""
+    """Counts the current hooks that are not from this package: those of the memory trace come and go."""
 
     def __init__(self, of: Mapping[int, Any]) -> None:
         super().__init__()
         self.of = of
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Returns the current number of hooks."""
         return sum(not str(getattr(hook, "__module__", "")).startswith("meshwright.") for hook in self.of.values())
 
 
 class _ClosureValue(dict[str, Any]):
-    """What a closure holds now."""
+    """Reads the current value of a closure cell."""
 
     def __init__(self, cell: Any) -> None:
         super().__init__()
         self.cell = cell
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Returns the value, or `default` for an empty cell."""
         try:
             return self.cell.cell_contents
-        except ValueError:  # nothing yet
+        except ValueError:  # still empty
             return default

@@ -1,27 +1,23 @@
-"""Ranks that disagree are refused in one line by all of them, before one waits for ever for a message that nobody
-sends.
+"""Checks of the inputs of a step. Ranks that disagree are refused in one line by all of them, before one waits forever
+for a message.
 
-Before the mesh is made all ranks hold their plans, precisions and models against those of rank 0. At every step that is
-given the whole batch they do so
-with its names, types, shapes and numbers: ranks that each read their own part, as under DDP, or shuffle it by
-generators of their own, would train on other
-rows than one device. Numbers count by their places; of more than SOME so many are looked at. What a `Share` holds must
-be alike on the ranks of a replica, and is looked at once: the loader of a job makes it.
-One small gather of two numbers a rank; what differs is asked for only when something does.
+Before the mesh is made, all ranks compare their plans, precisions and models with those of rank 0. At every step with a
+whole batch they compare its names, types, shapes and values. Otherwise ranks that each read their own part, as under
+DDP, or shuffle with different generators, would train on other rows than one device. Values are weighted by position;
+of large tensors, MAX_COMPARED_ELEMENTS are compared. A `LocalBatch` must be identical on the ranks of a replica. It is
+checked only once, since the loader of a job makes it. The comparison is one small all-gather of two numbers per rank;
+details are gathered only after a mismatch.
 
-What `step` is given, checked before a collective begins: one line that names the value, the place and what to give
-instead.
+The arguments of `step` are checked before any collective. The error names the value, the place and the remedy in one
+line.
 
-The last batch of an epoch, which may have any number of rows: filled up to whole micro-batches of all replicas by rows
-without a valid label.
+The last batch of an epoch may have any number of rows. Rows without valid labels pad it to whole micro-batches of all
+replicas.
 
-Promise: loss and gradients are those of one device on the rows that were given: what is added counts in no sum and no
-number of labels. A loss of
-the user's own is a mean over rows and knows no invalid ones: its micro-batches have as many rows as there are, each
-counts by its rows, and one
-that is left without rows passes the first row with weight zero. Where rows act on each other (statistics over a batch,
-a balance loss) nothing is
-added and the batch is refused.
+Guarantees: loss and gradients are those of one device on the original rows. Padding counts in no sum and in no number
+of labels. A user's own loss is a mean over rows and has no invalid rows. Its micro-batches have as many rows as there
+are, and each is weighted by its rows. One without rows processes the first row with weight zero. Where rows interact
+(batch statistics, a load-balancing loss), nothing is padded and the batch is refused.
 """
 
 from __future__ import annotations
@@ -49,17 +45,17 @@ from meshwright.spec.batch_layout import micro_batch_rows
 from meshwright.spec.plan import Plan
 
 COMPARED_PARAMETERS = 8
-"""Parameters whose first and last numbers are compared."""
+"""The number of parameters whose first and last values are compared."""
 
 MAX_COMPARED_ELEMENTS = 1 << 16
-"""Numbers of each tensor of a batch that are compared at every step."""
+"""The number of values of each tensor of a batch that are compared at every step."""
 
 WEIGHT_TOLERANCE = 1e-3
-"""Relative: devices of other kinds draw the same numbers up to rounding."""
+"""The relative tolerance: other kinds of devices draw the same random values up to rounding."""
 
 
 def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> None:
-    """InputError where ranks were given other plans, precisions, models or weights. Every rank calls it."""
+    """Raises InputError where ranks have different plans, precisions, models or weights. Every rank calls it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in model.named_parameters()]
@@ -74,22 +70,25 @@ def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> No
             )
         if other[2] != first[2]:
             raise InputError(
-                f"ranks disagree on the precision: {first[2]} on rank 0, {other[2]} on rank {rank}; give every rank the same"
+                f"ranks disagree on the precision: {first[2]} on rank 0, {other[2]} on rank {rank}; give every rank "
+                "the same"
             )
         if other[3:5] != first[3:5]:
             raise InputError(
-                f"ranks disagree on the model: {first[3]} parameters on rank 0, {other[3]} on rank {rank}, or of other names and shapes; "
+                f"ranks disagree on the model: {first[3]} parameters on rank 0, {other[3]} on rank {rank}, or of "
+                "other names and shapes; "
                 "build the same model on every rank"
             )
         if not _is_close(other[5], first[5]):
             raise InputError(
                 f"ranks disagree on the weights: those of rank {rank} are others than those of rank 0; "
-                "call torch.manual_seed with one number on every rank before the model is built, or load the same weights"
+                "call torch.manual_seed with one number on every rank before the model is built, or load the same "
+                "weights"
             )
 
 
 def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *, whole: bool) -> None:
-    """InputError where ranks that should read the same were given something else. Every rank calls it."""
+    """Raises InputError where ranks that should read the same batch have different ones. Every rank calls it."""
     group = mesh.world
     if group is None:
         return
@@ -119,12 +118,13 @@ def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *,
         ((a, b) for a, b in zip(said[first], said[rank], strict=False) if a != b), (said[first], said[rank])
     )
     raise InputError(
-        f"ranks disagree on the batch: rank {first} was given {_describe_batch(one)}, rank {rank} {_describe_batch(other)}; {readers}"
+        f"ranks disagree on the batch: rank {first} was given {_describe_batch(one)}, rank {rank} "
+        f"{_describe_batch(other)}; {readers}"
     )
 
 
 def _first_rank_of_replica(mesh: ParallelContext, rank: int) -> int:
-    """The first rank of the replica of `rank`."""
+    """Returns the first rank of the replica of `rank`."""
     replica = mesh.grid.replica(rank)
     return next(other for other in range(rank + 1) if mesh.grid.replica(other) == replica)
 
@@ -138,7 +138,7 @@ def _is_comparable(value: Any) -> bool:
 
 
 def _position_checksum(value: torch.Tensor) -> float:
-    """A number of the values and their order.
+    """Returns a checksum of the values and their order.
 
     >>> _position_checksum(torch.tensor([1, 2])), _position_checksum(torch.tensor([2, 1]))
     (5.0, 4.0)
@@ -149,7 +149,8 @@ def _position_checksum(value: torch.Tensor) -> float:
 
 
 def _describe_batch(batch: Any) -> str:
-    """
+    """Describes a batch signature in one line.
+
     >>> _describe_batch([("input_ids", (8, 16), "torch.int64"), ("name", "str")])
     'input_ids [8, 16], name'
     """
@@ -190,15 +191,16 @@ SEQUENCE_TYPES = (list, tuple)
 
 
 def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
-    """Raises InputError where `batch` has no rows, holds values that cannot be divided into `pieces`, or names that
-    forward does not take."""
+    """Raises InputError if `batch` has no rows, values that cannot be divided into `pieces`, or names that forward does
+    not take."""
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.ndim and not len(value):
             raise InputError(f"the batch is empty: {name!r} has shape {tuple(value.shape)}; give at least one row")
         is_array = type(value).__module__ == "numpy" and hasattr(value, "__len__")
         if pieces > 1 and (is_array or (isinstance(value, SEQUENCE_TYPES) and value)):
             raise InputError(
-                f"the batch's {name!r} is a {type(value).__name__}, which is not divided into the {pieces} parts that this plan makes of a batch: "
+                f"the batch's {name!r} is a {type(value).__name__}, which is not divided into the {pieces} parts "
+                "that this plan makes of a batch: "
                 "give a tensor with rows first"
             )
     names = batch.keys() if objective.loss is not None else batch.keys() - {"labels"}
@@ -206,7 +208,7 @@ def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
 
 
 def check_batch_type(batch: Any) -> Batch:
-    """`batch` itself. Raises InputError where it is no dict."""
+    """Returns `batch` itself. Raises InputError where it is no dict."""
     if not isinstance(batch, dict):
         raise InputError(
             f"a batch is a dict of tensors by the names that forward takes, but a {type(batch).__name__} was given"
@@ -215,7 +217,7 @@ def check_batch_type(batch: Any) -> Batch:
 
 
 def check_example(model: nn.Module, example: Any) -> None:
-    """Raises InputError where an `example` is given that is no batch, or has names that forward does not take."""
+    """Raises InputError where `example` is given but is no batch, or has names that forward does not take."""
     if example is None:
         return
     if not isinstance(example, Mapping) or not example:
@@ -225,20 +227,21 @@ def check_example(model: nn.Module, example: Any) -> None:
 
 
 def check_argument_names(model: nn.Module, names: Any, what: str) -> None:
-    """Raises InputError where `names`, those of `what` is given, are none that the model's forward takes."""
+    """Raises InputError where `names`, the keys of `what`, include one that the model's forward does not take."""
     asked = inspect.signature(model.forward).parameters
     if any(each.kind is each.VAR_KEYWORD for each in asked.values()) or "" in names:
         return
     unknown = sorted(set(names) - asked.keys())
     if unknown:
         raise InputError(
-            f"{what} has {unknown[0]!r}, which {type(model).__name__}.forward does not take (it takes {', '.join(asked)})"
+            f"{what} has {unknown[0]!r}, which {type(model).__name__}.forward does not take (it takes "
+            f"{', '.join(asked)})"
             f"{did_you_mean(unknown[0], asked)}: leave it out, or give forward a parameter of that name"
         )
 
 
 def move_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """`batch` on `device`, floating-point tensors as `dtype`."""
+    """Returns `batch` on `device`, with floating-point tensors as `dtype`."""
 
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -249,7 +252,7 @@ def move_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 
 def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:
-    """Valid labels that this rank's replica reads of a batch, where replicas go their own ways. All ranks call it."""
+    """Returns the valid labels of a batch that this rank's replica reads, for local SGD. All ranks call it."""
     outer, mesh = engine.outer, engine.mesh
     assert outer is not None
     mine = torch.tensor(float(sum(map(engine.objective.count, batches))), dtype=torch.float64, device=mesh.device)
@@ -259,10 +262,11 @@ def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:
 
 
 def padded_rows(plan: Plan, rows: int) -> int:
-    """As many rows as whole micro-batches of all replicas have, `rows` among them.
+    """Returns the smallest number of rows, at least `rows`, that fills whole micro-batches of all replicas.
 
     >>> from meshwright.spec.plan import parse_plan
-    >>> padded_rows(parse_plan("dp2.mb2"), 7), padded_rows(parse_plan("dp2.z1.ga3-1"), 3), padded_rows(parse_plan("pp2.interleaved2"), 3)
+    >>> cases = {"dp2.mb2": 7, "dp2.z1.ga3-1": 3, "pp2.interleaved2": 3}
+    >>> tuple(padded_rows(parse_plan(plan), rows) for plan, rows in cases.items())
     (8, 4, 4)
     """
     if plan.shares:
@@ -273,7 +277,7 @@ def padded_rows(plan: Plan, rows: int) -> int:
 
 
 def pad_batch(batch: Batch, plan: Plan) -> Batch:
-    """`batch` with as many rows as the plan needs: its first one again, without valid labels."""
+    """Returns `batch` padded to the rows that the plan needs: its first row repeated, without valid labels."""
     rows = num_rows(batch)
     lacking = padded_rows(plan, rows) - rows
     if lacking <= 0:
@@ -289,8 +293,8 @@ def pad_batch(batch: Batch, plan: Plan) -> Batch:
 
 
 def split_micro_batches(batch: Batch, plan: Plan, replica: int, is_odd: bool) -> list[Batch]:
-    """The micro-batches of `replica`. Where the batch `is_odd`, of as many rows as it has for them, and a
-    `ZeroWeightBatch` one where it has none."""
+    """Returns the micro-batches of `replica`. If the batch `is_odd`, they have as many rows as it has for them; one
+    without rows is a `ZeroWeightBatch`."""
     rows = num_rows(batch)
 
     def part(first: int, size: int) -> Batch:

@@ -1,22 +1,22 @@
-"""The sentinel: invariants of every step, in the one reduction that a step makes anyway. What drifts later is noticed
-where it begins.
+"""Step invariants, checked within the one reduction that every step already makes, so that a mismatch is found in the
+step where it begins.
 
-| invariant | compared | sees |
+| invariant | compared | detects |
 |---|---|---|
-| labels | valid labels that replicas have passed, and those that the loss was divided by | a wrong count, a lost or doubled row |
-| passes | forward passes of all stages of all ranks, and micro-batches times stages | a lost micro-batch |
-| weights | the sum of the weights of every rank that holds the same | a replica that drifts, a bit that flips |
-| gradients | the sum of the reduced gradients of every rank that holds the same | a shard that was scaled, a reduction that lost a part |
-| loss | finite where the gradient is | a loss that is none |
+| labels | valid labels of all replicas, and the divisor of the loss | a wrong count, a lost or duplicated row |
+| passes | forward passes of all stages on all ranks, and micro-batches times stages | a lost micro-batch |
+| weights | the sum of the weights on every rank with the same weights | a drifting replica, a flipped bit |
+| gradients | the sum of the reduced gradients, likewise | a scaled shard, an incomplete reduction |
+| loss | finite where the gradient is | a loss that is not a number |
 
-The norm of a step sums a part of each copy (zero.py); the sums here take all of every copy: the second way of the two.
-Of ranks that hold the same, the first counts
-with the number of the others, and these with minus one: equal sums add up to nothing, whatever else is summed. Sums are
-of bits, as whole numbers, of every element where reading
-them takes at most `MAX_STEP_FRACTION` of the step, by the estimate of `parts_of`, and of a part of each unit in turn
-where it takes more: a bit that flips is then noticed when its part comes.
-Weights are those that the passes of this step read. What is held once is compared with nothing.
-Cost: bench/results/sentinel.md.
+The gradient norm of a step counts one part of each replica (zero/reducer.py). These sums cover all of every replica, as
+an independent second check. Of ranks with the same state, the first is weighted by the number of the others, and each
+other by minus one. So equal sums cancel, whatever else is summed.
+
+The sums are over the bits, as integers. They cover every element where reading it takes at most MAX_STEP_FRACTION of
+the step, as `window_count` estimates. Otherwise each step reads one window of each unit in rotation, and a flipped bit
+is found when its window is read. Weights are those that the passes of this step read. A state without a replica is not
+compared. Cost: bench/results/sentinel.md.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import LocalBatch, Trainer
 
 MAX_STEP_FRACTION = 8e-4
-"""Part of a step that the sums may take."""
+"""The largest fraction of a step that the sums may take."""
 SMALL_MODEL_PARAMETERS = 1 << 20
-"""Parameters of a model, all of whose elements are read in less than a millisecond."""
+"""The parameters of a model whose elements are all read in less than a millisecond."""
 MIN_WINDOW_ELEMENTS, MAX_WINDOWS = 1 << 16, 16
-"""Elements of a unit that are read at least, and parts that it is read in at most."""
+"""The fewest elements of a unit in a window, and the largest number of windows."""
 INTEGER_DTYPE_BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 REDUCED_VALUES = 7
-"""Numbers that a rank adds to the reduction."""
+"""The number of values that a rank adds to the reduction."""
 ResultT = TypeVar("ResultT")
 CHECKSUM_MODULUS = 2**31 - 1
-"""Sums of bits are taken modulo this, so that those of 1,000 units and 2,000 ranks add up exactly in float64."""
+"""The modulus of bit sums, so that those of 1,000 units and 2,000 ranks add up exactly in float64."""
 
 
 class InvariantViolated(MeshwrightError):
-    """An invariant of a step does not hold: what was trained since is not to be used."""
+    """A step invariant is violated: the state since then must not be used."""
 
 
 class ReplicaMismatch(MeshwrightError):
-    """Copies of one state differ and there is no majority."""
+    """The replicas of one state differ, without a majority."""
 
 
 def retry_after_repair(trainer: Trainer, compute: Callable[[], ResultT]) -> ResultT:
-    """What `compute` returns; once more, with the same random numbers, where copies had drifted and the trainer has
-    replaced them by the majority's."""
+    """Returns the result of `compute`. If an invariant is violated and the trainer repairs replicas by majority, it
+    calls `compute` again with the same random states."""
     device = trainer.mesh.device
     backend = backend_of(device)
     host, own = torch.get_rng_state(), backend.rng_state(device)
@@ -74,7 +74,7 @@ def retry_after_repair(trainer: Trainer, compute: Callable[[], ResultT]) -> Resu
         try:
             is_mended = trainer.mend()
         except ReplicaMismatch:
-            raise drift from None  # it names the step, the ranks and what they have
+            raise drift from None  # it names the step, the ranks and their values
         if not is_mended:
             raise
         torch.set_rng_state(host)
@@ -84,7 +84,7 @@ def retry_after_repair(trainer: Trainer, compute: Callable[[], ResultT]) -> Resu
 
 
 class StepInvariants:
-    """Of one rank; all ranks find the same. Without an engine nothing is compared."""
+    """Checks the invariants on one rank; all ranks reach the same result. Without an engine it checks nothing."""
 
     def __init__(self, engine: Engine | None) -> None:
         self.on, self.guards = engine is not None, StepGuards()
@@ -95,8 +95,8 @@ class StepInvariants:
             self.guards.check_hooks(engine)
 
     def sums(self, trainer: Trainer, batches: Sequence[Batch], labels: int) -> torch.Tensor:
-        """What this rank adds, float64 (SUMS,), after the gradients of the step are reduced. `labels`: valid ones of
-        the whole batch, the same number on all ranks."""
+        """Returns this rank's contribution, float64 (REDUCED_VALUES,), after the gradients of the step are reduced.
+        `labels`: valid labels of the whole batch, identical on all ranks."""
         found = torch.zeros(REDUCED_VALUES, dtype=torch.float64)
         if self.on:
             engine, plan = trainer.engine, trainer.plan
@@ -126,9 +126,9 @@ class StepInvariants:
         batches: Sequence[Batch],
         given: Batch | LocalBatch,
     ) -> None:
-        """`sums` over all ranks; `made`: the loss, the squared norm of the gradient and the number of labels of the
-        step, which was `given`. Raises Drifted, or PlanRefused where the step is outside of what the plan was checked
-        for, on every rank."""
+        """Checks `sums` over all ranks. `made`: the loss, the squared norm of the gradient and the number of labels of
+        the step. `given`: its batch. Raises InvariantViolated, or PlanRefused where the step is outside of what was
+        checked for the plan, on every rank."""
         if not self.on:
             return
         loss, norm, tokens = made
@@ -139,16 +139,19 @@ class StepInvariants:
         end = "the step is not made; go on from a checkpoint of an earlier step"
         if labels == labels and trainer.engine.outer is None and round(labels) != tokens:
             raise InvariantViolated(
-                f"{step}: the replicas have passed {labels:.0f} valid labels and the loss is divided by {tokens}: {end}, and look at what counts them"
+                f"{step}: the replicas have passed {labels:.0f} valid labels and the loss is divided by {tokens}: "
+                f"{end}, and look at what counts them"
             )
         if passes:
             raise InvariantViolated(
-                f"{step}: {self._ranks(trainer, 'passes')} made {abs(passes):.0f} passes {'less' if passes < 0 else 'more'} than micro-batches: {end}"
+                f"{step}: {self._ranks(trainer, 'passes')} made {abs(passes):.0f} passes "
+                f"{'less' if passes < 0 else 'more'} than micro-batches: {end}"
             )
         for what, off in (("weights", weights), ("gradients", gradients)):
             if off:
                 raise InvariantViolated(
-                    f"{step}: {what} that are held alike differ: {self._ranks(trainer, what)}: {end}, and test these devices"
+                    f"{step}: {what} that are held alike differ: {self._ranks(trainer, what)}: {end}, and test these "
+                    "devices"
                 )
         if math.isfinite(norm) and not math.isfinite(loss):
             raise InvariantViolated(f"{step}: the loss is {loss} and the gradient is finite: {end}")
@@ -158,14 +161,15 @@ class StepInvariants:
             self.guards.accept(trainer.engine, batches)
 
     def _check_outside(self, trainer: Trainer, batches: Sequence[Batch], given: Batch | LocalBatch) -> None:
-        """A step outside of the guards is checked again, and proven where an earlier proof has found the plan equal,
-        before it counts. Raises PlanRefused on every rank."""
+        """Checks a step outside of the guards before it counts, and proves it where an earlier proof has found the plan
+        equal. Raises PlanRefused on every rank."""
         engine, plan, step = trainer.engine, trainer.plan, trainer.steps + 1
         everyone = gather_objects((trainer.mesh.replica, self._outside))
         said = [outside for _, outside in everyone]
         if name := next((each.trained for each in said if each.trained), ""):
             raise PlanRefused(
-                f"plan {plan.name}: {name} is trained since step {step} and was frozen when the optimizer was made, which has no state of it: "
+                f"plan {plan.name}: {name} is trained since step {step} and was frozen when the optimizer was made, "
+                "which has no state of it: "
                 "let it require gradients before parallelize, or go on from a checkpoint"
             )
         at = next(
@@ -185,7 +189,8 @@ class StepInvariants:
             place := next(filter(None, gather_objects(engine.preflight.paths.unrepeated())), "")
         ):
             raise PlanRefused(
-                f"plan {plan.name}: in step {step} values lead through code that no check could repeat ({place}), so that it is not known whether rows see each "
+                f"plan {plan.name}: in step {step} values lead through code that no check could repeat ({place}), so "
+                "that it is not known whether rows see each "
                 "other there: use one device, or branches that do not depend on values"
             )
         self.guards.accept(engine, batches)
@@ -193,8 +198,8 @@ class StepInvariants:
     def _shown_batch(
         self, trainer: Trainer, batches: Sequence[Batch], given: Batch | LocalBatch, said: Sequence[Outside]
     ) -> Batch | LocalBatch:
-        """What a proof is to run: the micro-batch of the first rank where one shows what is outside, with as many rows
-        as a proof has; else what was given."""
+        """Returns the batch for a proof. If a micro-batch shows what is outside, it is that of the first such rank,
+        with as many rows as a proof has. Otherwise it is `given`."""
         rank = next((rank for rank, each in enumerate(said) if each.at >= 0), None)
         if rank is None or (isinstance(given, dict) and not any(each.code for each in said)):
             return given
@@ -207,7 +212,7 @@ class StepInvariants:
         return repeat_rows(shown, check_batch_size(trainer.plan), None)
 
     def _ranks(self, trainer: Trainer, what: str) -> str:
-        """Which ranks have what the fewest have; those of one value of two on two ranks are both named."""
+        """Returns the values of the ranks in words, so that the deviating ranks are visible."""
         at = 0 if what == "weights" else 1
         if what == "passes":
             off = trainer.engine.run.passes - trainer.engine.preflight.began
@@ -223,13 +228,18 @@ def _has_weightless_batch(batches: Sequence[Batch]) -> bool:
 
 
 def window_count(elements: int, tokens: float, width: int, device: str) -> int:
-    """In how many parts weights and gradients are read, one part a step. A step makes 6 operations per element and
-    token.
+    """Returns the number of windows in which weights and gradients are read, one window per step. A step makes 6
+    operations per element and token.
 
-    `elements`: parameters of the model; `tokens`: those that a rank passes in a step; `width`: bytes of an element of
-    both.
+    `elements`: parameters of the model. `tokens`: those that a rank processes in a step. `width`: bytes of an element
+    of both.
 
-    >>> window_count(1 << 20, 100, 8, "cpu"), window_count(1 << 30, 100, 8, "cpu"), window_count(1 << 30, 8000, 8, "cpu"), window_count(1 << 30, 30000, 6, "cuda")
+    >>> (
+    ...     window_count(1 << 20, 100, 8, "cpu"),
+    ...     window_count(1 << 30, 100, 8, "cpu"),
+    ...     window_count(1 << 30, 8000, 8, "cpu"),
+    ...     window_count(1 << 30, 30000, 6, "cuda"),
+    ... )
     (1, 16, 1, 5)
     """
     by_cost = math.ceil(width * backend_of(device).nominal_flops_per_byte / (6 * max(tokens, 1) * MAX_STEP_FRACTION))
@@ -237,10 +247,11 @@ def window_count(elements: int, tokens: float, width: int, device: str) -> int:
 
 
 def _replica_checksums(trainer: Trainer, labels: int) -> torch.Tensor:
-    """Of weights and of reduced gradients: what this rank adds, and the sum itself; float64 (2, 2), on the device.
+    """Returns this rank's contribution and its plain sum, of weights and of reduced gradients; float64 (2, 2), on the
+    device.
 
-    One pass over a window per unit, and one small product for all units together: many small operations cost more than
-    the windows do.
+    It makes one pass over a window per unit, and one small product for all units together: many small operations would
+    cost more than the windows.
     """
     plan, engine, step = trainer.plan, trainer.engine, trainer.steps
     elements = sum(shape.numel() for shape in engine.shapes.values())
@@ -264,13 +275,14 @@ def _replica_checksums(trainer: Trainer, labels: int) -> torch.Tensor:
 
 
 def _cancelling_factor(alike: int, index: int) -> float:
-    """`index` is 0 for one of the `alike` ranks alone; the factors of all of them add up to nothing."""
+    """Returns the weight of one rank's sum. `index` is 0 on exactly one of the ranks, and the weights of all of
+    them add up to zero."""
     return alike - 1.0 if index == 0 else -1.0
 
 
 def _window_checksum(tensor: torch.Tensor, step: int, parts: int) -> torch.Tensor:
-    """The sum of the bits of the window that is due at `step`, one of `parts`, as words of 64 bits where the window is
-    made of whole ones; int64, modulo 2^64."""
+    """Returns the bit sum of the window of `step`, one of `parts`: int64, modulo 2^64. It reads 64-bit words where the
+    window consists of whole ones."""
     size = max(MIN_WINDOW_ELEMENTS, -(-tensor.numel() // (8 * parts)) * 8)
     first = step % max(-(-tensor.numel() // size), 1) * size
     window, width = tensor[first : first + size], tensor.element_size()

@@ -1,40 +1,43 @@
-"""Who holds the others up, and by what: a verdict from the phases that every rank measures anyway, and the shares that
-would make up for it.
+"""Straggler detection: a diagnosis from the phases that every rank measures, and the micro-batches per rank that
+compensate.
 
-    computing    the step without waiting for data and without waiting for other ranks: on a slow rank longer than on
-    its peers
-    data         waiting for the batch: its reader or its disk is slow; where all wait, that of all of them
-    communication   everyone waits longer for others than before, though nobody computes longer: a link is slow, and
-    hosts measure which one
+    computing      The step without data waits and without waits for other ranks. A straggler has more than its peers.
+    data           The wait for the batch: slow reader or disk. If all ranks wait, the shortest of their waits counts.
+    communication  All ranks wait longer for others, but none computes longer: a link is slow. Hosts find out which.
 
-Rule: medians over WINDOW steps. A rank is slow that takes RATIO times the middle of its peers, the ranks that hold the
-same stage, at least
-PART of the step more, and SPREADS times as much more as its steps, or its peers', differ among themselves (the median
-of their distances from
-the median), in MOST of the steps by half of that ratio: where other programs take cores now from one rank and now from
-another, steps differ as
-much as ranks do and nothing is said. Computing counts by sequence, as peers may have unlike shares. A verdict falls
-when the same is found
-STEADY steps in a row, and again when all is well. Where the plan has unlike shares its devices are unlike, and what
-each took in the first window stands for
-what it should take. All ranks see the same numbers and come to the same verdict, with no message of its own. A stage
-that
-one rank alone holds is compared with what it took before, as far as the other stages did not change alike.
+Rule: all values are medians over MEDIAN_WINDOW_STEPS steps. Peers are the ranks of the same pipeline stage. A rank is a
+straggler if all of these hold:
+- It takes more than MIN_SLOWDOWN_RATIO times the median of its peers.
+- The excess is more than MIN_STEP_FRACTION of the step.
+- The excess is more than MIN_SPREAD_RATIO times the spread of its own steps and of its peers' steps. The spread is the
+  median distance from the median.
+- At least MIN_SLOW_STEPS_FRACTION of the steps exceed the peers by half of that slowdown.
 
-[Note: adjusted shares] Where replicas meet once a step, the shares follow the speeds at a step boundary: what changes
-is who reads which rows. The loss stays
-that of one device; the order of its sums does not, so that a run that adjusts itself is not repeated bit for bit. It
-must be asked for. Whole micro-batches may be too coarse:
-16 among four replicas of which one is 1.5 times as slow are 5-4-4-3, a step 15 % longer than by speeds. Where halves of
-them promise GAIN more, replicas share those out, and
-each passes as many at once as divide its sequences, never more than before. A rank with few sequences seems slow beside
-peers with many, as an update takes as long for both:
-when nobody is slow any more, the first shares promise the step of the first window, unless by speed that rank would
-hold the others up clearly.
+Other programs that take CPU cores now from one rank and now from another make steps differ as much as ranks do. Then
+there is no diagnosis.
 
-[Note: ranks that are left out] Where no shares help, the rank is told of once it has been slow for LONG steps, and then
-every WINDOW: `Asked`, with what a step takes and
-what it would take if the rank computed as its peers do. Who runs the ranks decides (elastic/device_exclusion.py).
+Computing time is per sequence, since peers may have different numbers of micro-batches. A diagnosis is issued when the
+same result holds for CONFIRMATION_STEPS steps in a row, and again when all ranks are healthy. If the plan has uneven
+gradient accumulation, its devices are heterogeneous. Then the times of the first window are the reference. All ranks
+see the same values and reach the same diagnosis without an extra message. A stage that only one rank has is compared
+with its own earlier time, relative to how the other stages changed.
+
+[Note: adjusted shares] Where replicas synchronise once a step, the micro-batches per replica follow the speeds at a
+step boundary. Only the assignment of rows to ranks changes. The loss stays that of one device. The order of its sums
+changes, so such a run is not reproducible bit for bit. The user must request it.
+
+Whole micro-batches may be too coarse. 16 micro-batches among four replicas, one of them 1.5 times as slow, become
+5-4-4-3: a step 15 % longer than the speeds allow. If half micro-batches save more than MIN_GAIN_FRACTION, the plan
+distributes these. A replica then passes at once the largest number of sequences that divides its own, never more than
+before.
+
+A rank with few sequences seems slow next to peers with many, since an update takes as long for both. When no straggler
+is left, the first plan is predicted to reach the step time of the first window. The exception is a rank that would
+clearly delay the others by its current speed.
+
+[Note: ranks that are left out] Where no assignment helps, an `ExclusionRequest` is sent after EXCLUSION_DELAY_STEPS
+slow steps, then once a window. It has the seconds of a step, and those of a step in which the rank computes as fast as
+its peers. The supervisor decides (elastic/device_exclusion.py).
 """
 
 from __future__ import annotations
@@ -55,19 +58,19 @@ MEDIAN_WINDOW_STEPS = 10
 MIN_SLOWDOWN_RATIO, MIN_STEP_FRACTION = 1.3, 0.1
 MIN_SPREAD_RATIO, MIN_SLOW_STEPS_FRACTION, CONFIRMATION_STEPS = 4.0, 0.9, 8
 MIN_GAIN_FRACTION = 0.05
-"""Part of the step that new shares must promise."""
+"""The smallest saving, as a fraction of the step, that new micro-batches per replica must promise."""
 
 EXCLUSION_DELAY_STEPS = 20
-"""Steps after the verdict for which a rank must have been slow before it may be left out."""
+"""Steps after the diagnosis for which a rank must stay slow before an exclusion is requested."""
 
 WARMUP_STEPS = 2
-"""Steps of a launch that do not count: they learn shapes and fill caches."""
+"""The first steps of a launch, which are not measured: they set up new shapes and fill caches."""
 
 ALL_HEALTHY_TEXT = "nobody holds the others up any more"
 
 
 class SlowPhase(StrEnum):
-    """What a rank is slow at."""
+    """The phase in which a rank is slow."""
 
     computing = "computing"
     data = "data"
@@ -75,7 +78,7 @@ class SlowPhase(StrEnum):
 
 
 class PhaseSeconds(NamedTuple):
-    """Seconds of one step by rank."""
+    """The seconds of one step in each phase, by rank."""
 
     computing: tuple[float, ...]
     data: tuple[float, ...]
@@ -83,8 +86,8 @@ class PhaseSeconds(NamedTuple):
 
 
 class Straggler(NamedTuple):
-    """A rank (-1: all of them) and how many times the seconds of its peers, or of before, it takes; of data for which
-    all wait the part of a step."""
+    """A slow rank (-1: all ranks), and how many times the seconds of its peers, or of the first window, it takes. For a
+    data wait of all ranks, `times` is the fraction of a step."""
 
     rank: int
     phase: SlowPhase
@@ -93,6 +96,7 @@ class Straggler(NamedTuple):
 
     @property
     def words(self) -> str:
+        """Returns the diagnosis as one English sentence without a full stop."""
         if self.rank < 0 and self.phase == SlowPhase.data:
             return f"every rank waits for its data, {self.times:.0%} of a step: its readers are slow".replace("%", " %")
         if self.rank < 0:
@@ -102,9 +106,8 @@ class Straggler(NamedTuple):
 
 
 class ExclusionRequest(NamedTuple):
-    """Ranks that compute slowly, how many times as long as their peers the worst of them, and seconds of a step with
-    them as they are and `without` what they
-    compute longer."""
+    """The ranks that compute slowly, and `times`, the largest ratio to their peers. `seconds` is the current step time;
+    `without` excludes the excess computing time."""
 
     ranks: tuple[int, ...]
     times: float
@@ -113,8 +116,8 @@ class ExclusionRequest(NamedTuple):
 
 
 class StragglerMonitor:
-    """Hears the phases of each step of one launch under `plan`. `tell` gets what a machine is to know: a kind of
-    message and its entries."""
+    """Receives the phases of each step of one launch under `plan`. `tell` gets the messages for programs: a kind and
+    its fields."""
 
     def __init__(
         self,
@@ -125,9 +128,9 @@ class StragglerMonitor:
         halves: bool = True,
         links: Callable[[], Sequence[tuple[tuple[int, ...], str]]] = tuple,
     ) -> None:
-        """`halves`: micro-batches may become smaller, which exact sums, a balance loss and compiled blocks do not
-        allow. `links`: ranks and words of which
-        links are slow, measured by all ranks together."""
+        """`halves`: micro-batches may become smaller. Exact sums, a load-balancing loss and compiled blocks do not
+        allow that. `links`: measures the links on all ranks together, and returns the ranks and a description of each
+        slow link."""
         self.batch, self.say, self.tell, self.slow = batch, say, tell, frozenset[tuple[int, SlowPhase]]()
         self.first, self.halves, self.links = plan, halves and not plan.compile, links
         self.grid = RankGrid(plan)
@@ -141,14 +144,14 @@ class StragglerMonitor:
         self._healthy = 0.0
 
     def follow(self, plan: Plan) -> None:
-        """From now on the ranks run under `plan`, which differs in shares and sizes of micro-batches alone."""
+        """Switches to `plan`, which differs only in the number and the sizes of micro-batches."""
         self.plan, self._window = plan, deque[PhaseSeconds](maxlen=MEDIAN_WINDOW_STEPS)
         self._promised: tuple[float, float] | None = None
         rows = self._rows(plan)
         self.counts = [rows[self.grid.replica(rank)] for rank in range(plan.world)]
 
     def heed(self, phases: PhaseSeconds, step: int, balance: bool) -> Plan | None:
-        """Says what has changed; with `balance` the plan to go on with, where another one is better."""
+        """Reports what changed. With `balance`, returns a better plan to continue with, or None."""
         found = self.hear(phases)
         self._compare(step)
         if found is not None:
@@ -162,7 +165,7 @@ class StragglerMonitor:
         changed = bool(self.slow) or self.plan != self.first
         again = (
             found is None and changed and self._seen % MEDIAN_WINDOW_STEPS == 0
-        )  # who is slow may have become slower, or faster
+        )  # the straggler may have become slower or faster
         better = self.better() if balance and (found is not None or again) else None
         if better is None or (again and better[1] < 1.0 + 2 * MIN_GAIN_FRACTION):
             if balance and again and (asked := self.asks()) is not None:
@@ -177,7 +180,7 @@ class StragglerMonitor:
         return plan
 
     def _compare(self, step: int) -> None:
-        """Once a window of steps has passed under another plan: what it gained, beside what was predicted."""
+        """Compares the measured gain of a new plan with the prediction, once a full window has passed under it."""
         if self._promised is not None and len(self._window) == MEDIAN_WINDOW_STEPS:
             before, times = self._promised
             self._promised, found = None, before / self._seconds()
@@ -185,11 +188,12 @@ class StragglerMonitor:
             self.tell("rebalance_result", step=step, plan=self.plan.name, predicted=times, measured=found)
 
     def _seconds(self) -> float:
-        """Of a step, in the middle of the window."""
+        """Returns the median step time of the window, in seconds."""
         return median(max(map(sum, zip(*each, strict=True))) for each in self._window)
 
     def hear(self, phases: PhaseSeconds) -> list[Straggler] | None:
-        """Who is slow now, the worst first, when that has changed; an empty list when nobody is any more."""
+        """Returns the stragglers, the worst first, when the diagnosis has changed, else None. An empty list means that
+        all ranks are healthy again."""
         self._seen += 1
         if self._seen <= WARMUP_STEPS:
             return None
@@ -206,7 +210,7 @@ class StragglerMonitor:
         return found
 
     def asks(self) -> ExclusionRequest | None:
-        """The ranks that have computed slowly for long ([Note: ranks that are left out])."""
+        """Returns the ranks that have computed slowly for long, or None ([Note: ranks that are left out])."""
         slow = {rank for rank, phase in self.slow if phase == SlowPhase.computing}
         now = {each.rank: each.times for each in self._slow() if each.phase == SlowPhase.computing}
         others = [rank for rank in range(self.plan.world) if rank not in slow]
@@ -224,8 +228,8 @@ class StragglerMonitor:
         return ExclusionRequest(tuple(sorted(slow)), max(now.values()), seconds, seconds - longer)
 
     def better(self) -> tuple[Plan, float] | None:
-        """The plan whose shares (and halves of micro-batches) follow the speeds of now, and by how many times a step
-        should be shorter; None where that is not worth it, or not legal."""
+        """Returns the plan whose micro-batches per replica follow the current speeds, and the predicted speed-up.
+        Returns None where the gain is too small or the plan is not legal."""
         if len(self._window) < MEDIAN_WINDOW_STEPS or self.plan.dp < 2:
             return None
         each = self._by_sequence()
@@ -258,20 +262,19 @@ class StragglerMonitor:
         return (plan, step / promised[plan]) if step - promised[plan] >= MIN_GAIN_FRACTION * step else None
 
     def _rows(self, plan: Plan) -> list[int]:
-        """Sequences of each replica in a step."""
+        """Returns the number of sequences of each replica in a step."""
         return [sum(size for _, size in micro_batch_rows(plan, self.batch, replica)) for replica in range(plan.dp)]
 
     def _shared(self, seconds: Sequence[float], parts: int) -> list[int]:
-        """The sequences of each replica by its seconds for one, in whole micro-batches of the first plan, or in halves
-        where these are whole."""
+        """Divides the sequences among the replicas by their seconds per sequence. The unit is a micro-batch of the
+        first plan, or its half where that is whole."""
         unit = gcd(self.first.micro_batch, *self.first.micro_batch_sizes)
         unit = unit // parts if unit % parts == 0 else unit
         return [unit * count for count in micro_batches_by_speed([1.0 / each for each in seconds], self.batch // unit)]
 
     def _of(self, rows: Sequence[int]) -> Plan | None:
-        """The plan under which each replica reads so many sequences, in as few micro-batches as are no larger than
-        those of the first plan. None
-        where it is not legal."""
+        """Returns the plan under which each replica reads `rows` sequences, or None where it is not legal. It has as
+        few micro-batches as possible, none larger than in the first plan."""
         most = [self.first.micro_batch_of(replica) for replica in range(self.first.dp)]
         sizes = [
             max(size for size in range(1, limit + 1) if held % size == 0)
@@ -285,17 +288,17 @@ class StragglerMonitor:
             return None
 
     def _middle(self, phase: str) -> list[float]:
-        """By rank the median over the window."""
+        """Returns the median over the window, by rank."""
         return [median(getattr(each, phase)[rank] for each in self._window) for rank in range(self.plan.world)]
 
     def _spread(self, phase: str, rank: int) -> float:
-        """How far the steps of a rank lie from their median, in the middle."""
+        """Returns the median distance of a rank's steps from their median."""
         steps = [getattr(each, phase)[rank] for each in self._window]
         middle = median(steps)
         return median(abs(step - middle) for step in steps)
 
     def _often(self, phase: SlowPhase, rank: int, peers: Sequence[int]) -> bool:
-        """Whether `rank` takes longer than its peers in most steps."""
+        """Returns whether `rank` takes longer than its peers in most steps."""
         units = (
             [count * usual for count, usual in zip(self.counts, self._usually(), strict=True)]
             if phase == SlowPhase.computing
@@ -315,7 +318,7 @@ class StragglerMonitor:
         ]
 
     def _usually(self) -> list[float]:
-        """What a sequence should take on each rank, in seconds of a like one."""
+        """Returns the expected seconds of a sequence on each rank, or 1.0 for each on homogeneous devices."""
         return self._before if self._unlike and self._before else [1.0] * self.plan.world
 
     def _slow(self) -> list[Straggler]:
@@ -362,9 +365,8 @@ class StragglerMonitor:
         return found
 
     def _wait_longer(self, least: float, step: float, longer: float) -> bool:
-        """Whether all wait longer for others than they did, and by more than they compute `longer`. What goes over a
-        slow link takes now longer and now shorter: it is
-        how much waits differed while all was well that counts."""
+        """Returns whether all ranks wait longer for others than before, and by more than they compute `longer`. The
+        time over a slow link varies, so only the spread of waits while all ranks were healthy counts."""
         usual = (self._usual or 0.0) * longer
         often = sum(
             min(each.waiting) > (1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * usual for each in self._window
@@ -376,8 +378,8 @@ class StragglerMonitor:
         )
 
     def _alone(self, each: list[float]) -> dict[int, float]:
-        """How many times as long as in the first window ranks without peers take, beside how the others have changed,
-        where that is slow in most steps."""
+        """Returns the slowdown since the first window of each rank without peers, relative to how the others changed.
+        Only ranks that are slow in most steps are included."""
         changed = [now / before for now, before in zip(each, self._before, strict=True)]
         usual = sorted(changed)[(len(changed) - 1) // 2]
         half = [
@@ -395,6 +397,6 @@ class StragglerMonitor:
         }
 
     def _peers(self, rank: int) -> Sequence[int]:
-        """The ranks that hold the same stage."""
+        """Returns the ranks of the same pipeline stage, `rank` included."""
         place = self.grid.place(rank)
         return [other for other in range(self.plan.world) if self.grid.place(other).pp == place.pp]

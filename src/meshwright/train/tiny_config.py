@@ -1,8 +1,7 @@
-"""A configuration of transformers with small sizes: the form of the model stays, whatever its family calls its sizes.
+"""Reduced configurations of transformers models: the structure stays, whatever a family calls its sizes.
 
-Rule: every integer of the configuration that bears a known name of a size is replaced; how many heads share a key-value
-head stays, rates of dropout
-become 0. Names that a family does not have are not made.
+Rule: every integer with a known name of a size is replaced. The number of query heads per key-value head stays, and
+dropout rates become 0. Names that a family does not have are not added.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ LAYER_COUNT_KEYS = (
     "decoder_layers",
 )
 HEAD_COUNT_KEYS = (
-    "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "encoder_attention_heads", "decoder_attention_heads",
+    "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "encoder_attention_heads",
+    "decoder_attention_heads",
 )  # fmt: skip
 KV_HEAD_COUNT_KEYS = ("num_key_value_heads", "num_kv_heads")
 HIDDEN_SIZE_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size")
@@ -48,12 +48,12 @@ MAX_POSITION_KEYS = (
 )
 WINDOW_SIZE_KEYS = ("sliding_window", "window_size", "attention_window")
 DERIVED_SIZE_ERRORS = (AttributeError, NotImplementedError)
-"""What a configuration says where a size follows from others and cannot be set."""
+"""What a configuration raises for a size that follows from others and cannot be set."""
 TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def shrink_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> None:
-    """Change `config` in place. `sizes`: hidden, heads, ffn, vocabulary, sequence, side (of an image)."""
+    """Changes `config` in place. `sizes`: hidden, heads, ffn, vocabulary, sequence, side (of an image), ep."""
     hidden, heads = sizes["hidden"], sizes["heads"]
     given = next((value for name in HEAD_COUNT_KEYS if (value := _integer_attribute(config, name))), heads)
     fewer = next((value for name in KV_HEAD_COUNT_KEYS if (value := _integer_attribute(config, name))), given)
@@ -101,7 +101,7 @@ def shrink_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> N
 
 
 def reduced_expert_count(given: int, ep: int) -> int:
-    """As many experts as expert ranks can share, and no more than need be.
+    """Returns a small number of experts that the `ep` ranks can divide evenly.
 
     >>> reduced_expert_count(256, 2), reduced_expert_count(6, 3), reduced_expert_count(96, 6)
     (8, 6, 12)
@@ -110,7 +110,8 @@ def reduced_expert_count(given: int, ep: int) -> int:
 
 
 def _shrink_experts(config: Any, layers: int, sizes: dict[str, int]) -> None:
-    """Fewer and thinner experts, some of them in every reduced model; in the plain form that computes in any type."""
+    """Reduces the number and the width of experts, and leaves some in every reduced model. They use the eager
+    implementation, which works in any dtype."""
     found = next((value for name in EXPERT_COUNT_KEYS if (value := _integer_attribute(config, name))), None)
     if found is None:
         return

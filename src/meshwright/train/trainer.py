@@ -1,8 +1,8 @@
 """The trainer: one optimizer step over the whole mesh behind `step(batch)`, whatever the plan.
 
-Promise: the loss and the update are those of one device on the same global batch, up to the order of floating-point
-sums. The loss is the
-sum over all valid labels of the batch divided by their number, so ranks with unequal numbers of labels change nothing.
+Guarantees: the loss and the update are those of one device on the same global batch, up to the order of floating-point
+sums. The loss is the sum over all valid labels of the batch divided by their number. So unequal numbers of labels per
+rank change nothing.
 """
 
 from __future__ import annotations
@@ -68,23 +68,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class LocalBatch:
-    """Only what this replica reads of a batch: its micro-batches in order. `tokens`: valid labels of the whole batch,
-    where known."""
+    """The part of a batch that this replica reads: its micro-batches in order. `tokens`: valid labels of the whole
+    batch, where known."""
 
     micro_batches: list[Batch]
     tokens: int | None = None
 
 
 class ParallelizeOptions(ModelHints, total=False):
-    """What `parallelize` is given besides, where it is needed."""
+    """The optional arguments of `parallelize`."""
 
     offload_to: str | Path | None
     prove: ProofMode | None
-    """When a proof run compares the plan with one device (train/proof/proof_schedule.py): 'auto' (default: at the start
-    where that is cheap), 'start', 'never', or
-    every so many steps too."""
+    """When a proof run compares the plan with one device (train/proof/proof_schedule.py). 'auto' is the default: at the
+    start, where that is cheap. The others are 'start', 'never', or a number of steps between proofs."""
     predicted: Sequence[MemoryBreakdown]
-    """What each pipeline rank is to take, where the plan was priced: a want of memory says what takes more."""
+    """The predicted memory of each pipeline rank, where the planner has estimated it. An OOM error reports what exceeds
+    it."""
 
 
 def parallelize(
@@ -97,25 +97,25 @@ def parallelize(
     seed: int = 1,
     **beside: Unpack[ParallelizeOptions],
 ) -> Trainer:
-    """Shard `model` over the ranks of the default process group as `plan` says, and return what trains it.
+    """Shards `model` over the ranks of the default process group as `plan` says, and returns its trainer.
 
-    `model` is an ordinary module, whole and equal on every rank. `optimizer` makes a torch optimizer from parameters,
-    of one group or several:
-    of those that it is given, whose `path`, `is_matrix` (no bias, no norm) and `in_block` (of a repeated block) say
-    what they are, or of the
-    model's own. Groups are made once of whole tensors (update/groups.py); what is updated in them are flat runs where
-    the rule is elementwise
-    (AdamW, SGD, ...), as a trial finds out (update/door.py), and whole tensors where it needs them (Muon, Adafactor,
-    ...). `precision`: a name or a recipe of
-    `meshwright.recipe`. `clip` is the largest norm of the whole gradient. `loss(output, batch)`
-    is needed only where the model returns no logits; it gives a mean over the rows of the batch. `anatomy` says how the
-    model is built
-    where that is known, from `meshwright.analysis.analyze` or written by hand; else it is found out. `offload_to` is
-    the folder for what the plan
-    keeps in files, on a local disk; without it the system's folder for temporary files. `example` is a batch of a few
-    rows, as `step` takes it,
-    for models that do not say themselves what they read: they are looked at with it before anything is shared.
-    Raises InputError when the world is not the plan's or a size does not divide.
+    `model` is an ordinary module, whole and identical on every rank. `optimizer` makes a torch optimizer from the
+    parameters that it receives, or from the model's own, in one group or several. The attributes `path`, `is_matrix`
+    (no bias, no norm) and `in_block` (of a repeated block) describe each parameter.
+
+    The groups are made once, from full tensors (runtime/optim/param_groups.py). If the rule is elementwise (AdamW, SGD,
+    ...), the optimizer updates flat buffers. If the rule needs full tensors (Muon, Adafactor, ...), it gets these. A
+    probe decides (runtime/optim/rule_probe.py).
+
+    `precision` is a name or a recipe of `meshwright.recipe`. `clip` is the largest norm of the whole gradient.
+    `loss(output, batch)` is needed only where the model returns no logits. It returns a mean over the rows of the
+    batch. `anatomy` describes the structure of the model, from `meshwright.analysis.analyze` or written by hand; by
+    default it is analysed here. `offload_to` is a folder on a local disk for states that the plan offloads to disk; the
+    default is the system's temporary folder. `example` is a batch of a few rows, as `step` takes it. Models whose
+    inputs cannot be inferred need it: it is used to analyse them before sharding.
+
+    Raises:
+        InputError: The world size is not that of the plan, or a size does not divide.
     """
     calls = ErrorPropagator.of_default_group()
     with calls.call(nullcontext()):
@@ -149,7 +149,7 @@ def parallelize(
 
 
 class Trainer:
-    """Owns the run's state: step, samples, loss scale. Made by `parallelize`."""
+    """One rank's trainer, made by `parallelize`. It owns the run state: step, samples, loss scale."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, clip: float | None, seed: int) -> None:
         self.engine, self.optimizer, self.clip, self.seed = engine, optimizer, clip, seed
@@ -159,10 +159,10 @@ class Trainer:
         base = optimizer.defaults.get("lr") or 1.0
         self._ratios = [group.get("lr", base) / base for group in optimizer.param_groups]
         self.on_phase: Callable[[RankPhase], None] = lambda phase: None
-        """Told what begins: backward, reduce, agree (after it every rank has been here), update."""
+        """Called when a phase begins: backward, reduce, agree (from then on every rank has passed reduce), update."""
         self.recount: SdcRecompute | None = None
-        """Computes gradients again that look wrong."""
-        self.predicted: MemoryBreakdown | None = None  # what this rank is to take, where the plan was priced
+        """Recomputes suspicious gradients."""
+        self.predicted: MemoryBreakdown | None = None  # the predicted memory of this rank, where the plan was estimated
         self.prover = ProofSchedule(
             "never", None, None
         )  # compares the plan with one device before updates that are due
@@ -170,17 +170,16 @@ class Trainer:
         self.sentinel.guards.made = OptimizerGuard(optimizer)
         self.mend: Callable[[], bool] = lambda: (
             False
-        )  # replaces copies that differ from the majority's, and says whether any did
+        )  # replaces replicas that differ from the majority; returns whether any did
 
-    # --- steps ----------------------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def step(self, batch: Batch | LocalBatch) -> StepRecord:
-        """Forward, backward, reduce, clip, update.
+        """Runs forward, backward, reduction, clipping and the update.
 
-        `batch`: a dict of tensors with the whole batch on every rank, sequences first, or a `Share`. A last batch of an
-        epoch
-        may have any number of rows (uneven.py).
-        A step with a non-finite gradient is skipped by all ranks alike.
+        `batch` is a dict of tensors with the whole batch on every rank, sequences first, or a `LocalBatch`. The last
+        batch of an epoch may have any number of rows (step_inputs.py). If the gradient is not finite, all ranks skip
+        the step.
         """
         with _explain_errors(self, f"in step {self.steps + 1}"):
             self.sentinel.guards.check_around(self)
@@ -188,19 +187,21 @@ class Trainer:
             return self._step(batch)
 
     def prove(self, batch: Batch | LocalBatch) -> ProofResult:
-        """Compare loss and every gradient of a few rows of `batch` under the plan with one device's; all ranks call it
-        and get the same.
+        """Compares the loss and every gradient of a few rows of `batch` under the plan with those of one device. All
+        ranks call it and get the same result.
 
-        Weights, optimizer, buffers, random states and counters stay as they are. Raises InputError where one device's
-        side cannot be computed.
+        Guarantees: weights, optimizer, buffers, random states and counters do not change.
+
+        Raises:
+            InputError: One device's side cannot be computed.
         """
         with _explain_errors(self, f"in the proof before step {self.steps + 1}"):
             self.sentinel.guards.check_around(self)
             return self.prover.prove(self, batch)
 
     def require_proof(self, reason: str) -> None:
-        """A proof runs before the next update, whatever the schedule; all ranks call it. Refused where it does not find
-        the plan equal."""
+        """Requires a proof before the next update, whatever the schedule. All ranks call it. The update is refused if
+        the proof finds a difference."""
         self.prover.required = reason
 
     def _step(self, batch: Batch | LocalBatch) -> StepRecord:
@@ -251,8 +252,8 @@ class Trainer:
         )
 
     def _backward(self, batch: Batch | LocalBatch) -> tuple[float, int, list[float]]:
-        """Mean loss, valid labels, squared norm of the scaled gradient (of each replica, where they go their own ways);
-        the gradients are left in the flat units."""
+        """Returns the mean loss, the valid labels, and the squared norm of the scaled gradient, which stays in the flat
+        buffers. With local SGD there is one squared norm per replica."""
         self.on_phase(RankPhase.backward)
         self.sentinel.guards.check_around(self)
         batches, tokens = self._share(batch)
@@ -283,20 +284,21 @@ class Trainer:
         return loss / max(every, 1), every, each
 
     def load_weights(self, path: str | Path) -> None:
-        """Fill a model that was built without memory from safetensors or a checkpoint; every rank calls it and reads
-        its own part."""
+        """Fills a model that was built on the meta device from safetensors or a checkpoint. Every rank calls it and
+        reads its own shards."""
         from meshwright.train.meta_init import load_sharded_weights
 
         with _explain_errors(self, "where weights are read"):
             load_sharded_weights(self, path)
 
     def _share(self, batch: Batch | LocalBatch) -> tuple[list[Batch], int]:
-        """This replica's micro-batches on the device, and the valid labels of the whole batch."""
+        """Returns this replica's micro-batches on the device, and the number of valid labels of the whole batch."""
         objective = self.engine.objective
         if self.engine.unfilled:
             name = min(self.engine.unfilled)
             raise InputError(
-                f"the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) first"
+                f"the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) "
+                "first"
             )
         whole = not isinstance(batch, LocalBatch)
         if whole or not self._agreed:
@@ -332,7 +334,7 @@ class Trainer:
         ], tokens
 
     def evaluate(self, batch: Batch | LocalBatch) -> float:
-        """Mean loss over the valid labels of the whole batch, without gradients, dropout off."""
+        """Returns the mean loss over the valid labels of the whole batch, without gradients and with dropout off."""
         with _explain_errors(self, f"in an evaluation after step {self.steps}"), in_eval_mode(self.engine.model):
             batches, tokens = self._share(batch)
             total = self.engine.forward_backward(batches, None) / self.plan.tp
@@ -340,8 +342,8 @@ class Trainer:
         return float(total) / max(tokens, 1)
 
     def gradients(self, batch: Batch | LocalBatch) -> tuple[float, int, dict[str, torch.Tensor] | None]:
-        """Mean loss, valid labels, and on rank 0 every full gradient by name, but for what no loss has reached. Nothing
-        is updated."""
+        """Returns the mean loss, the valid labels, and on rank 0 every full gradient by name, except those that no loss
+        has reached. It updates nothing."""
         with _explain_errors(self, f"for the gradients of step {self.steps + 1}"):
             loss, tokens, _ = self._backward(batch)
             full = state_dict.gather_full_tensors(self.engine, state_dict.gradient_pieces(self.engine))
@@ -351,35 +353,34 @@ class Trainer:
         return loss, tokens, {name: value / self.scale.factor for name, value in full.items() if name not in left}
 
     def close(self) -> None:
-        """When this returns no other rank reads this one's memory, and its process may end. A script that just ends
-        need not call it."""
+        """Waits until no other rank reads this rank's shared memory, so that its process may end. A script that simply
+        ends need not call it."""
         self.engine.zero.shutdown()
 
-    # --- state ----------------------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     def learning_rate(self, lr: float) -> None:
-        """Of the optimizer as it was made; its groups keep their ratios to it."""
+        """Sets the learning rate of the optimizer. Its groups keep their ratios to it."""
         for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
             group["lr"] = lr * ratio
 
     def full_parameters(
         self, module: nn.Module | None = None, *, write: bool = False
     ) -> AbstractContextManager[dict[str, nn.Parameter]]:
-        """Inside, the parameters of `module` (default: of the model) are whole on every rank, and so are the values of
-        what it gives, by name: for reading, or with
-        `write` to be changed by all ranks alike. All ranks must call it (runtime/parameter_access.py)."""
+        """Gathers the full parameters of `module` (default: the model) on every rank, as a context that yields them by
+        name. They are read-only, unless `write` is set: then all ranks must write the same values. All ranks must call
+        it (runtime/parameter_access.py)."""
         return self.mesh.error_propagator.call(full_parameters(self.engine, module, write))
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """The plain model's state dict, every weight and buffer whole, on rank 0 (CPU); None on the other ranks. All
-        ranks must call it."""
+        """Returns the plain model's state dict with every full weight and buffer on rank 0 (CPU), and None on the other
+        ranks. All ranks must call it."""
         with self.mesh.error_propagator.call(nullcontext()):
             return state_dict.gather_state_dict(self.engine)
 
     def bytes(self) -> dict[str, int]:
-        """Held on this rank for weights, gradients and optimizer (states and master weights); `offloaded`: what waits
-        elsewhere of these, and the most
-        that waited in files of what blocks keep."""
+        """Returns this rank's bytes of weights, gradients and optimizer (states and main weights). `offloaded`: what is
+        offloaded of these, plus the peak of saved activations offloaded to disk."""
         held = [unit.device_bytes() for unit in self.engine.zero.units]
         optimizer = sum(unit.optim_shard.bytes() for unit in self.engine.zero.units if unit.has_main_params)
         optimizer += sum(unit.optim_shard.state_bytes() for unit in self.engine.zero.trainable)
@@ -404,12 +405,12 @@ class Trainer:
         }
 
     def held(self) -> dict[str, float]:
-        """The same of this rank's device alone."""
+        """Returns the same for this rank's device alone."""
         return {kind: float(size) for kind, size in self.bytes().items() if kind != "offloaded"}
 
     @property
     def passing(self) -> int:
-        """Bytes that this rank holds for what is on its way to other ranks of its host, or to and from files."""
+        """Returns the bytes of staging buffers to other ranks of the same host, and to and from offload files."""
         shared = self.mesh.shared_memory.staging_bytes if self.mesh.shared_memory is not None else 0
         return shared + sum(
             each.buffer_bytes for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None
@@ -417,6 +418,7 @@ class Trainer:
 
     @property
     def run_state(self) -> RunState:
+        """Returns the run state that a checkpoint stores."""
         return RunState(
             step=self.steps,
             samples=self.samples,
@@ -427,15 +429,14 @@ class Trainer:
         )
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> Path:
-        """Write a checkpoint of this step under `folder`; all ranks must call it."""
+        """Writes a checkpoint of this step under `folder` and returns its path. All ranks must call it."""
         from meshwright.train.trainer_state import save_trainer
 
         with self.mesh.error_propagator.call(nullcontext()):
             return save_trainer(self, Path(folder), extra or {})
 
     def load(self, path: str | Path | MemoryCheckpoint) -> dict[str, Any]:
-        """Go on from a checkpoint, written under any plan; returns what was given as `extra`. All ranks must call
-        it."""
+        """Restores a checkpoint, written under any plan, and returns its `extra`. All ranks must call it."""
         from meshwright.train.trainer_state import load_trainer
 
         with _explain_errors(self, "where a checkpoint is read"):
@@ -443,8 +444,8 @@ class Trainer:
 
 
 def _explain_errors(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
-    """Wraps a call that all ranks make: an exception inside is propagated to the other ranks, an out-of-memory error
-    becomes one line, and writes to weights are not reported as the user's."""
+    """Wraps a call that all ranks make. An exception inside is propagated to the other ranks, and an out-of-memory
+    error becomes one line. Writes to weights inside do not count as the user's."""
     holder = MemoryReport(trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.held, trainer.predicted)
     return trainer.mesh.error_propagator.call(
         trainer.engine.zero.external_writes.internal_writes(explain_oom(holder, doing))

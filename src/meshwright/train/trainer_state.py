@@ -1,15 +1,11 @@
-"""Dynamic loss scaling for fp16: the loss is multiplied so that small gradients survive; an overflow halves the factor
-and skips the step.
+"""Saving and restoring a trainer: weights, optimizer states, loss scale, position and random states.
 
-Rule: start at 2^16, halve on overflow, double after 2,000 steps without one (Micikevicius et al., Mixed Precision
-Training, 2018).
-All ranks see the same norm and so decide alike.
+Guarantees: under the same plan, a resumed run is bit-identical to one that never stopped. Under another plan it is the
+same up to the order of sums. Random states then restart from the seed, which matters only with dropout.
 
-A trainer to and from a checkpoint: weights, optimizer states, loss scale, position and random states.
-
-Under the same plan going on is bit-identical to never having stopped; under another plan it is the same up to the order
-of sums (random
-states then begin anew from the seed, which matters only where there is dropout).
+Dynamic loss scaling for fp16: the loss is multiplied so that small gradients survive. An overflow halves the factor and
+skips the step. Rule: start at 2^16, halve on overflow, double after 2,000 steps without one (Micikevicius et al., Mixed
+Precision Training, 2018). All ranks see the same norm and make the same decision.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ GROWTH_INTERVAL_STEPS = 2000
 
 @dataclass
 class LossScale:
-    """The factor and the steps since it last changed. Without scaling the factor is 1 for ever."""
+    """The loss scale and the steps since it last changed. Without scaling the factor is always 1."""
 
     dynamic: bool
     factor: float = 1.0
@@ -52,9 +48,11 @@ class LossScale:
 
     @classmethod
     def start(cls, dynamic: bool) -> LossScale:
+        """Returns the initial scale."""
         return cls(dynamic, 2.0**16 if dynamic else 1.0)
 
     def update(self, finite: bool) -> None:
+        """Updates the scale after a step. `finite`: the gradient was finite."""
         if not self.dynamic:
             return
         if not finite:
@@ -66,9 +64,11 @@ class LossScale:
 
 
 def rank_exchange(mesh: ParallelContext) -> RankExchange:
-    """How the ranks of a checkpoint meet: each tells the others one text. Bytes in tensors, nothing pickled."""
+    """Returns the exchange of one text per rank that checkpoints use. The texts travel as bytes in tensors; nothing is
+    pickled."""
 
     def share(text: str) -> list[str]:
+        """Returns the texts of all ranks."""
         if mesh.world is None:
             return [text]
         mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=mesh.device)
@@ -89,7 +89,7 @@ def rank_exchange(mesh: ParallelContext) -> RankExchange:
 
 
 def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
-    """FOLDER/step-N, durable and read back."""
+    """Writes FOLDER/step-N, durably, and reads it back."""
     trainer.engine.zero.external_writes.sync(trainer.engine)
     ranks, mine = rank_exchange(trainer.mesh), scalar_state(trainer, extra)
     everyones = list(
@@ -108,7 +108,7 @@ def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
 
 
 def checkpoint_shards(trainer: Trainer) -> list[tuple[ShardMetadata, torch.Tensor]]:
-    """What this rank writes of a checkpoint: over all ranks every element once."""
+    """Returns what this rank writes of a checkpoint. Over all ranks, every element occurs once."""
     engine, optimizer = trainer.engine, trainer.optimizer
     held = (
         *state_dict.weight_pieces(engine, saving=True),
@@ -120,7 +120,7 @@ def checkpoint_shards(trainer: Trainer) -> list[tuple[ShardMetadata, torch.Tenso
 
 
 def scalar_state(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
-    """What is no tensor, as far as this rank knows."""
+    """Returns the state that is no tensor, as far as this rank has it."""
     scalars = state_dict.optimizer_scalars(trainer.engine, trainer.optimizer)
     return {
         "run": trainer.run_state.model_dump(),
@@ -132,8 +132,7 @@ def scalar_state(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def merge_scalar_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The states of all ranks as one: that of rank 0, but for what another rank alone knows of the optimizer, or of
-    modules of its own."""
+    """Merges the states of all ranks: rank 0's state, plus what only other ranks have of optimizer or modules."""
     modules = {name: value for each in reversed(states) for name, value in each.get("modules", {}).items()}
     return states[0] | {
         "optimizer": state_dict.merge_optimizer_scalars([each["optimizer"] for each in states]),
@@ -142,7 +141,7 @@ def merge_scalar_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _encode_stateless(trainer: Trainer) -> str:
-    """Which of the trained parameters every update has skipped, since no loss had reached them: a bit each, as a
+    """Encodes which trained parameters every update has skipped, because no loss has reached them: one bit each, as a
     hexadecimal number."""
     zero = trainer.engine.zero
     left = zero.stateless
@@ -150,7 +149,7 @@ def _encode_stateless(trainer: Trainer) -> str:
 
 
 def _decode_stateless(names: Sequence[str], saved: dict[str, Any]) -> frozenset[str]:
-    """Of `names` those that a checkpoint has no states of: all, where it has weights alone."""
+    """Returns those of `names` for which a checkpoint has no optimizer states: all of them, if it has weights only."""
     bits = bin(int(saved["unreached"], 16))[2:].zfill(len(names)) if "unreached" in saved else ""
     if len(bits) == len(names):
         return frozenset(name for name, bit in zip(names, bits, strict=True) if bit == "1")
@@ -159,7 +158,7 @@ def _decode_stateless(names: Sequence[str], saved: dict[str, Any]) -> frozenset[
 
 
 def rank_local_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """What is this rank's alone: its random states, and what its host holds back of compressed gradients."""
+    """Returns the tensors that only this rank has: random states, and the residuals of compressed gradients."""
     local = {
         "random": torch.get_rng_state(),
         **{name: kept.clone() for name, kept in compression_residuals(trainer).items()},
@@ -171,7 +170,8 @@ def rank_local_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def compression_residuals(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """What this rank's host has not sent yet of compressed gradients (runtime/comm/compression.py)."""
+    """Returns this rank's residuals of compressed gradients, which have not been sent yet
+    (runtime/comm/compression.py)."""
     units = trainer.engine.zero.trainable
     reducers = {
         f"{at}-{kind}": reducer
@@ -182,8 +182,8 @@ def compression_residuals(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, Any]:
-    """Fill `trainer` from the checkpoint at `path`, or from the copies of all ranks in memory; what was given as
-    `extra` comes back."""
+    """Fills `trainer` from the checkpoint at `path`, or from the in-memory checkpoints of all ranks. Returns the saved
+    `extra`."""
     engine, optimizer = trainer.engine, trainer.optimizer
     engine.zero.quiesce()
     manifest = path.manifest if isinstance(path, MemoryCheckpoint) else read_manifest(path)
@@ -214,7 +214,7 @@ def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, A
     load_extra_states(engine.model, engine.beside.module_keys, saved.get("modules", {}))
     engine.mark_initialized()
     if isinstance(path, MemoryCheckpoint) and manifest.plan_digest == trainer.plan.digest:
-        engine.preflight.skip()  # the ranks that made these copies were checked before their first step
+        engine.preflight.skip()  # the ranks that made these checkpoints passed preflight
     run = validate_data(RunState, saved["run"], str(path))
     trainer.steps, trainer.samples = run.step, run.samples
     trainer.scale.factor, trainer.scale.good_steps = run.loss_scale, run.good_steps

@@ -1,9 +1,8 @@
-"""A few steps of a plan on the ranks that are there, timed: the job's own model and data, nothing kept.
+"""Trials: a few timed steps of a plan on the available ranks, with the job's own model and data. Nothing is saved.
 
-Promise: plans follow one another in the same processes; a plan that the runtime refuses is said, not raised, on every
-rank alike. The seconds
-are the lower median over steps of the slowest rank's, the first steps left out: they open files, fill caches and learn
-shapes.
+Guarantees: plans run one after another in the same processes. A plan that the runtime refuses is a result, not an
+exception, and the same on every rank. The seconds are the lower median over steps of the slowest rank's time. The first
+steps are excluded: they open files, fill caches and set up new shapes.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from meshwright.train.optimizer import optimizer_factory
 from meshwright.train.trainer import LocalBatch, Trainer, parallelize
 
 WARMUP_STEPS, MEASURED_STEPS = 2, 4
-"""Steps that do not count, and those that do."""
+"""The steps that do not count, and those that do."""
 
 
 class TrialResult(NamedTuple):
-    """Seconds of a step, None where the plan was refused, and `why`; processors of this machine that other programs
-    kept busy meanwhile."""
+    """The seconds of a step, or None and `why` the plan was refused. `busy`: the CPUs of this machine that other
+    programs used meanwhile."""
 
     seconds: float | None
     why: str = ""
@@ -43,7 +42,7 @@ class TrialResult(NamedTuple):
 
 
 class TrialRunner:
-    """Where plans are tried: what they share. All ranks make one and call it alike."""
+    """Runs trials of plans that share model and data. All ranks make one and make the same calls."""
 
     def __init__(self, launch: LaunchSpec, steps: int = MEASURED_STEPS) -> None:
         self.launch, self.steps = launch, steps
@@ -61,6 +60,7 @@ class TrialRunner:
         )
 
     def try_plan(self, plan: Plan) -> TrialResult:
+        """Times a plan, or returns why it was refused. All ranks call it."""
         work = self.launch.workload
         try:
             plan.micro_batches(work.batch)
@@ -75,15 +75,15 @@ class TrialRunner:
             found = self._steps(trainer)
         except PlanRefused as error:
             found = TrialResult(None, str(error))
-        # what else is raised ends all trials, and comes in the middle of an exchange: groups are not torn down under
-        # their threads
+        # Any other error ends all trials. It may come in the middle of a collective, so the groups are not destroyed
+        # under their threads.
         trainer.close()
         groups = [
             one for group in trainer.mesh.groups.values() for one in group.process_groups if one is not dist.group.WORLD
         ]
         groups += [
             channel for _, channel in sorted(trainer.mesh.p2p_groups.items(), key=lambda item: item[0])
-        ]  # in one order on all ranks
+        ]  # in the same order on all ranks
         del trainer
         gc.collect()
         for group in groups:
@@ -113,8 +113,8 @@ class TrialRunner:
 
 
 def measure_seconds(work: Callable[[], object], through: Callable[[], None]) -> float:
-    """Seconds of `work`, and of what it has only handed over: the update, and the weights that are gathered behind
-    it."""
+    """Returns the seconds of `work` with its asynchronous part, for which `through` waits: the update and the
+    all-gather of weights."""
     began = time.perf_counter()
     work()
     through()

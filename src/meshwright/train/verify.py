@@ -1,14 +1,14 @@
-"""Is a plan right? The model, reduced in size, under the plan on real ranks, beside the plain model with torch's own
+"""Verification of a plan: a reduced model under the plan on real ranks, compared with the plain model and torch's own
 loss on one device.
 
-In float64 what a model casts to float32 inside is float64 too, on both sides (precise.py). Compared: the loss of every
-step, every first gradient, the weights at the end, the number of parameters and of labels. Rows hold unequal
-numbers of valid labels, so a mean of means is found out. Dropout is 0 in both: two draws are never equal.
-Differences are norms of the difference over the norm. A gradient that is rounding alone (below 10 eps of the whole
-gradient's norm, such as
-that of a key's bias, which moves no score) has no relative difference: it is counted and left out, and so is its
-weight, of which AdamW
-makes whole steps.
+In float64, casts to float32 inside the model become float64 too, on both sides (proof/reference_run.py). It compares
+the loss of every step, every first gradient, the final weights, and the numbers of parameters and labels. Rows have
+unequal numbers of valid labels, which reveals a mean of means. Dropout is 0 on both sides: two random draws are never
+equal.
+
+A difference is the norm of the difference over the norm. A gradient below 10 eps of the whole gradient's norm is
+rounding alone, such as that of a key bias, which changes no score. It has no meaningful relative difference, so it is
+counted and excluded. Its weight is excluded too, since AdamW makes full steps of it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ VERIFY_STEPS, SEQUENCE_LENGTH, HIDDEN_SIZE, HEAD_COUNT, FFN_SIZE, VOCABULARY_SIZ
     16,
 )
 VERIFY_TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-8), "fp32": (1e-6, 1e-5, 1e-3)}
-"""Largest relative difference of losses, of first gradients and of the weights after the steps."""
+"""The largest relative differences of losses, of first gradients, and of the weights after the steps."""
 DTYPE_BY_PRECISION = {"fp64": torch.float64, "fp32": torch.float32}
 InjectFault = Callable[[nn.Module], None]
 
@@ -81,7 +81,7 @@ class VerifyRequest(StrictModel):
 
 
 class VerifyResult(StrictModel):
-    """What was found in one precision. `where` names the parameter of the largest gradient difference."""
+    """The result in one precision. `where` is the parameter with the largest gradient difference."""
 
     precision: str
     loss: float
@@ -99,13 +99,14 @@ class VerifyResult(StrictModel):
 
     @property
     def equal(self) -> bool:
+        """Returns whether all differences are within the tolerances and all counts agree."""
         loss, gradient, weight = VERIFY_TOLERANCES[self.precision]
         counts = self.parameters[0] == self.parameters[1] and self.labels[0] == self.labels[1] and not self.missing
         return counts and self.loss <= loss and self.gradient <= gradient and self.weight <= weight
 
 
 def verify(channel: RankControl, payload: IpcMessage) -> int:
-    """What every rank runs: rank 0 says a finding for each precision."""
+    """Verifies the plan on every rank. Rank 0 reports a result for each precision. Returns the exit status."""
     question = validate_data(VerifyRequest, payload)
     with join_process_groups(channel.rank, channel.world):
         for precision in question.precisions:
@@ -122,13 +123,12 @@ def verify(channel: RankControl, payload: IpcMessage) -> int:
     return 0
 
 
-# --- the reduced model
-# --------------------------------------------------------------------------------------------------------
+# --- the reduced model ----------------------------------------------------------------------------
 
 
 def shrink_source(source: ModelSource, plan: Plan) -> ModelSource:
-    """Sizes of the same form, small: as many blocks as the stages need, an uneven vocabulary, as much sharing of
-    key-value heads."""
+    """Returns reduced sizes of the same structure: as many blocks as the stages need, an odd vocabulary, the same
+    number of query heads per key-value head."""
     if not source.sizes:
         return source
     given = source.sizes
@@ -152,7 +152,7 @@ def shrink_source(source: ModelSource, plan: Plan) -> ModelSource:
 
 
 def build_small_model(question: VerifyRequest) -> nn.Module:
-    """The model of the question, without dropout. What only running code can size is taken as it is."""
+    """Builds the reduced model of the request, without dropout. A model from user code keeps its sizes."""
     source = question.model
     model = (
         _build_small_hf_model(source, question)
@@ -172,7 +172,7 @@ def build_small_model(question: VerifyRequest) -> nn.Module:
 
 
 def _build_small_hf_model(source: ModelSource, question: VerifyRequest) -> nn.Module:
-    """The architecture of the folder's configuration with small sizes; every rate of dropout in it is 0."""
+    """Builds the architecture of the folder's configuration with small sizes. All its dropout rates are 0."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(source.folder)
@@ -201,8 +201,8 @@ def _build_small_hf_model(source: ModelSource, question: VerifyRequest) -> nn.Mo
 
 
 def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str = "images", channels: int = 3) -> Batch:
-    """Row r has a number of valid labels of its own: replicas hold unequal numbers. `main`: what the model calls
-    images."""
+    """Makes a random batch of `rows` rows. Rows, and so replicas, have unequal numbers of valid labels. `main`: the
+    name of the model's image input."""
     random = torch.Generator().manual_seed(1000 + step)
     if objective == "images":
         labels = torch.randint(0, vocabulary, (rows,), generator=random)
@@ -221,8 +221,8 @@ def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str 
 
 
 def make_batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> Batch:
-    """The same for a model that reads something else: noise in the form of its example, labels in that of its logits.
-    Whole numbers of the person's own stay."""
+    """Makes a random batch for a model with other inputs: noise in the shapes of its example, labels in the shape of
+    its logits. Integer inputs of the user's own example keep their values."""
     random = torch.Generator().manual_seed(1000 + step)
     kind = next(model.parameters()).dtype
 
@@ -239,7 +239,8 @@ def make_batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> 
         logits = extract_logits(model(**batch))
     if logits is None or logits.ndim not in (2, 3):
         raise InputError(
-            f"{type(model).__name__} returns no logits of rows or places, which verify compares: compare its loss in a loop of your own"
+            f"{type(model).__name__} returns no logits of rows or places, which verify compares: compare its loss in "
+            "a loop of your own"
         )
     labels = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=random)
     for row in range(rows):
@@ -248,8 +249,7 @@ def make_batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> 
     return {**batch, "labels": labels}
 
 
-# --- both sides
-# ---------------------------------------------------------------------------------------------------------------
+# --- both sides -----------------------------------------------------------------------------------
 
 
 def _make_batches(question: VerifyRequest, model: nn.Module, dtype: torch.dtype) -> list[Batch]:
@@ -296,8 +296,8 @@ def _build_trainer(question: VerifyRequest, precision: str) -> tuple[Trainer, li
 
 
 def _run_under_plan(question: VerifyRequest, precision: str, spoil: InjectFault | None = None) -> dict[str, Any]:
-    """Losses of the steps, labels, first gradients and last weights (rank 0). `spoil` changes the parallel model
-    first."""
+    """Returns the losses of the steps, the labels, the first gradients and the final weights (rank 0). `spoil` injects
+    a fault into the parallel model first."""
     trainer, batches = _build_trainer(question, precision)
     if spoil is not None:
         spoil(trainer.engine.model)
@@ -320,7 +320,7 @@ def _run_under_plan(question: VerifyRequest, precision: str, spoil: InjectFault 
 
 
 def locate_difference(question: VerifyRequest, precision: str, spoil: InjectFault | None = None) -> str:
-    """On every rank: the module that differs first from one device, and in what; in words."""
+    """Returns, on every rank, a description of the first module that differs from one device."""
     trainer, batches = _build_trainer(question, precision)
     if spoil is not None:
         spoil(trainer.engine.model)
@@ -333,7 +333,7 @@ def locate_difference(question: VerifyRequest, precision: str, spoil: InjectFaul
     reference_loss(model, _make_batches(question, model, dtype)[0], question.plan.micro_batch)[0].backward()
     recorder.end()
     if aux_loss_coefficient(model):
-        one.gradients.clear()  # of the loss of balance they have another pass
+        one.gradients.clear()  # the load-balancing loss computes them in another pass
     gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     found = find_first_difference(trainer, batches[0], one, gradients, VERIFY_TOLERANCES[precision][1])
     trainer.close()
@@ -345,7 +345,7 @@ def locate_difference(question: VerifyRequest, precision: str, spoil: InjectFaul
 
 
 def _broadcast_flag(world: int, said: bool) -> bool:
-    """What rank 0 says, on every rank."""
+    """Returns rank 0's flag on every rank."""
     flag = torch.tensor(float(said))
     if world > 1:
         dist.broadcast(flag, 0)
@@ -353,8 +353,8 @@ def _broadcast_flag(world: int, said: bool) -> bool:
 
 
 def reference_loss(model: nn.Module, batch: Batch, size: int) -> tuple[torch.Tensor, int]:
-    """Mean over the valid labels with torch's own loss, and their number. A loss of balance is that of micro-batches of
-    `size` rows."""
+    """Returns the mean of torch's own loss over the valid labels, and their number. A load-balancing loss is computed
+    per micro-batch of `size` rows."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = extract_logits(model(**inputs))
     assert logits is not None
@@ -371,7 +371,8 @@ def reference_loss(model: nn.Module, batch: Batch, size: int) -> tuple[torch.Ten
 
 
 def run_single_device(question: VerifyRequest, precision: str) -> dict[str, Any]:
-    """What one device computes, with nothing of ours but the model: torch's loss, clipping and optimizer."""
+    """Trains on one device with torch's own loss, clipping and optimizer. Only the model is shared with the plan's
+    side."""
     dtype = DTYPE_BY_PRECISION[precision]
     model = build_small_model(question)
     batches = _make_batches(question, model, dtype)
@@ -401,14 +402,14 @@ def run_single_device(question: VerifyRequest, precision: str) -> dict[str, Any]
 
 
 def _reference_optimizer(model: nn.Module, rule: OptimizerConfig) -> torch.optim.Optimizer:
-    """Torch's own, of whole parameters."""
+    """Returns torch's own optimizer over full parameters."""
     if rule.whole or rule.live:
         in_block = {
             name: layer.startswith("block.")
             for layer, names in params_by_layer(model, analyze_model(model))
             for name in names
         }
-        for name, parameter in model.named_parameters():  # what stand-ins of a trainer say
+        for name, parameter in model.named_parameters():  # the attributes that a trainer sets on its parameters
             vars(parameter).update(path=name, is_matrix=parameter.ndim > 1, in_block=in_block[name])
         return optimizer_factory(rule)([parameter for parameter in model.parameters() if parameter.requires_grad])
     decays = {True: rule.weight_decay, False: rule.weight_decay if rule.decay == "all" else 0.0}
@@ -424,7 +425,7 @@ def _reference_optimizer(model: nn.Module, rule: OptimizerConfig) -> torch.optim
 
 
 def compare_results(question: VerifyRequest, precision: str, ours: dict[str, Any]) -> VerifyResult:
-    """The largest differences between one device and the plan, and where they are."""
+    """Returns the largest differences between one device and the plan, and where they are."""
     theirs = run_single_device(question, precision)
     eps = torch.finfo(DTYPE_BY_PRECISION[precision]).eps
     whole = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in theirs["gradients"].values()))
@@ -458,7 +459,7 @@ def compare_results(question: VerifyRequest, precision: str, ours: dict[str, Any
 
 
 def relative_difference(mine: torch.Tensor | None, other: torch.Tensor) -> float:
-    """Norm of the difference over the norm; infinite for a tensor that is not there or of another shape."""
+    """Returns the norm of the difference over the norm. It is infinite for a missing tensor or another shape."""
     if mine is None or mine.shape != other.shape:
         return math.inf
     mine, other = mine.double(), other.double()

@@ -1,7 +1,7 @@
-"""A pass of the plan that leaves the trainer, its model and the random states as they were.
+"""An isolated pass of the plan: the trainer, its model and the random states do not change.
 
-In it dropout is a factor, so that one that is lost under a plan shows: both sides of a proof multiply instead of
-drawing.
+Inside, dropout is a constant factor, which both sides of a proof multiply by instead of drawing. So a dropout that is
+missing under a plan shows.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
 TRAINER_FIELDS = ("_rows", "_agreed", "_balance", "_loads", "_dropped", "on_phase", "sentinel")
-"""What a backward pass of a trainer writes on it, or calls."""
+"""The fields of a trainer that a backward pass writes or calls."""
 UNCHECKED_STEP = 4
-"""Before the step behind it nothing is checked."""
+"""A step before which nothing is checked."""
 MIN_DROPOUT_FACTOR = 0.75
-"""Factor in the place of a dropout of rate p: not 1 - p, so that another rate on one side shows by its own factor."""
+"""The constant of the factor for dropout rate p. It is not 1 - p, so that a different rate on one side shows."""
 
 
 class ConstantDropout(TorchFunctionMode):
-    """Dropout of rate p that would draw multiplies by KEPT + p / 8 instead; so does that of attention weights, with its
-    output."""
+    """Replaces active dropout of rate p by the factor MIN_DROPOUT_FACTOR + p / 8. For dropout of attention weights, it
+    scales the output."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
@@ -53,13 +53,14 @@ class ConstantDropout(TorchFunctionMode):
 
 
 def dropout_factor(rate: float) -> float:
+    """Returns the factor for a dropout rate."""
     return MIN_DROPOUT_FACTOR + rate / 8
 
 
 @contextmanager
 def preserve_trainer(trainer: Trainer) -> Iterator[None]:
-    """Restores what a backward pass writes in addition to gradients: the set of reached parameters, records, the error
-    feedback of compression."""
+    """Restores what a backward pass writes in addition to gradients: the set of reached parameters, records, and the
+    error feedback of compression."""
     engine, zero = trainer.engine, trainer.engine.zero
     fields = {name: vars(trainer)[name] for name in TRAINER_FIELDS if name in vars(trainer)}
     preflight, unreached, across = engine.preflight, zero.unused, [unit.compressors for unit in zero.units]
@@ -88,8 +89,8 @@ def preserve_trainer(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def isolate_pass(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
-    """Random states and the model are as before afterwards; dropout is a factor. `trains`: modules have the modes that
-    they have."""
+    """Restores random states and the model afterwards; inside, dropout is a constant factor. `trains`: modules are in
+    the modes that they have."""
     trainer.mesh.error_propagator.report_alive()
     model, compiles = trainer.engine.model, trainer.plan.compile
     modes = [(module, module.training) for module in model.modules()]
@@ -99,9 +100,7 @@ def isolate_pass(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
         stack.enter_context(dry_run(model, loss=trainer.engine.objective.loss))
         for module, mode in modes if trains else ():
             module.training = mode
-        if compiles and has_dropout(
-            model
-        ):  # a compiled block would be compiled again for the mode that replaces dropout
+        if compiles and has_dropout(model):  # a compiled block would recompile for the mode that replaces dropout
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if not compiles or has_dropout(model):
             stack.enter_context(ConstantDropout())

@@ -1,5 +1,4 @@
-"""The batches of a proof: a few real rows in which labels are unequal, then other values in another order and at
-another length."""
+"""The batches of a proof: a few real rows with unequal labels, then other values in another order and length."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class ProofBatch:
-    """A whole batch, the same on every rank. `title` says what it is; `optional`: a failure of one device on it is
-    noted, not raised; `uncut`: with whole rows, where they were shortened."""
+    """A whole batch, identical on every rank. `title` describes it. `optional`: if one device cannot run it, that is
+    noted, not raised. `uncut`: the batch with whole rows, where they were shortened."""
 
     title: str
     batch: Batch
@@ -33,7 +32,8 @@ class ProofBatch:
 def build_proof_batches(
     engine: Engine, batch: Batch | LocalBatch, own_loss: bool, longest: int = 0
 ) -> list[ProofBatch]:
-    """Batches of a proof, the same on every rank. All ranks call it. `longest`: tokens of a row at most, 0: all."""
+    """Returns the batches of a proof, identical on every rank. All ranks call it. `longest`: the largest number of
+    tokens per row, 0 for all."""
     rows = check_batch_size(engine.mesh.plan)
     whole = batch if isinstance(batch, dict) else _gather_batch(engine, batch.micro_batches)
     found = num_rows(whole)
@@ -59,7 +59,8 @@ def build_proof_batches(
 
 
 def _gather_batch(engine: Engine, micro_batches: list[Batch]) -> Batch:
-    """The first micro-batches of every replica, as a full batch; only those with the sizes of the first."""
+    """Gathers the first micro-batches of every replica into a full batch. Only those with the sizes of the first one
+    are included."""
     plan, place = engine.mesh.plan, engine.mesh.coords
     count = (
         plan.shares[engine.mesh.replica]
@@ -89,8 +90,8 @@ def _slice_rows(batch: Batch, rows: slice) -> Batch:
 
 
 def with_unequal_labels(batch: Batch) -> Batch:
-    """Rows have unequal numbers of valid labels, so that a mean of means shows. A row keeps one valid label at
-    least."""
+    """Gives rows unequal numbers of valid labels, so that a mean of means shows. A row has at least one valid label
+    left."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.ndim or labels.is_floating_point():
         return batch
@@ -106,8 +107,8 @@ def with_unequal_labels(batch: Batch) -> Batch:
 
 
 def with_other_values(batch: Batch, own_loss: bool) -> Batch:
-    """Rows in the opposite order; ids of tokens exchanged among those that occur, images and features drawn again with
-    their mean and deviation."""
+    """Reverses the rows, permutes the token ids that occur, and redraws images and features with their mean and
+    deviation."""
     random = torch.Generator().manual_seed(1)
     ids = {name: value for name, value in batch.items() if _is_token_ids(name, value)}
     seen = (
@@ -150,7 +151,7 @@ def _is_token_ids(name: str, value: Any) -> bool:
 
 
 def _sequence_length(batch: Batch) -> int:
-    """Places of a row where rows are sequences, else 0."""
+    """Returns the sequence length where rows are sequences, else 0."""
     for name in ("labels", "input_ids"):
         value = batch.get(name)
         if isinstance(value, torch.Tensor) and value.ndim == 2 and not value.is_floating_point():
@@ -159,8 +160,8 @@ def _sequence_length(batch: Batch) -> int:
 
 
 def truncate_sequences(batch: Batch, length: int, short: int) -> Batch:
-    """The first `short` places of each dimension of `length` places; of features (rows, places, ...) that of their
-    places."""
+    """Truncates each dimension of size `length` to `short`. Of features (rows, positions, ...), it truncates only the
+    positions."""
 
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

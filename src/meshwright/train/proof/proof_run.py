@@ -1,18 +1,16 @@
-"""Which module differs first, when nothing is stored: sums over the outputs of each module, added up over all ranks.
-
-A module's output is divided among ranks by rows, places or features, or stored alike by several. Its number of elements
-over all ranks says how
-often each is counted, so that sums of outputs and of their squares can be compared with one device's whatever the
-division. Outputs that are partial
-or divided otherwise give no whole number and are left out.
-
-The proof run: loss and every gradient of a small batch, under the plan on the real ranks and again as one device would.
+"""The proof run: loss and every gradient of a small batch, under the plan on the real ranks and again as on one device.
 
 Rule: both sides run in training mode, with the same weights and the same batch. The plan's side is the trainer's own
-backward pass. One device's
-side streams through rank 0 (reference.py). Compared are the loss, the gradient of every parameter, the number of
-labels, and which parameters a
-loss reaches. Weights, states of the optimizer, buffers, random states and counters are as before afterwards.
+backward pass. One device's side streams through rank 0 (reference_run.py). It compares the loss, the gradient of every
+parameter, the number of labels, and the set of parameters that the loss reaches.
+
+Guarantees: weights, optimizer states, buffers, random states and counters do not change.
+
+After a difference, it locates the first differing module without stored outputs: by sums over the outputs of each
+module, added up over all ranks. A module's output is sharded by rows, positions or features, or replicated on several
+ranks. The total number of elements over all ranks shows how often each is counted. So sums of outputs and of their
+squares are comparable with one device's under any sharding. Outputs that are partial sums, or sharded otherwise, have
+no integer ratio and are skipped.
 """
 
 from __future__ import annotations
@@ -59,7 +57,8 @@ if TYPE_CHECKING:
 
 
 class OutputDigests:
-    """`sums` by module, in the order in which modules first end: elements, their sum, the sum of their squares."""
+    """The digests of module outputs: `sums` has, in the order in which modules first end, the elements, their sum, and
+    the sum of their squares."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[float, float, float]] = {}
@@ -67,7 +66,7 @@ class OutputDigests:
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Outputs of all modules of `model` inside are added while `records`."""
+        """Adds the outputs of all modules of `model` inside, while `records` is set."""
         handles = [module.register_forward_hook(self._hook(path)) for path, module in model.named_modules() if path]
         try:
             yield
@@ -77,7 +76,7 @@ class OutputDigests:
 
     @contextmanager
     def of_plan(self, engine: Engine) -> Iterator[None]:
-        """Outputs of this rank's forward passes inside; what backward recomputes is not added."""
+        """Adds the outputs of this rank's forward passes inside, but not of recomputes in backward."""
         inner, pipeline = engine.pipeline.forward, engine.pipeline
         self.records = False
 
@@ -120,7 +119,7 @@ class OutputDigests:
 def first_differing_module(
     engine: Engine, one: Mapping[str, tuple[float, float, float]], ours: OutputDigests, limit: float
 ) -> str:
-    """The first module whose output differs by more than `limit`, in words; nothing where none does. `one`: sums of one
+    """Describes the first module whose output differs by more than `limit`, or returns ''. `one`: the sums of one
     device, on every rank."""
     rows = [ours.sums.get(path, (0.0, 0.0, 0.0)) for path in one]
     table = torch.tensor(rows, dtype=torch.float64, device=engine.mesh.device).view(-1)
@@ -143,28 +142,30 @@ def first_differing_module(
 
 
 WHOLE = "{}: one device's side stored all weights"
-"""A note of a proof: why nothing was streamed."""
+"""The note of a proof that did not stream weights."""
 RANDOMNESS_TOLERANCE = 1e-9
-"""Relative difference of two runs of one device that draw other numbers, and of no others."""
+"""The relative difference of two losses of one device above which the model draws random numbers."""
 
 
 def no_gradients(plan: str, problem: str) -> InputError:
+    """Returns the error for a backward of one device that does not run."""
     return InputError(
-        f"plan {plan}: the proof run cannot compute one device's gradients ({problem}): train without it with prove='never'"
+        f"plan {plan}: the proof run cannot compute one device's gradients ({problem}): train without it with "
+        "prove='never'"
     )
 
 
 class NothingProven(InputError):
-    """Every rank says so; training goes on as one device would."""
+    """The batch proves nothing. Every rank raises it, and training goes on as one device would."""
 
 
 class ProofRun:
-    """One proof. All ranks make it and call `prove`; what rank 0 finds is the same on all."""
+    """One proof. All ranks make it and call `prove`. Rank 0 decides the result, which is the same on all ranks."""
 
     def __init__(
         self, trainer: Trainer, skeleton: ModelCopy, expected: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """`expected`: fingerprints of the model's weights, where nothing has changed these since it was given."""
+        """`expected`: fingerprints of the model's weights, if they have not changed since the model was given."""
         self.trainer, self.engine, self.skeleton = trainer, trainer.engine, skeleton
         self.compute = getattr(torch, trainer.engine.recipe.compute)
         self.tensors = GatherService(trainer.engine, self.compute)
@@ -173,7 +174,7 @@ class ProofRun:
         self.expected = dict(expected or {})
         self.misplaced: list[str] = []
         self.compared: list[Batch] = []
-        """What was compared, and whole what was compared with rows cut short, whose length counts as known."""
+        """The compared batches, plus the uncut versions of shortened ones, whose length counts as known."""
         self.notes: list[str] = []
         self.streamed = StreamingLevel.ROWS
         if any(gather_objects(bool(self.engine.preflight.written))):  # a recompute of a block would write once more
@@ -181,6 +182,8 @@ class ProofRun:
             self.notes.append(WHOLE.format("the model writes to its weights in its forward"))
 
     def prove(self, batch: Batch | LocalBatch, longest: int = 0) -> ProofResult:
+        """Runs the proof on `batch`. All ranks call it. `longest`: the largest number of tokens per row, 0 for all.
+        Raises NothingProven."""
         began = time.perf_counter()
         trainer, contents = (
             self.trainer,
@@ -202,7 +205,8 @@ class ProofRun:
                     break
         if not found:
             raise NothingProven(
-                f"plan {trainer.plan.name}: the proof run proves nothing with this batch: {self.notes[-1]}: use another batch"
+                f"plan {trainer.plan.name}: the proof run proves nothing with this batch: {self.notes[-1]}: use "
+                "another batch"
             )
         proof = self._proof(found, first) if self.is_first else None
         said = proof.model_dump() if proof is not None else {}
@@ -216,11 +220,10 @@ class ProofRun:
         }
         return ProofResult(**self._shared(said))
 
-    # --- one content
-    # ----------------------------------------------------------------------------------------------------------
+    # --- one content ------------------------------------------------------------------------------
 
     def _content(self, content: ProofBatch) -> tuple[ProofComparison, ProofOutcome] | None:
-        """None where one device cannot run the content, which is then noted."""
+        """Compares one batch. Returns None where one device cannot run it, which is then noted."""
         side, low = self._side(), self.compute in LOW_PRECISION_FLOORS
         reference, (loss, labels, problem) = self._forward(content, side)
         if problem:
@@ -228,7 +231,8 @@ class ProofRun:
                 self.notes.append(f"{content.title}: not proven, one device does not run it ({problem})")
                 return None
             raise InputError(
-                f"plan {self.trainer.plan.name}: the proof run cannot compute one device's side ({problem}): train without it with prove='never'"
+                f"plan {self.trainer.plan.name}: the proof run cannot compute one device's side ({problem}): train "
+                "without it with prove='never'"
             )
         planned, planned_labels, scale, reached = self._planned(content.batch)
         compared = ProofComparison((loss, planned), (labels, planned_labels), planned=reached)
@@ -252,9 +256,8 @@ class ProofRun:
         return compared, verdict
 
     def _without_streaming(self, content: ProofBatch, problem: str) -> tuple[ProofComparison, ProofOutcome] | None:
-        """The content once more with all weights stored whole, where one device's backward did not run with a block at
-        a time. Raises InputError where it does not
-        run so either."""
+        """Repeats the comparison with all weights stored whole, after one device's backward failed with one block at a
+        time. Raises InputError if it fails again."""
         if not self.streamed:
             raise no_gradients(self.trainer.plan.name, problem)
         self.streamed = StreamingLevel.NOTHING
@@ -268,8 +271,8 @@ class ProofRun:
     def _forward(
         self, content: ProofBatch, side: ReferenceOptions
     ) -> tuple[ReferenceRun | None, tuple[float, int, str]]:
-        """One device's forward; with all weights stored whole, where a run by blocks has read some that were not
-        there."""
+        """Runs one device's forward. If a run by blocks has read absent weights, it runs again with more weights stored
+        whole."""
         reference: ReferenceRun | None = None
 
         def run() -> tuple[float, int, str]:
@@ -297,8 +300,8 @@ class ProofRun:
         scale: float,
         sketches: dict[str, torch.Tensor] | None,
     ) -> str:
-        """One device's backward. `compared` gets its differences from the plan's gradients, which are not requested
-        where this is None. Returns why it did not run."""
+        """Runs one device's backward. `compared` gets the differences from the plan's gradients, which are requested
+        only if it is given. Returns why it failed, or ''."""
 
         def compare(where: ElementRange, one: torch.Tensor) -> Callable[[int, torch.Tensor], None] | None:
             name, first, flat = where.name, where.start, one.reshape(-1)
@@ -324,9 +327,8 @@ class ProofRun:
     def _measure(
         self, content: ProofBatch, compared: ProofComparison, sketches: dict[str, torch.Tensor], scale: float
     ) -> None:
-        """The plan against one device in the next higher precision, and rounding of one device in the plan's own; in
-        `compared`. `sketches`: of the gradients in
-        the higher precision, where they are there."""
+        """Measures, into `compared`, the plan against one device in the next higher precision, and one device's
+        rounding in the plan's own precision. `sketches`: of the gradients in the higher precision, if present."""
         if not sketches and self.compute not in LOW_PRECISION_FLOORS:
             high, (loss, _, problem) = self._forward(
                 content, ReferenceOptions(torch.float64, high=True, streamed=self.streamed)
@@ -351,7 +353,7 @@ class ProofRun:
                 gap.noise = float((mine[name] - sketches[name]).norm())
 
     def _draws(self, content: ProofBatch, loss: float) -> bool:
-        """Whether one device's loss depends on random numbers; both sides are then in eval mode from here on."""
+        """Returns whether one device's loss depends on random numbers. If so, both sides use eval mode from here on."""
         if not self.trains:
             return False
         self.seed += 1
@@ -364,12 +366,11 @@ class ProofRun:
         self.notes.append("the model draws random numbers beside dropout: compared in eval mode")
         return True
 
-    # --- the plan's side
-    # ------------------------------------------------------------------------------------------------------
+    # --- the plan's side --------------------------------------------------------------------------
 
     def _planned(self, batch: Batch) -> tuple[float, int, float, set[str]]:
-        """Loss, labels, the loss scale of the gradients that are left in the flat units, and the parameters that the
-        loss has reached."""
+        """Returns loss, labels, the loss scale of the gradients, which stay in the flat buffers, and the parameters
+        that the loss has reached."""
         trainer, zero = self.trainer, self.engine.zero
         factor = trainer.scale.factor
         try:
@@ -384,8 +385,8 @@ class ProofRun:
             trainer.scale.factor = factor
 
     def _set_modes(self, model: nn.Module) -> None:
-        """Modes of modules as the trainer's model has them; of those that this rank does not store, as when the copy
-        was made."""
+        """Sets the modes of modules to those of the trainer's model. Modules of other stages keep the modes of the
+        copy."""
         live = dict(self.engine.model.named_modules())
         for path, module in model.named_modules():
             if not self.trains:
@@ -393,12 +394,11 @@ class ProofRun:
             elif path in live and type(live[path]) is type(module):
                 module.training = live[path].training
 
-    # --- where --------------------------------------------------------------------------------------------------------------
+    # --- where ------------------------------------------------------------------------------------
 
     def _located(self, content: ProofBatch, found: tuple[ProofComparison, ProofOutcome]) -> str:
-        """A weight that is not the model's, else the first module in order of execution whose output differs, else the
-        loss, else the gradient nearest to
-        it that differs."""
+        """Describes where the first difference is: a misplaced weight, the first module in execution order whose output
+        differs, the loss, or the differing gradient nearest to it."""
         if misplaced := self._shared(self.misplaced):
             return f"first at {misplaced[0]}: the ranks have other values of it than the model had"
         ours, theirs = OutputDigests(), OutputDigests()
@@ -432,12 +432,11 @@ class ProofRun:
             named = f"first in backward: gradient of {verdict.beyond[0]}"
         return self._shared(named)
 
-    # --- what ranks share
-    # -----------------------------------------------------------------------------------------------------
+    # --- what ranks share -------------------------------------------------------------------------
 
     def _on_first(self, run: Callable[[], tuple[float, int, str]]) -> tuple[float, int, str]:
-        """What `run` gives on rank 0, on every rank, which answer its requests meanwhile. A problem is given in
-        words."""
+        """Runs `run` on rank 0 while the other ranks serve its requests, and returns its result on every rank. An error
+        is returned as text."""
         found = (0.0, 0, "")
         if not self.is_first:
             self.tensors.serve()
@@ -464,7 +463,7 @@ class ProofRun:
         )
 
     def _shared(self, value: Any) -> Any:
-        """What rank 0 has."""
+        """Returns rank 0's value on every rank."""
         if self.trainer.mesh.world is None:
             return value
         box = [value if self.is_first else None]
@@ -473,8 +472,8 @@ class ProofRun:
         return box[0]
 
     def _proof(self, found: list[tuple[ProofComparison, ProofOutcome]], first: str) -> ProofResult:
-        """Of all contents the largest differences; of the last one, which is the one that differs if any does, all
-        else."""
+        """Builds the result: the largest differences of all batches. All else is from the last batch, which is the one
+        that differs, if any."""
         compared, verdict = found[-1]
         worst = max((each for _, each in found), key=lambda each: each.gradient / max(each.gradient_limit, 1e-300))
         worst = worst if verdict.good else verdict

@@ -1,14 +1,11 @@
-"""Plain values that modules hold, such as counters of steps: what of them has changed since a copy of the model was
-made.
+"""The schedule of proof runs (train/proof/proof_run.py) and their consequences: before the first update, before the
+second, and rarely after that.
 
-When a proof runs (train/proof/proof_run.py), and what follows from it: before the first update, before the second, and
-sparsely after it.
+The decision is the same on every rank: rank 0 decides what depends on time. If a plan differs from one device, all
+ranks refuse it before the update counts. If `parallelize` gets no `prove`, the environment variable `MESHWRIGHT_PROVE`
+(auto, start, never or a number of steps) is the default, and without it `auto`.
 
-The decision is the same on every rank: what depends on time is decided by rank 0. A plan that differs from one device
-is refused by all ranks before
-the update counts. `MESHWRIGHT_PROVE` (auto, start, never or a number of steps) is the default where `parallelize` is
-given no `prove`, and `auto`
-without it.
+It also tracks plain values of modules, such as step counters, that have changed since the model was copied.
 """
 
 from __future__ import annotations
@@ -63,14 +60,15 @@ SCALAR_TYPES = (bool, int, float, str, type(None))
 
 
 LOSS_PATH = "(loss)"
-"""Stands for the path of a loss that is an object with attributes."""
+"""The path of a loss that is an object with attributes."""
 
 
 def module_values(model: nn.Module, loss: Any = None) -> ModuleValues:
-    """Returns the numbers, strings and tuples of these that modules and the user's loss hold, such as counters of
-    steps; not modes."""
+    """Returns the plain values of modules and of the user's loss, such as step counters: numbers, strings and tuples of
+    these, except training modes."""
 
     def is_plain(value: Any) -> bool:
+        """Returns whether a value is a number, a string, None, or a tuple of these."""
         return isinstance(value, SCALAR_TYPES) or (type(value) is tuple and all(map(is_plain, value)))
 
     owners: list[tuple[str, Any]] = [
@@ -84,8 +82,8 @@ def module_values(model: nn.Module, loss: Any = None) -> ModuleValues:
 
 
 def changed_values(before: ModuleValues, now: ModuleValues) -> ModuleValues:
-    """What of `now` is not in `before`, on any rank; the first rank that has changed a value counts. All ranks call
-    it."""
+    """Returns the values of `now` that differ from `before` on any rank. The first rank that has changed a value
+    counts. All ranks call it."""
     none = object()
     own = {
         path: {name: value for name, value in values.items() if before.get(path, {}).get(name, none) != value}
@@ -100,9 +98,8 @@ def changed_values(before: ModuleValues, now: ModuleValues) -> ModuleValues:
 
 
 def follow_frozen(model: nn.Module, engine: Engine) -> None:
-    """Parameters that every rank which stores them has frozen since are frozen in the copy `model` too. One that some
-    of these ranks still train stays trained: no
-    gradient of one device is a sum without theirs. All ranks call it."""
+    """Freezes in the copy `model` the parameters that have been frozen on every rank which stores them. If some of
+    these ranks still train one, it stays trained: one device's gradient needs their part. All ranks call it."""
     held = {name: parameter.requires_grad for unit in engine.zero.units for name, parameter in unit.parameters.items()}
     everyone = gather_objects(held)
     trained = {name for each in everyone for name, is_trained in each.items() if is_trained}
@@ -113,7 +110,7 @@ def follow_frozen(model: nn.Module, engine: Engine) -> None:
 
 
 def apply_changes(model: nn.Module, loss: Any, changes: ModuleValues) -> None:
-    """Gives the copies `model` and `loss` the plain values that the trained model and its loss have now."""
+    """Sets the current plain values of the trained model and its loss in the copies `model` and `loss`."""
     owners: dict[str, Any] = {**dict(model.named_modules()), LOSS_PATH: loss}
     for path, values in changes.items():
         if hasattr(owners.get(path), "__dict__"):
@@ -122,13 +119,13 @@ def apply_changes(model: nn.Module, loss: Any, changes: ModuleValues) -> None:
 
 PROVE_VARIABLE = "MESHWRIGHT_PROVE"
 REPEAT_UPDATES = (1, 9, 99, 999)
-"""Updates of this run after which a cheap proof is repeated: before steps 2, 10, 100 and 1000."""
+"""The updates of this run after which a cheap proof is repeated: before steps 2, 10, 100 and 1000."""
 ANNOUNCE_SECONDS = 10.0
-"""Seconds of a proof by the estimate beyond which it is announced before it runs."""
+"""The estimated seconds above which a proof is announced before it runs."""
 
 
 def resolve_proof_mode(given: ProofMode | None) -> ProofMode:
-    """Return `given`, or the setting of the environment, or 'auto'. Raises InputError."""
+    """Returns `given`, or the setting of the environment, or 'auto'. Raises InputError."""
     if given is not None:
         return validate_proof_mode(given)
     said = os.environ.get(PROVE_VARIABLE, "auto")
@@ -138,19 +135,18 @@ def resolve_proof_mode(given: ProofMode | None) -> ProofMode:
 UNREADABLE_LOSS_REASON = (
     "the loss reads parameters beside the output, and the copy of the model that a proof compares with has others"
 )
-"""Why a plan is not proven whose data ranks hold all parameters."""
+"""Why a plan is not proven if its data ranks have all parameters."""
 
 
 class ProofSchedule:
     """The schedule of proofs of one trainer; `last` is the last proof.
 
-    Who runs the trainer may set `say`, which gets lines for the user, `record`, which gets every proof, and
-    `predicted`, the
-    planner's estimate. Every rank calls them alike.
+    The owner of the trainer may set `say`, which gets lines for the user, `record`, which gets every proof, and
+    `predicted`, the planner's estimate. Every rank makes the same calls.
     """
 
     def __init__(self, mode: ProofMode, model: nn.Module | None, loss: LossFunction | None, compute: str = "") -> None:
-        """`model`: as the user has given it, which nothing has changed yet; `compute`: the type of computation."""
+        """`model`: the user's model, unchanged; `compute`: the dtype of computation."""
         self.mode = mode
         try:
             self.skeleton = None if mode == "never" or model is None else copy_to_meta(model, loss)
@@ -162,13 +158,13 @@ class ProofSchedule:
             else weight_fingerprints(model, getattr(torch, compute))
         )
         self.versions: list[int] = []
-        """Of the weights when they were laid."""
+        """The versions of the weights when they were sharded."""
         self.sizes = SizeRanges()
-        """Of batches that a proof has found equal."""
+        """The sizes of batches for which a proof has found the plan equal."""
         self.plain: ModuleValues = {}
-        """Plain values of the model's modules that the skeleton knows."""
+        """The plain values of the model's modules that the skeleton has."""
         self.required = ""
-        """Why the next update waits for a proof."""
+        """Why the next update requires a proof, or ''."""
         self.reason = ""
         """Why the last proof before an update ran."""
         self.last: ProofResult | None = None
@@ -179,11 +175,11 @@ class ProofSchedule:
         self.predicted = ProofCost()
         self._updates = 0
         self._seconds = 0.0
-        """Of the last proof before an update; 0 where there was none."""
+        """The seconds of the last proof before an update; 0 without one."""
         self._began = time.perf_counter()
 
     def before(self, trainer: Trainer, batch: Batch | LocalBatch) -> None:
-        """Before an update on `batch`: a proof where one is due. Raises PlanRefused on every rank where the plan
+        """Runs a proof before an update on `batch`, where one is due. Raises PlanRefused on every rank where the plan
         differs from one device."""
         reason = self._reason(trainer, batch)
         self._updates += 1
@@ -200,8 +196,8 @@ class ProofSchedule:
             trainer.on_phase(RankPhase.data)
 
     def during(self, trainer: Trainer, batch: Batch | LocalBatch, reason: str) -> None:
-        """Runs after the passes of a step that is outside of what was proven, before its update. The gradients are
-        the same afterwards. Raises PlanRefused as `before` does."""
+        """Runs a proof after the passes of a step that is outside of what was proven, before its update. The gradients
+        do not change. Raises PlanRefused as `before` does."""
         held = [(unit, unit.grad_shard.to("cpu", copy=True)) for unit in trainer.engine.zero.trainable]
         trainer.on_phase(RankPhase.prove)
         try:
@@ -220,10 +216,10 @@ class ProofSchedule:
             return
         try:
             proof = self.prove(trainer, batch)
-            if not proof.equal and trainer.mend():  # a copy of the weights had drifted: the plan is not to blame
+            if not proof.equal and trainer.mend():  # a replica of the weights had drifted: the plan is not wrong
                 proof = self.prove(trainer, batch)
         except NothingProven as nothing:
-            self.required = reason  # a step that one device skips is no fault of the plan
+            self.required = reason  # a step that one device skips is no error of the plan
             self.say(f"{nothing}; the next update is proven instead")
             return
         shown = self.reason != reason and reason not in map(_before_step, REPEAT_UPDATES)
@@ -234,19 +230,21 @@ class ProofSchedule:
             self.say(_passed_line(proof, when, self.predicted.seconds))
         if not proof.equal:
             raise PlanRefused(
-                f"plan {proof.plan}: the proof run differs from one device: {proof.line}: use another plan (data parallelism alone changes least), "
+                f"plan {proof.plan}: the proof run differs from one device: {proof.line}: use another plan (data "
+                "parallelism alone changes least), "
                 "or train without the proof with prove='never'"
             )
 
     def prove(self, trainer: Trainer, batch: Batch | LocalBatch) -> ProofResult:
-        """A proof now. All ranks call it."""
+        """Runs a proof now and returns its result. All ranks call it."""
         if self.skeleton is None:
             raise InputError(
                 "prove='never' has no copy of the model to compare with: call parallelize with prove='auto'"
             )
         if trainer.engine.outer is not None:
             raise InputError(
-                "replicas that take local steps have no single device to compare with: the proof runs without local steps alone"
+                "replicas that take local steps have no single device to compare with: the proof runs without local "
+                "steps alone"
             )
         if trainer.engine.objective.unreadable.is_used:
             raise InputError(f"no proof: {UNREADABLE_LOSS_REASON}")
@@ -260,31 +258,33 @@ class ProofSchedule:
         self.last = run.prove(batch, self.predicted.length)
         if self.last.equal:
             self.sizes.add(run.compared)
-        self.fingerprints = {}  # proven once: what ranks do to weights later is another matter
-        gc.collect()  # one device's side refers to itself, and holds weights and gradients until somebody looks
+        self.fingerprints = {}  # only the first proof uses them: later changes of weights are not checked by them
+        gc.collect()  # one device's side has reference cycles, which would retain weights and gradients
         shrink_staging_buffers([trainer.mesh.world])
         malloc_trim()
         return self.last
 
     def resume(self, earlier: RecordedProof, updates: int) -> None:
-        """Count a proof that an earlier process of this run has made under the same plan as the one before the first
-        update."""
+        """Takes over a proof of the same plan by an earlier process of this run, as the one before the first update."""
         self.last, self._seconds, self._updates = earlier, max(earlier.seconds, 1e-3), max(updates, 1)
         self.sizes = SizeRanges(earlier.sizes)
 
     @property
     def proven(self) -> bool:
+        """Returns whether the last proof found the plan equal."""
         return self.last is not None and self.last.equal
 
-    # --- schedule
-    # -------------------------------------------------------------------------------------------------------------
+    # --- schedule ---------------------------------------------------------------------------------
 
     def _reason(self, trainer: Trainer, batch: Batch | LocalBatch) -> str:
         if self.mode == "never":
             return ""
         if trainer.engine.outer is not None:
             if not self.skipped:
-                self.skipped = f"plan {trainer.plan.name} is not proven: replicas that take local steps have no single device to compare with"
+                self.skipped = (
+                    f"plan {trainer.plan.name} is not proven: replicas that take local steps have no single device "
+                    "to compare with"
+                )
                 self.say(self.skipped)
             return ""
         if self.required:
@@ -304,13 +304,13 @@ class ProofSchedule:
         return _before_step(self._updates) if self._all(trainer, self._seconds <= limit) else ""
 
     def _all(self, trainer: Trainer, good: bool) -> bool:
-        """Whether it is so on every rank."""
+        """Returns whether `good` is true on every rank."""
         others = torch.tensor([0.0 if good else 1.0], dtype=torch.float64, device=trainer.mesh.device)
         all_reduce(others, trainer.mesh.world).wait()
         return not float(others)
 
     def _why_not(self, trainer: Trainer, batch: Batch | LocalBatch) -> str:
-        """Why no proof runs before the first update; '' where it does."""
+        """Returns why no proof runs before the first update, or ''."""
         plan = trainer.plan
         whole = isinstance(batch, dict)
         rows = num_rows(batch) if isinstance(batch, dict) else sum(map(num_rows, batch.micro_batches)) * plan.dp
@@ -332,18 +332,20 @@ class ProofSchedule:
             default=1,
         )
         proven = min(rows, check_batch_size(plan))
-        work = 2 * 8 * elements * proven * places  # two contents; forward, recompute and backward of rank 0
+        work = 2 * 8 * elements * proven * places  # two batches; forward, recompute and backward on rank 0
         step = 6 * elements * rows * places / plan.world
         rate = backend_of(trainer.mesh.device).nominal_flops
         return self._too_dear(work / rate, step / rate, trainer)
 
     def _too_dear(self, seconds: float, step: float, trainer: Trainer) -> str:
-        """Why a proof of `seconds` is left out by 'auto'; '' where it is not."""
+        """Returns why 'auto' skips a proof of `seconds`, or ''."""
         if self._all(trainer, is_proof_cheap(seconds, step)):
             return ""
         return (
-            f"the plan is not proven on these ranks: a proof would take about {show_seconds(seconds)}, more than {CHEAP_PROOF_FRACTION:.0%} of the first "
-            f"{CHEAP_PROOF_STEPS:,} steps; --prove runs it all the same (prove='start' in Python), `meshwright verify` proves a small model of this kind"
+            f"the plan is not proven on these ranks: a proof would take about {show_seconds(seconds)}, more than "
+            f"{CHEAP_PROOF_FRACTION:.0%} of the first "
+            f"{CHEAP_PROOF_STEPS:,} steps; --prove runs it all the same (prove='start' in Python), `meshwright "
+            "verify` proves a small model of this kind"
         )
 
 
@@ -352,17 +354,18 @@ def _before_step(updates: int) -> str:
 
 
 def _passed_line(proof: ProofResult, when: str, predicted: float) -> str:
-    """A proof that has found the plan equal, in one line."""
+    """Returns one line about a proof that has found the plan equal."""
     said = f", {show_seconds(predicted)} predicted" if predicted else ""
     more = "".join(f"; {note}" for note in proof.notes)
     return (
-        f"proven equal to one device {when}: loss {proof.loss:.1e}, gradients {proof.gradient:.1e}, {proof.parameters} parameters, "
+        f"proven equal to one device {when}: loss {proof.loss:.1e}, gradients {proof.gradient:.1e}, "
+        f"{proof.parameters} parameters, "
         f"{proof.rows} rows in {len(proof.contents)} batches ({show_seconds(proof.seconds)}{said}){more}"
     )
 
 
 def is_one_device(plan: Plan) -> bool:
-    """Whether a plan is one device that computes as torch does."""
+    """Returns whether a plan is one device that computes as plain torch does."""
     return (
         plan.world == 1
         and plan.recompute == Recompute.none
@@ -371,14 +374,14 @@ def is_one_device(plan: Plan) -> bool:
 
 
 def run_preflight(trainer: Trainer, batch: Batch | LocalBatch) -> None:
-    """What is checked once before the first step says more precisely what is wrong: a proof comes behind it."""
+    """Runs the preflight checks before a proof: they describe an error more precisely than the proof does."""
     batches, _ = trainer._share(batch)
     trainer.engine.zero.abort_step()
     trainer.engine.preflight.check(trainer.engine, batches, True)
 
 
 def weight_versions(trainer: Trainer) -> list[int]:
-    """How often the main weights of this rank were written to."""
+    """Returns how often each main weight of this rank was written to."""
     return [part._version for unit in trainer.engine.zero.units for part in unit.optim_shard.parts]
 
 

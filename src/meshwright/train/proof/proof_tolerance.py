@@ -1,13 +1,10 @@
-"""What a proof allows: differences of the loss and of each gradient between the plan and one device.
+"""The tolerances of a proof: the allowed differences of the loss and of each gradient between the plan and one device.
 
-[Note: tolerance] In float64 losses and gradients agree to 1e-10, in float32 to 1e-6 and 1e-5. Where they do not, and
-always below float32, rounding is
-measured instead of assumed: with g the plan's gradient, h that of one device in the next higher precision and l that of
-one device in the
-plan's own precision, |g - h| <= K |l - h| + floor |h|. The plan and one device are two roundings of one number, each as
-far from it as
-the other, so K = 1 would be the typical case; 4 allows for other orders of sums. |l - h| comes from a sketch of both
-(`sketch`).
+[Note: tolerance] In float64, losses and gradients agree to 1e-10; in float32, to 1e-6 and 1e-5. Where they do not, and
+always below float32, rounding is measured instead of assumed. Let g be the plan's gradient, h that of one device in the
+next higher precision, and l that of one device in the plan's own precision. Then |g - h| <= K |l - h| + floor |h| must
+hold. The plan and one device are two roundings of one number, each as far from it as the other. So K = 1 would be
+typical, and K = 4 allows for other orders of sums. A sketch of both gradients estimates |l - h| (`sketch_gradient`).
 """
 
 from __future__ import annotations
@@ -21,25 +18,25 @@ from dataclasses import dataclass, field
 import torch
 
 STRICT_TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-6, 1e-5)}
-"""Largest relative difference of the loss and of a gradient, by the type of computation."""
+"""The largest relative difference of the loss and of a gradient, by the dtype of computation."""
 LOW_PRECISION_FLOORS = {torch.bfloat16: (4e-3, 4e-3), torch.float16: (5e-4, 5e-4)}
-"""The same below float32, in addition to the measured rounding: one rounding of a number to that type."""
+"""The same below float32, in addition to the measured rounding: one rounding of a number to that dtype."""
 ROUNDING_FACTOR = 4.0
 SMALL_GRADIENT_ELEMENTS = 16
-"""Of a gradient of few elements the rounding that is measured may by chance be small: it counts 1 + FEW / elements
+"""A small gradient's measured rounding may by chance be small, so it counts 1 + SMALL_GRADIENT_ELEMENTS / elements
 times."""
 SKETCH_ELEMENTS = 4096
-"""Numbers that stand for a gradient: the norm of a difference is known to 1 / sqrt(SKETCH / 2) = 2 %; to twice that
-where parts of it are alike."""
+"""The elements of a sketch. Its norm estimates that of a difference within 1 / sqrt(SKETCH_ELEMENTS / 2) = 2 %, and
+within twice that if parts of it are identical."""
 
 COMPARE_CHUNK_ELEMENTS = 1 << 18
-"""Elements of a gradient that are compared at a time, a multiple of SKETCH."""
+"""The elements of a gradient that are compared at a time, a multiple of SKETCH_ELEMENTS."""
 
 
 @dataclass
 class GradientGap:
-    """Of one gradient: norms of the difference, of one device's and of the plan's; `noise`: of one device's
-    rounding."""
+    """The comparison of one gradient: the norms of the difference, of one device's and of the plan's gradient. `noise`:
+    the norm of one device's rounding."""
 
     elements: int
     off: float = 0.0
@@ -48,8 +45,8 @@ class GradientGap:
     noise: float = 0.0
 
     def add(self, one: torch.Tensor, planned: torch.Tensor, scale: float) -> None:
-        """Adds some elements of one device's gradient and of the plan's, which is `scale` times as large, compared in
-        float64."""
+        """Adds some elements of one device's gradient and of the plan's, which is `scale` times as large. The
+        comparison is in float64."""
         for mine, theirs in zip(one.split(COMPARE_CHUNK_ELEMENTS), planned.split(COMPARE_CHUNK_ELEMENTS), strict=True):
             mine, theirs = mine.double(), theirs.double().div(scale)
             self.norm, self.planned = (
@@ -63,22 +60,22 @@ class GradientGap:
 
 @dataclass
 class ProofComparison:
-    """One content on both sides, as rank 0 knows it."""
+    """The values of one batch on both sides, as rank 0 has them."""
 
     losses: tuple[float, float]
     labels: tuple[int, int]
     gaps: dict[str, GradientGap] = field(default_factory=dict)
     reached: list[str] = field(default_factory=list)
-    """By one device's loss, nearest to it first."""
+    """The parameters that one device's loss reaches, nearest to it first."""
     planned: set[str] = field(default_factory=set)
     rounded: float = 0.0
-    """Rounding of the loss."""
+    """The rounding of the loss."""
 
 
 @dataclass
 class ProofLimits:
-    """What a comparison allows: relative differences, beside K times the rounding that was measured; `eps`: of the type
-    that both sides share."""
+    """The allowed relative differences, in addition to ROUNDING_FACTOR times the measured rounding. `eps`: of the dtype
+    that both sides use."""
 
     loss: float
     gradient: float
@@ -87,7 +84,7 @@ class ProofLimits:
 
 @dataclass
 class ProofOutcome:
-    """A comparison held against its limits."""
+    """The result of a comparison with its limits."""
 
     loss: float
     loss_limit: float
@@ -100,12 +97,13 @@ class ProofOutcome:
 
     @property
     def good(self) -> bool:
+        """Returns whether the loss and all gradients are within their limits."""
         return self.loss <= self.loss_limit and not self.beyond
 
 
 def judge_comparison(compared: ProofComparison, limits: ProofLimits) -> ProofOutcome:
-    """The largest difference as a part of what is allowed. A gradient below 10 eps of the whole gradient on both sides
-    is rounding alone."""
+    """Compares the differences with what is allowed, and finds the largest ratio. A gradient below 10 eps of the whole
+    gradient on both sides is rounding alone."""
     whole = math.sqrt(sum(gap.norm**2 for gap in compared.gaps.values()))
     small = 10 * limits.eps * whole
     one, plan = compared.losses
@@ -136,17 +134,18 @@ def judge_comparison(compared: ProofComparison, limits: ProofLimits) -> ProofOut
 
 
 def _float64_norm(flat: torch.Tensor) -> float:
-    """Of a vector in float64, eight times as fast as torch's norm on a CPU."""
+    """Returns the norm of a float64 vector, eight times as fast as torch's norm on a CPU."""
     return math.sqrt(float(torch.dot(flat, flat)))
 
 
 def sketch_gradient(name: str, gradient: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """A vector whose norm is about that of `gradient`, and whose differences have about the norms of differences: sums
-    with random signs.
-    Sketches of parts add up to that of the whole; `first`: the number of the first element of a part, a multiple of
-    AT_ONCE.
-    All parts share the signs of their elements; each has its own signs of its sums.
-    Source: Charikar et al., Finding Frequent Items in Data Streams, 2002 (count sketch)."""
+    """Returns a sketch (SKETCH_ELEMENTS,): its norm estimates that of `gradient`, and differences of sketches estimate
+    differences. It consists of sums with random signs.
+
+    Sketches of parts add up to that of the whole. `first`: the index of the first element of a part, a multiple of
+    COMPARE_CHUNK_ELEMENTS. All parts use the same signs for their elements; each has its own signs for its sums.
+    Source: Charikar et al., Finding Frequent Items in Data Streams, 2002 (count sketch).
+    """
     flat = gradient.detach().reshape(-1)
     signs = _chunk_signs(flat.device)
     found = torch.zeros(SKETCH_ELEMENTS, dtype=torch.float64, device=flat.device)
@@ -163,7 +162,7 @@ def sketch_gradient(name: str, gradient: torch.Tensor, first: int = 0) -> torch.
 
 @functools.lru_cache(maxsize=2)
 def _chunk_signs(device: torch.device) -> torch.Tensor:
-    """AT_ONCE numbers that are 1 or -1, in float64: 2 MiB."""
+    """Returns COMPARE_CHUNK_ELEMENTS random signs, 1 or -1, in float64: 2 MiB."""
     return _draw_signs(torch.Generator().manual_seed(0), COMPARE_CHUNK_ELEMENTS).to(device)
 
 

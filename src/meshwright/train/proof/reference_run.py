@@ -1,27 +1,21 @@
-"""float64 throughout: models that cast to float32 inside (norms, softmax, rotary tables) compute in float64 there too.
+"""One device's side of a proof: loss and gradients of the user's model, computed on rank 0 with the weights of one
+block at a time.
 
-For comparisons to 1e-10: what a model rounds to float32 on shares differs in its last bits from what it rounds on the
-whole. Both sides of a
-comparison run so. Blocks are wrapped by themselves, so that a block that is computed again in backward is computed
-alike.
+The skeleton is a copy of the model from before `parallelize`, with parameters that have no storage. For a proof its
+blocks are wrapped. The forward of a block requests its full weights from the ranks (runtime/gather_service.py), runs
+under non-reentrant activation checkpointing, and drops them. Its recompute in backward requests them again. Autograd
+adds up the uses of a shared parameter before it reports its gradient. Each gradient is passed to `compare` and dropped.
 
-One device's side of a proof: loss and gradients of the user's model, computed on rank 0 with the weights of one block
-at a time.
-
-The skeleton is a copy of the model as it was before `parallelize` changed it, without the memory of its parameters. For
-a proof its blocks
-are wrapped: the forward of a block requests its whole weights from the ranks (runtime/gather_service.py), runs under
-non-reentrant activation
-checkpointing, and drops them; its recompute in backward requests them again. Autograd adds up the uses of a shared
-parameter before it reports its gradient.
-Each gradient is given to `compare` and dropped. Large modules outside of the blocks (embeddings, heads) are treated as
-blocks, or stream ranges of their rows
-where they are torch's own and run once (streamed_rows.py); the rest is stored whole.
+Large modules outside of the blocks (embeddings, heads) are treated as blocks. If they are torch's own and run once,
+they stream ranges of their rows (streamed_weights.py). The rest is stored whole.
 
 [Note: absent weights] A weight that is not gathered is NaN. A model or a loss that reads weights of a block outside of
-the block's forward gives NaN
-instead of a wrong number; the run is then repeated with the weights outside of the blocks stored whole, and if that
-does not help, with all weights.
+the block's forward thus returns NaN instead of a wrong number. Then the run is repeated with the weights outside of the
+blocks stored whole, and if that does not help, with all weights.
+
+`use_float64` makes models that cast to float32 inside (norms, softmax, rotary tables) compute in float64 there too. It
+is for comparisons to 1e-10: a rounding to float32 of shards differs in the last bits from one of the whole. Both sides
+of a comparison use it. Blocks are wrapped separately, so that a recompute in backward is identical to the forward.
 """
 
 from __future__ import annotations
@@ -62,7 +56,7 @@ from meshwright.train.proof.streamed_weights import can_stream_rows, stream_rows
 
 
 class Float64Mode(TorchFunctionMode):
-    """What asks for float32 gets float64."""
+    """Replaces float32 by float64 in every torch call."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") == "float":
@@ -74,7 +68,7 @@ class Float64Mode(TorchFunctionMode):
 
 
 def use_float64(model: nn.Module) -> nn.Module:
-    """`model`, changed in place. Its weights must be float64 when it is called."""
+    """Changes `model` in place to compute in float64, and returns it. Its weights must be float64 when it is called."""
     for module in (
         model,
         *(block for path in find_block_lists(model) for block in model.get_submodule(path).children()),
@@ -98,26 +92,26 @@ def _in_float64(forward: Any) -> Any:
 
 
 CompareGradient = Callable[[ElementRange, torch.Tensor], Callable[[int, torch.Tensor], None] | None]
-"""Given elements of a gradient, in order, and one device's values of them, what takes the plan's: the number of an
-element, and the elements from there on.
-None where they are not wanted."""
+"""Takes a range of a gradient and one device's values. Returns the receiver of the plan's values (first element,
+elements from there on), or None where they are not needed."""
 FINGERPRINT_TOLERANCE = 1e-4
-"""Relative difference of fingerprints of weights that are not those of the model."""
+"""The relative difference of fingerprints above which weights are not those of the model."""
 MAX_PENDING_GRADIENT_ELEMENTS = 1 << 20
-"""Elements of gradients that wait before they are compared. A module outside of the blocks with as many parameters is
-treated as a block."""
+"""The elements of gradients that are buffered before they are compared. A module outside of the blocks with as many
+parameters is treated as a block."""
 
 
 class StreamingLevel(IntEnum):
-    """Which weights are there only while their module runs; ROWS: of large linear layers and embeddings, some rows at a
-    time."""
+    """Which weights exist only while their module runs. ROWS: large linear layers and embeddings have only some rows at
+    a time."""
 
     NOTHING, BLOCKS, MODULES, ROWS = range(4)
 
 
 @dataclass
 class ReferenceOptions:
-    """What the run is: the type of its weights; `high`: more precise than the plan's own."""
+    """The options of a run: the dtype of its weights; `high`: more precise than the plan's own; `streamed`: which
+    weights are streamed."""
 
     dtype: torch.dtype
     high: bool = False
@@ -125,14 +119,15 @@ class ReferenceOptions:
 
 
 class ReferenceRun:
-    """A run of the skeleton on rank 0. Use: `forward`, then `backward`."""
+    """A run of the skeleton on rank 0. Call `forward`, then `backward`."""
 
     def __init__(self, skeleton: ModelCopy, engine: Engine, tensors: GatherService, side: ReferenceOptions) -> None:
         self.engine, self.tensors, self.side = engine, tensors, side
         device = engine.mesh.device
         nan = torch.full((), math.nan, dtype=side.dtype, device=device)
         self.absent = nan
-        # each has a number of its own: torch counts the writes to all that is expanded from one as writes to each
+        # Each parameter expands its own NaN: torch counts a write to one expanded tensor as a write to all that expand
+        # the same one.
         copied = skeleton.with_parameters(lambda parameter: nan.clone().expand(parameter.shape))
         self.model, self.loss = copied.model, copied.loss
         self.parameters = dict(self.model.named_parameters())
@@ -151,10 +146,10 @@ class ReferenceRun:
         self._waiting: dict[str, torch.Tensor] = {}
         self.compare: CompareGradient | None = None
         self.expected: dict[str, torch.Tensor] = {}
-        """Fingerprints of weights that nothing has changed since the model was given."""
+        """Fingerprints of weights that have not changed since the model was given."""
         self.apart = ParamAccessGuard(engine.model)
         self.misplaced: list[str] = []
-        """Weights that have others."""
+        """Weights whose fingerprints differ."""
         self._projections: dict[str, ChunkedProjection] = {}
         self.entered: set[str] = set()
         for path in self.blocks:
@@ -164,7 +159,7 @@ class ReferenceRun:
                 parameter.register_post_accumulate_grad_hook(self._taker(name))
 
     def _prepare(self, device: torch.device) -> None:
-        """Buffers as they are now, no caches, and what the plan's semantics add to the model."""
+        """Copies the current buffers, turns caches off, and applies what the plan's semantics add to the model."""
         engine, model, kind = self.engine, self.model, self.side.dtype
         for module in model.modules():
             config: Any = getattr(module, "config", None)
@@ -188,8 +183,7 @@ class ReferenceRun:
         if not self.side.high:
             apply_float8(model, engine.anatomy, engine.recipe)
 
-    # --- weights
-    # --------------------------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     def _wrap(self, path: str) -> None:
         block = self.model.get_submodule(path)
@@ -211,8 +205,7 @@ class ReferenceRun:
         block.forward = forward  # type: ignore[method-assign]
 
     def _open(self, path: str) -> None:
-        """The weights of one block, and of no other: tensors that backward still needs stay alive with those who need
-        them."""
+        """Loads the weights of one block only. Tensors that backward still needs stay alive by reference."""
         self._close()
         self.entered.add(path)
         self._fill(self.blocks[path])
@@ -237,11 +230,11 @@ class ReferenceRun:
         off = (projected - expected).norm() / expected.norm().clamp_min(1e-300)
         self.misplaced += [name] if not float(off) <= FINGERPRINT_TOLERANCE else []
 
-    # --- rows of large weights
-    # ------------------------------------------------------------------------------------------------
+    # --- rows of large weights --------------------------------------------------------------------
 
     def weight_rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Rows of a weight that streams rows, in order; the last ones of the first pass complete its fingerprint."""
+        """Returns rows of a weight that streams rows, in order. The last rows of the first pass complete its
+        fingerprint."""
         rows, columns = self.parameters[name].shape
         with without_torch_modes():
             found = self.tensors.weight_range(ElementRange(name, first * columns, last * columns), self.side.dtype)
@@ -253,6 +246,7 @@ class ReferenceRun:
         return found.view(-1, columns)
 
     def pass_gradient(self, name: str, first: int, gradient: torch.Tensor) -> None:
+        """Compares a range of rows of a weight's gradient, from row `first` on, with the plan's."""
         assert self.compare is not None
         columns = self.parameters[name].shape[1]
         self.reached += [name] if not first else []
@@ -261,12 +255,11 @@ class ReferenceRun:
             if take := self.compare(where, gradient):
                 self.tensors.gradient_range(where, lambda _, start, planned: take(start, planned))
 
-    # --- passes
-    # ---------------------------------------------------------------------------------------------------------------
+    # --- passes -----------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, scale: float) -> tuple[float, int]:
-        """Mean loss over the valid labels of `batch`, and their number. `scale`: of the loss that `backward` starts
-        from."""
+        """Returns the mean loss over the valid labels of `batch`, and their number. `scale`: the scale of the loss that
+        `backward` starts from."""
         streamed = {name for names in self.blocks.values() for name in names} | {each.name for each in self.rows}
         self._fill([name for name in self.parameters if name not in streamed])
         batch = {name: self._moved(value) for name, value in batch.items()}
@@ -291,7 +284,7 @@ class ReferenceRun:
             )
         size, rows = self.engine.mesh.plan.micro_batch, num_rows(batch)
         total = torch.zeros((), device=self.engine.mesh.device)
-        for at in range(0, rows, size):  # a balance loss is that of a micro-batch
+        for at in range(0, rows, size):  # a load-balancing loss is per micro-batch
             part = {
                 name: value[at : at + size] if isinstance(value, torch.Tensor) and value.ndim else value
                 for name, value in batch.items()
@@ -305,7 +298,7 @@ class ReferenceRun:
         return total
 
     def _sum(self, objective: LossHead, batch: Batch, output: Any) -> torch.Tensor:
-        """Of the losses of valid labels, with torch's own loss; or the user's mean over rows."""
+        """Returns the sum of torch's own loss over the valid labels, or the user's mean over rows."""
         if self.loss is not None:
             return self.loss(output, batch)
         logits = extract_logits(output)
@@ -318,7 +311,7 @@ class ReferenceRun:
         return total
 
     def backward(self, compare: CompareGradient) -> None:
-        """Every gradient goes to `compare` with the plan's, nearest to the loss first."""
+        """Passes every gradient to `compare`, nearest to the loss first."""
         self.compare = compare
         with self.apart:
             self._total.backward()
@@ -326,8 +319,8 @@ class ReferenceRun:
         self.close()
 
     def close(self) -> None:
-        """Drop the weights and what backward would have needed: the model refers to this object, which nobody would
-        free soon."""
+        """Drops the weights and saved activations: the model refers to this object, so reference cycles would retain
+        them."""
         self._close()
         self._total = self.absent
         for parameter in self.parameters.values():
@@ -354,9 +347,8 @@ class ReferenceRun:
 
     @property
     def is_absent(self) -> bool:
-        """Whether a block did not run by its own forward, so that weights may have been read that were not there; or
-        whether a gradient has more parts than the
-        one pass that a module which streams rows may have."""
+        """Returns whether absent weights may have been read, since a block did not run by its own forward. It is also
+        true if a module that streams rows ran more than once."""
         return self.entered != set(self.blocks) or any(each.calls != 1 for each in self.rows)
 
     def _moved(self, value: Any) -> Any:
@@ -366,8 +358,8 @@ class ReferenceRun:
 
 
 def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum of the losses of valid labels; in float32 at least, row by row, so that the copy and the softmax are
-    those of one row."""
+    """Returns the sum of the losses of valid labels, in float32 at least. It goes row by row, so that the temporaries
+    are those of one row."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum"
@@ -375,10 +367,9 @@ def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, tuple[str, ...]]:
-    """Parameters of each block of the lists of like modules, and of each large module without children. Those that are
-    used outside of these too are of
-    none; a block with hooks or weights that are computed from others has to be whole when it is entered, and is
-    none."""
+    """Returns the parameters of each block of the block lists, and of each large module without children. Parameters
+    that are also used outside of these are excluded. A block with hooks or parametrizations is excluded, since its
+    weights must be complete when it is entered."""
     if not streamed:
         return {}
     paths = [
@@ -414,7 +405,7 @@ def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, t
 
 
 def _range_streamed_weights(model: nn.Module, blocks: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """The weight of each large module that streams rows: one that no other module has."""
+    """Returns the weight of each large module that streams rows: one that no other module has."""
     owners = Counter(
         id(parameter)
         for module in model.modules()

@@ -1,9 +1,9 @@
-"""Large embeddings and heads on one device's side of a proof: a range of rows at a time instead of the whole weight.
+"""Streamed weights of large embeddings and heads on one device's side of a proof: a range of rows at a time, not the
+whole weight.
 
-Forward requests the weight range by range; backward requests it again where the input needs a gradient, and passes each
-range of the weight's gradient on
-as soon as it is computed. Rank 0 holds one range of the weight and one of its gradient, whatever the size of the
-vocabulary.
+Forward requests the weight range by range. Backward requests it again where the input needs a gradient, and passes on
+each range of the weight's gradient as soon as it is computed. Rank 0 stores one range of the weight and one of its
+gradient, whatever the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,44 +20,45 @@ from torch.nn import functional as F
 from meshwright.train.proof.proof_tolerance import COMPARE_CHUNK_ELEMENTS
 
 RANGE_ELEMENTS = 1 << 23
-"""Elements of a weight that are requested at once."""
+"""The elements of a weight that one request fetches."""
 
 
 class RangeExchange(Protocol):
-    """Where ranges of rows come from and where those of the gradient go."""
+    """The source of weight rows and the receiver of gradient rows."""
 
     def weight_rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Rows `first` to `last` (exclusive) of the weight, in the type of the run."""
+        """Returns rows `first` to `last` (exclusive) of the weight, in the dtype of the run."""
 
     def pass_gradient(self, name: str, first: int, gradient: torch.Tensor) -> None:
-        """The gradient's rows from `first` on, in the order of the rows."""
+        """Receives the gradient's rows from `first` on, in the order of the rows."""
 
 
 class StreamedWeight:
-    """The weight (rows, columns) of one module. `calls`: forward passes of the module; its gradient is complete after
-    one backward where this is 1."""
+    """The weight (rows, columns) of one module. `calls`: forward passes of the module. Its gradient is complete after
+    one backward if this is 1."""
 
     def __init__(self, name: str, weight: torch.Tensor, exchange: RangeExchange) -> None:
         self.name, self.exchange, self.trains = name, exchange, weight.requires_grad
         self.rows, self.columns = weight.shape
         self.anchor = torch.zeros((), dtype=weight.dtype, device=weight.device, requires_grad=self.trains)
-        """What makes the output of an embedding part of the graph: its indices have no gradient."""
+        """Connects the output of an embedding to the graph: its indices have no gradient."""
         self.calls = 0
 
     def ranges(self) -> Iterator[tuple[int, int]]:
+        """Returns the ranges of rows [first, last)."""
         step = rows_per_range(self.columns)
         return ((first, min(first + step, self.rows)) for first in range(0, self.rows, step))
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x (..., columns) times the transposed weight, plus `bias` (rows,)."""
-        # Under autocast a part has another type than the whole output: two calls, so that the weight is requested
-        # whole.
+        """Returns x (..., columns) times the transposed weight, plus `bias` (rows,)."""
+        # Under autocast a part has another dtype than the whole output. Counting two calls makes the run store the
+        # weight whole.
         self.calls += 2 if torch.is_autocast_enabled(x.device.type) else 1
         output: torch.Tensor = _StreamedLinear.apply(x, bias, self.anchor, self)
         return output
 
     def embedding(self, indices: torch.Tensor, padding: int | None) -> torch.Tensor:
-        """Rows of the weight, (..., columns). Row `padding` gets no gradient."""
+        """Returns rows of the weight, (..., columns). Row `padding` has no gradient."""
         self.calls += 1
         output: torch.Tensor = _StreamedEmbedding.apply(indices, self.anchor, self, padding)
         return output
@@ -125,8 +126,8 @@ class _StreamedEmbedding(torch.autograd.Function):
 
 
 def rows_per_range(columns: int) -> int:
-    """Rows of a range, so that ranges begin at multiples of AT_ONCE elements, where sketches and projections of parts
-    add up.
+    """Returns the rows of a range. Ranges begin at multiples of COMPARE_CHUNK_ELEMENTS elements, where sketches and
+    projections of parts add up.
 
     >>> rows_per_range(2048)
     4096
@@ -136,7 +137,7 @@ def rows_per_range(columns: int) -> int:
 
 
 def can_stream_rows(module: nn.Module) -> bool:
-    """Whether a module computes no more than torch's linear layer or embedding, in several ranges of rows."""
+    """Returns whether a module computes exactly torch's linear layer or embedding, and has several ranges of rows."""
     if type(module) not in (nn.Linear, nn.Embedding) or "forward" in vars(module):
         return False
     weight = module.weight
@@ -151,7 +152,7 @@ def can_stream_rows(module: nn.Module) -> bool:
 
 
 def stream_rows(module: nn.Module, name: str, exchange: RangeExchange) -> StreamedWeight:
-    """Replace the forward of `module` by one that requests its weight, the parameter `name`, in ranges of rows."""
+    """Replaces the forward of `module` by one that requests its weight, the parameter `name`, in ranges of rows."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     streamed = StreamedWeight(name, weight, exchange)
