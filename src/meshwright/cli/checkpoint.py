@@ -86,7 +86,8 @@ def verify(path: CheckpointPath, /, *, json: AsJson = False) -> int:
     else:
         for one, problems in found.items():
             print_output(
-                f"{one}: {'valid' if not problems else f'{len(problems)} problems' if len(problems) > 1 else '1 problem'}"
+                f"{one}: "
+                f"{'valid' if not problems else f'{len(problems)} problems' if len(problems) > 1 else '1 problem'}"
             )
             for problem in problems:
                 print_output(f"  {problem}")
@@ -185,7 +186,8 @@ def checkpoints_at(path: Path) -> list[Path]:
     found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not found:
         raise InputError(
-            f"{str(path)!r} {'holds no checkpoint' if path.is_dir() else 'is no folder'}; name a run folder, such as runs/NAME, or a checkpoint"
+            f"{str(path)!r} {'holds no checkpoint' if path.is_dir() else 'is no folder'}; name a run folder, such as "
+            "runs/NAME, or a checkpoint"
         )
     return found
 

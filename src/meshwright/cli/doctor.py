@@ -32,8 +32,9 @@ REPORTED_PACKAGES = (
 )
 REQUIRED_PACKAGES = ("torch", "numpy", "pydantic", "cyclopts", "safetensors", "xxhash", "psutil")
 REPORTED_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD", "PYTORCH_ALLOC_CONF",
+    "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE",
+    "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "LD_PRELOAD", "PYTORCH_ALLOC_CONF",
 )  # fmt: skip
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 MATMUL_SIZE = 768
@@ -197,12 +198,14 @@ def torch_remedies(facts: dict[str, Any]) -> Iterator[Remedy]:
     number = tuple(int(part) for part in facts["packages"]["torch"].split("+")[0].split(".")[:2])
     if number < OLDEST_TORCH:
         yield Remedy(
-            f"torch {facts['packages']['torch']} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}: pip install -U torch",
+            f"torch {facts['packages']['torch']} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}: pip install -U "
+            "torch",
             must=True,
         )
     elif number > NEWEST_TORCH:
         yield Remedy(
-            f"torch {facts['packages']['torch']} is newer than {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}, the newest that was tested"
+            f"torch {facts['packages']['torch']} is newer than {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}, the newest that "
+            "was tested"
         )
     if not found["backends"]:
         yield Remedy("torch has no distributed backend (gloo, nccl): install a torch built with them", must=True)

@@ -36,19 +36,22 @@ class NodeOptions:
     interface: Annotated[
         str,
         Parameter(
-            help="network device between the nodes, such as eth0; else each takes that of its route to the one that leads"
+            help="network device between the nodes, such as eth0; else each takes that of its route to the one that "
+            "leads"
         ),
     ] = ""
     memory: Annotated[
         str,
         Parameter(
-            help="host memory of each node, such as 512GiB; else slurm: all of it, kubernetes: four fifths of what the cluster says"
+            help="host memory of each node, such as 512GiB; else slurm: all of it, kubernetes: four fifths of what the "
+            "cluster says"
         ),
     ] = ""
     select: Annotated[
         str,
         Parameter(
-            help="slurm: the type of GPU (h100), kubernetes: a label of the nodes (KEY=VALUE); of unlike nodes one for each kind, joined by +"
+            help="slurm: the type of GPU (h100), kubernetes: a label of the nodes (KEY=VALUE); of unlike nodes one for "
+            "each kind, joined by +"
         ),
     ] = ""
 
@@ -70,7 +73,8 @@ class KubernetesOptions:
     rdma: Annotated[
         str,
         Parameter(
-            help="kubernetes: resource of the RDMA devices and how many a pod gets, such as rdma/hca=1; else pods have TCP alone"
+            help="kubernetes: resource of the RDMA devices and how many a pod gets, such as rdma/hca=1; else pods have "
+            "TCP alone"
         ),
     ] = ""
     tolerate: Annotated[
@@ -78,7 +82,8 @@ class KubernetesOptions:
         Parameter(
             negative="",
             show_default=False,
-            help="kubernetes: a taint, KEY[=VALUE][:EFFECT], any number of times; that of the devices is tolerated anyway",
+            help="kubernetes: a taint, KEY[=VALUE][:EFFECT], any number of times; that of the devices is tolerated "
+            "anyway",
         ),
     ] = ()
 
@@ -158,7 +163,8 @@ def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Calla
         return lambda start, where, said: slurm.batch_script(start, where, asked)
     if not (pods.image and pods.claim):
         raise InputError(
-            "launch --on kubernetes needs --image (a container image with meshwright) and --claim (a volume that all nodes share)"
+            "launch --on kubernetes needs --image (a container image with meshwright) and --claim (a volume that all "
+            "nodes share)"
         )
     made = kubernetes.PodTemplate(pods.image, pods.claim, pods.mount, pods.resource, pods.rdma, pods.tolerate)
 

@@ -211,7 +211,8 @@ def _scale_to_world(question: Job, world: int) -> Job:
         group = cluster.groups[0]
         return question.but(cluster=cluster.but(groups=(group.but(nodes=nodes),)))
     raise InputError(
-        f"{world} of the {cluster.devices} ranks of cluster {cluster.name!r} were started; start as many as it has devices"
+        f"{world} of the {cluster.devices} ranks of cluster {cluster.name!r} were started; start as many as it has "
+        "devices"
     )
 
 
@@ -286,7 +287,8 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
     less = {what: int(share * free / need) for what, share in whole.items()}
     fits = ".".join(f"off-{what}{share}" for what, share in less.items()) + " would fit, " if all(less.values()) else ""
     return (
-        f"offload folder {str(folder)!r} has {show_bytes(free)}, {plan.name} needs up to {show_bytes(need)} in it: {fits}"
+        f"offload folder {str(folder)!r} has {show_bytes(free)}, {plan.name} needs up to {show_bytes(need)} in it: "
+        f"{fits}"
         f"or make room, or give another folder (--offload-to)"
     )
 
@@ -303,12 +305,14 @@ def cluster_mismatches(question: Job) -> list[str]:
     )
     if nodes > 1:
         found.append(
-            f"cluster {cluster.name!r} has {nodes} nodes, and all of its ranks start on this one: `meshwright launch` writes what starts them on each"
+            f"cluster {cluster.name!r} has {nodes} nodes, and all of its ranks start on this one: `meshwright launch` "
+            "writes what starts them on each"
         )
     if all(name.lower().startswith("cpu") for name in devices) == bool(cuda_device_names()):
         here = "CUDA devices" if cuda_device_names() else "cores"
         found.append(
-            f"cluster {cluster.name!r} has {' and '.join(devices)}, this machine has {here}: what is predicted is not what its ranks will take"
+            f"cluster {cluster.name!r} has {' and '.join(devices)}, this machine has {here}: what is predicted is not "
+            "what its ranks will take"
         )
     return found
 
@@ -337,7 +341,8 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
         except InputError as error:
             why = str(error).removeprefix(f"{path}: ")
             raise InputError(
-                f"run {str(folder)!r} was begun by another version, or its launch.json is damaged ({why}): go on with that version, or choose another --run"
+                f"run {str(folder)!r} was begun by another version, or its launch.json is damaged ({why}): go on with "
+                "that version, or choose another --run"
             ) from None
         if other:
             raise InputError(
@@ -345,7 +350,8 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
             )
     elif (folder / "checkpoints").is_dir() or (folder / "records.jsonl").is_file():
         raise InputError(
-            f"run {str(folder)!r} has records or checkpoints but no launch.json: not a run of `meshwright train`; choose another --run"
+            f"run {str(folder)!r} has records or checkpoints but no launch.json: not a run of `meshwright train`; "
+            "choose another --run"
         )
     nouns = {"job": choice.question, "plan": choice.plan, "estimate": choice.estimate, "launch": launch}
     for name, noun in nouns.items():

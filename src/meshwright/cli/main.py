@@ -86,7 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         found = translate_system_error(error, tokens)
-        fault = f"{type(error).__name__}: {' '.join(str(error).split())}; this is a fault of meshwright, --debug shows where"
+        fault = (
+            f"{type(error).__name__}: {' '.join(str(error).split())}; this is a fault of meshwright, --debug shows "
+            "where"
+        )
         line = _localized_error(str(found), tokens[:ours]) if isinstance(found, MeshwrightError) else fault
         print(escape_terminal_controls(f"meshwright: {line}"), file=sys.stderr)
         return found.exit_code if isinstance(found, MeshwrightError) else 1

@@ -173,7 +173,8 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
         fewer = me.world < len(devices) and file.run.min_ranks
         if asked and len(devices) != me.world and not fewer:
             raise InputError(
-                f"{NODE_VARIABLE}: {me.world} nodes were started and cluster {cluster.name!r} has {len(devices)}: start one process on each, or let "
+                f"{NODE_VARIABLE}: {me.world} nodes were started and cluster {cluster.name!r} has {len(devices)}: "
+                "start one process on each, or let "
                 "the run go on with fewer: --set run.min_ranks=RANKS"
             )
         asked = asked or (len(devices) == me.world != cluster.devices)
@@ -213,7 +214,8 @@ def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run:
         fleet = ClusterAgent(work.logs, work.warm, host, place.port, token, place.devices[place.number], place.warm)
     except OSError as error:
         raise InputError(
-            f"the node that leads cannot listen at {place.host}:{place.port} ({error.strerror}): set MASTER_ADDR and MASTER_PORT"
+            f"the node that leads cannot listen at {place.host}:{place.port} ({error.strerror}): set MASTER_ADDR and "
+            "MASTER_PORT"
         ) from None
     code, line = 1, "the node that leads failed"
     try:
@@ -243,7 +245,8 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
     is_later, patience = heir, run.rejoin_timeout if heir else JOIN_SECONDS
     if heir:
         note(
-            f"node {place.number} of {place.started} at {fleet.host}:{place.port}, leads in the place of node {place.after}, waiting for the others"
+            f"node {place.number} of {place.started} at {fleet.host}:{place.port}, leads in the place of node "
+            f"{place.after}, waiting for the others"
         )
     else:
         note(f"node {place.number} of {place.started} at {fleet.host}:{place.port}, waiting for the others")
@@ -261,7 +264,8 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
             if (run.min_ranks or is_later) and len(fleet.slots) >= run.min_ranks:
                 return
             raise MeshwrightError(
-                f"{1 + len(fleet.nodes)} of {place.started} nodes came to {fleet.host}:{place.port} within {patience:.0f} s; "
+                f"{1 + len(fleet.nodes)} of {place.started} nodes came to {fleet.host}:{place.port} within "
+                f"{patience:.0f} s; "
                 "start the same command on each, or let the run go on with fewer: --set run.min_ranks=RANKS"
             )
 
@@ -308,12 +312,14 @@ def serve_leader(
         lost = read_leader(folder) if code and not line and not node.leaving and file.run.retries else None
         if lost is None and code and not line:
             raise Interrupted(
-                f"the node that led, {at[0]}:{at[1]}, is gone: ranks of this node have ended; the same command joins again"
+                f"the node that led, {at[0]}:{at[1]}, is gone: ranks of this node have ended; the same command joins "
+                "again"
             )
         if lost is None:
             return code
         note(
-            f"the node that led, {at[0]}:{at[1]}, is gone: ranks of this node have ended; it waits for one that leads, or leads itself"
+            f"the node that led, {at[0]}:{at[1]}, is gone: ranks of this node have ended; it waits for one that leads, "
+            "or leads itself"
         )
 
 
@@ -354,7 +360,8 @@ def _join_leader(
             except AuthenticationError as error:
                 if error.wrong_token and given and lost is None:
                     raise InputError(
-                        f"node {place.number}: {error}: give all nodes of a run the same MESHWRIGHT_TOKEN, and each run a port of its own"
+                        f"node {place.number}: {error}: give all nodes of a run the same MESHWRIGHT_TOKEN, and each "
+                        "run a port of its own"
                     ) from None
                 why = str(error)
             except (OSError, ValueError) as error:
@@ -362,7 +369,8 @@ def _join_leader(
         if now > said + STATUS_SECONDS:
             said = now
             note(
-                f"node {place.number} has found no node that leads for {show_seconds(now - began)}: {why or 'none answers'}"
+                f"node {place.number} has found no node that leads for {show_seconds(now - began)}: "
+                f"{why or 'none answers'}"
             )
         time.sleep(RETRY_SECONDS)
     failure = MeshwrightError if lost is None else Interrupted  # a run that has begun resumes with the same command

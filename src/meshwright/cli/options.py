@@ -116,7 +116,8 @@ def check_output_path(option: str, path: Path | None) -> None:
 
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise InputError(
-            f"{option} {path}: {'is a folder' if path.is_dir() else f'folder {path.parent} does not exist'}; name a file in one"
+            f"{option} {path}: {'is a folder' if path.is_dir() else f'folder {path.parent} does not exist'}; name a "
+            "file in one"
         )
 
 

@@ -36,7 +36,8 @@ class RankingOptions:
     objective: Annotated[
         Literal["fastest", "fewest", "cheapest", "headroom"],
         Parameter(
-            help="the least time, the fewest devices, the least money (the cluster file has prices), or the least memory"
+            help="the least time, the fewest devices, the least money (the cluster file has prices), or the least "
+            "memory"
         ),
     ] = "fastest"
     runnable: Annotated[
@@ -67,7 +68,8 @@ class OutputOptions:
     page: Annotated[
         Path | None,
         Parameter(
-            help="write an HTML page to this file: the plans here and for more or fewer devices, batch, sequence, memory"
+            help="write an HTML page to this file: the plans here and for more or fewer devices, batch, sequence, "
+            "memory"
         ),
     ] = None
     lang: Language = None
@@ -146,7 +148,8 @@ def _check_options(shared: JobOptions, wanted: RankingOptions, shown: OutputOpti
     check_output_path("--page", shown.page)
     if shown.page is not None and wanted.objective in ("fewest", "cheapest"):
         raise InputError(
-            f"--page ranks plans on all devices, --objective {wanted.objective} on fewer; leave one out: the page has a slider"
+            f"--page ranks plans on all devices, --objective {wanted.objective} on fewer; leave one out: the page has "
+            "a slider"
         )
 
 

@@ -64,8 +64,8 @@ def probe(
     known = read_cluster(cluster, measured=False)
     if me is None and sum(group.nodes for group in known.groups) > 1:
         raise InputError(
-            f"cluster {cluster!r} has several nodes: start this command on each of them, with torchrun, Slurm or `meshwright emulate`"
-        )
+            f"cluster {cluster!r} has several nodes: start this command on each of them, with torchrun, "
+            "Slurm or `meshwright emulate`")  # fmt: skip
     if me is None:
         _check_ranks(known)
     if me is not None and known.name.startswith("local"):  # ranks of another launcher without a cluster description
@@ -104,7 +104,8 @@ def _check_ranks(known: Cluster) -> None:
     most = max(MIN_CPU_RANKS, MAX_RANKS_PER_CORE * available_cpus())
     if not cuda_device_names() and known.devices > most:
         raise InputError(
-            f"probe of {known.devices} ranks: this machine has {available_cpus()} cores, and beyond {MAX_RANKS_PER_CORE} ranks a core what is measured is waiting for "
+            f"probe of {known.devices} ranks: this machine has {available_cpus()} cores, and beyond "
+            f"{MAX_RANKS_PER_CORE} ranks a core what is measured is waiting for "
             f"each other; use --cluster local:{most}, or start the ranks on more machines"
         )
 
@@ -151,7 +152,8 @@ def _probe_as_rank(rank: int, world: int, language: str) -> ClusterProfile | Non
                 found = measure_cluster()
         except (RuntimeError, TimeoutError) as error:
             raise MeshwrightError(
-                f"rank {rank} lost another rank while all measured ({str(error).strip().splitlines()[0][:160]}): nothing is saved; see which rank ended, "
+                f"rank {rank} lost another rank while all measured ({str(error).strip().splitlines()[0][:160]}): "
+                "nothing is saved; see which rank ended, "
                 "and start the probe again on the devices that are left"
             ) from error
     return found if rank == 0 else None
@@ -171,10 +173,13 @@ def measurement_text(result: CalibratedCluster, found: ClusterProfile) -> Iterat
     for group in cluster.groups:
         device = group.device
         rates = ", ".join(f"{name} {show_rate(rate, 'FLOP/s')}" for name, rate in device.peak.items())
-        yield f"  {group.nodes} x {group.devices} {device.name}   {rates}; memory {show_bytes(device.memory)} at {show_rate(device.bandwidth)}"
-        yield f"      attention {device.attention:.0%} of its products; storage {show_rate(group.storage_bandwidth)}".replace(
-            "%", " %"
+        yield (
+            f"  {group.nodes} x {group.devices} {device.name}   {rates}; memory {show_bytes(device.memory)} at "
+            f"{show_rate(device.bandwidth)}"
         )
+        yield (
+            f"      attention {device.attention:.0%} of its products; storage {show_rate(group.storage_bandwidth)}"
+        ).replace("%", " %")
         yield f"      processors of a node update {show_count(group.host_update)} parameters/s"
         yield f"      link inside {_link_line(group.link)}" + (
             f", between {group.link.span} devices each" if group.link.span else ""

@@ -27,7 +27,8 @@ def report(
     page: Annotated[
         Path | None,
         Parameter(
-            help="write an HTML page of one run to this file: plan, losses, predicted beside measured, memory, what broke"
+            help="write an HTML page of one run to this file: plan, losses, predicted beside measured, memory, what "
+            "broke"
         ),
     ] = None,
     json: AsJson = False,

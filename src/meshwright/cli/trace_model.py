@@ -41,7 +41,8 @@ def trace_job_model(file: JobFile) -> JobFile:
     if file.model.sizes:
         first = next(iter(file.model.sizes))
         raise InputError(
-            f"$.model.sizes: {first!r} cannot be changed in {name!r}, which has no sizes but what it builds; change it there"
+            f"$.model.sizes: {first!r} cannot be changed in {name!r}, which has no sizes but what it builds; change it "
+            "there"
         )
     sequence, precision = file.workload.sequence, resolve_precision(file)
     folder = Path(name).expanduser().resolve()

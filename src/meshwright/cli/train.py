@@ -40,7 +40,8 @@ class RunOptions:
         str | None,
         Parameter(
             name=("--run", "--folder"),
-            help="run folder, or its name under runs/; the same folder goes on where it stopped (torchrun takes --run for its own: use --folder)",
+            help="run folder, or its name under runs/; the same folder goes on where it stopped (torchrun takes --run "
+            "for its own: use --folder)",
         ),
     ] = None
     steps: Annotated[
@@ -50,13 +51,15 @@ class RunOptions:
     offload_to: Annotated[
         Path | None,
         Parameter(
-            help="folder on a local disk for what the plan keeps in files (off-optimizer-disk, off-activations-disk); else the run's own"
+            help="folder on a local disk for what the plan keeps in files (off-optimizer-disk, off-activations-disk); "
+            "else the run's own"
         ),
     ] = None
     prove: Annotated[
         bool | None,
         Parameter(
-            help="prove the plan on the run's own ranks and weights: loss and every gradient are compared with one device; without either flag, where that is cheap"
+            help="prove the plan on the run's own ranks and weights: loss and every gradient are compared with one "
+            "device; without either flag, where that is cheap"
         ),
     ] = None
     trials: Annotated[
@@ -353,7 +356,8 @@ def _run_external_rank(
         if me.rank:
             raise SystemExit(code)
         raise Interrupted(
-            f"stopped by {channel.stop or 'another rank'}: everything is saved; the same command goes on where this one stopped"
+            f"stopped by {channel.stop or 'another rank'}: everything is saved; the same command goes on where this "
+            "one stopped"
         )
     return folder
 

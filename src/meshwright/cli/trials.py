@@ -47,7 +47,8 @@ def run_trials(
         return found if me.rank == 0 else None
     if sum(group.nodes for group in question.cluster.groups) > 1 or question.cluster.devices != launch.plan.world:
         raise InputError(
-            f"--trials runs plans here, and cluster {question.cluster.name!r} has several nodes: start this command on each rank, with torchrun, "
+            f"--trials runs plans here, and cluster {question.cluster.name!r} has several nodes: start this command on "
+            "each rank, with torchrun, "
             "Slurm or `meshwright emulate`"
         )
     return _run_supervised_trials(question, launch, most, note)
@@ -138,9 +139,10 @@ def trial_line(trial: Trial) -> str:
     if trial.measured is None:
         return f"trial  {trial.plan.name}: not run: {trial.why}"
     off = trial.predicted / trial.measured - 1.0
-    return f"trial  {trial.plan.name}: {show_seconds(trial.measured)} a step, {show_seconds(trial.predicted)} predicted ({off:+.0%})".replace(
-        "%", " %"
-    )
+    return (
+        f"trial  {trial.plan.name}: {show_seconds(trial.measured)} a step, {show_seconds(trial.predicted)} predicted "
+        f"({off:+.0%})"
+    ).replace("%", " %")
 
 
 def job_from_trials(

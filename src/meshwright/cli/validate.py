@@ -93,7 +93,8 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
     parts.append(f"time: {format_percent(found.median_of_medians)} is the median over families of the median error")
     if found.worst_regret is not None:
         parts.append(
-            f"regret: {format_percent(found.median_regret)} in the median group of plans, {format_percent(found.worst_regret)} in the worst"
+            f"regret: {format_percent(found.median_regret)} in the median group of plans, "
+            f"{format_percent(found.worst_regret)} in the worst"
         )
     if found.out_of_memory:
         parts.append(f"memory: {found.false_fits} of {found.out_of_memory} plans that ran out of memory are let run")

@@ -99,11 +99,13 @@ def _lossy_notes(workload: Workload) -> tuple[str, ...]:
     if workload.compression is not None:
         kind = workload.compression.kind
         found.append(
-            f"workload.compression {kind} changes gradients between hosts, {COMPRESSION_ERROR_TEXTS[kind]}, sent later: verified is the plan without it"
+            f"workload.compression {kind} changes gradients between hosts, {COMPRESSION_ERROR_TEXTS[kind]}, sent "
+            "later: verified is the plan without it"
         )
     if workload.local is not None:
         found.append(
-            f"workload.local: replicas that meet every {workload.local.steps} steps are no one device: verified is the plan without it"
+            f"workload.local: replicas that meet every {workload.local.steps} steps are no one device: verified is the "
+            "plan without it"
         )
     return tuple(found)
 

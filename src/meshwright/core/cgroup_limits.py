@@ -93,6 +93,7 @@ def raise_open_file_limit(ranks: int) -> None:
         soft = allowed
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise InputError(
-            f"a process may open {soft:,} files here, and {ranks} ranks need {needed:,}: raise the limit (`ulimit -n {needed}`, or LimitNOFILE "
+            f"a process may open {soft:,} files here, and {ranks} ranks need {needed:,}: raise the limit (`ulimit -n "
+            f"{needed}`, or LimitNOFILE "
             "and limits.conf where it is set), then start again"
         )

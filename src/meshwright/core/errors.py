@@ -119,7 +119,8 @@ def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseEx
         return MeshwrightError(describe_disk_error(error, path))
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return MeshwrightError(
-            f"no more files can be opened ({error.strerror}): raise the limit (`ulimit -n`), then the same command goes on"
+            f"no more files can be opened ({error.strerror}): raise the limit (`ulimit -n`), then the same command "
+            "goes on"
         )
     named = any(
         path.startswith(word.rpartition("=")[2].rstrip("/") or "/") for word in words if "/" in word or word == path

@@ -337,7 +337,8 @@ def _check_offload(plan: Plan) -> None:
     offloaded = [what for what in plan.offload if what in PARAMETER_OFFLOADS]
     if offloaded and plan.zero < 3:
         raise ValueError(
-            f"off-{offloaded[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank "
+            f"off-{offloaded[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one "
+            "rank "
             "too: dp1.z3)"
         )
     if Offload.gradients in plan.offload and (plan.zero < 2 or not offloads_states(plan.offload)):

@@ -83,7 +83,8 @@ class RecordedProof(ProofResult):
 
     sizes: dict[str, tuple[tuple[int, int], ...]] = Field(
         default={},
-        description="smallest and largest sizes of batches that proofs of this run have had, by their keys and dimensions",
+        description="smallest and largest sizes of batches that proofs of this run have had, by their keys and "
+        "dimensions",
     )
 
 
