@@ -104,9 +104,8 @@ def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseEx
     InputError("'/proc/out/plan.json': No such file or directory; name another path")
     >>> translate_system_error(OSError(28, "No space left on device"), [])
     MeshwrightError('the disk is full (No space left on device): make room, then the same command goes on')
-    >>> translate_system_error(OSError(24, "Too many open files"), [])
-    MeshwrightError('no more files can be opened (Too many open files): raise the limit (`ulimit -n`), then the same
-    command goes on')
+    >>> translate_system_error(OSError(24, "Too many open files"), [])  # doctest: +ELLIPSIS
+    MeshwrightError('no more files can be opened (Too many open files): raise the limit (`ulimit -n`), ...')
     """
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted; the same command goes on")

@@ -80,7 +80,7 @@ def goodput_text(found: Goodput, language: str = "en") -> str:
     """One line: the share, then every term that is there.
 
     >>> goodput_text(Goodput(share=0.9, useful=90, saves=4, recovery=6))
-    '90.0% useful; saves 4.00 s, lost in recoveries 6.00 s'
+    '90.0% useful; saves 4.00 s, lost in restarts 6.00 s'
     """
     lost = [field for field in Goodput.model_fields if field not in ("share", "useful") and getattr(found, field) > 0]
     terms = [
