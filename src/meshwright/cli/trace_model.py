@@ -1,9 +1,9 @@
 """Describes models without a closed formula: live code and Hugging Face folders of other families. Each model is traced
 once on the meta device.
 
-Guarantees: torch is imported only for such a model. The description of a folder is cached for the user under a digest
-of its configuration, the sequence, the precision, and the code and libraries that read it. Live code is traced each
-time, because changes of it cannot be detected.
+Guarantees: torch is imported only for such a model. The description of a folder is cached for the user. The key is a
+digest of its configuration, the sequence, the precision, and the code and libraries that read it. Live code is traced
+each time, because changes of it cannot be detected.
 """
 
 from __future__ import annotations

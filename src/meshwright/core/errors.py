@@ -97,8 +97,8 @@ STORAGE_FAILURE_ERRNOS = (errno.EIO, errno.EROFS, errno.ESTALE)
 def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseException:
     """Translates an error of the system to an error of this package; returns any other error unchanged.
 
-    Translated are Ctrl-C, a full disk, too many open files, and an error for a path that is one of `words`, the
-    arguments of a command.
+    It translates Ctrl-C, a full disk and too many open files. It also translates an error for a path that is one of
+    `words`, the arguments of a command.
 
     >>> translate_system_error(FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json"), ["--save", "/proc/out/plan.json"])
     InputError("'/proc/out/plan.json': No such file or directory; name another path")

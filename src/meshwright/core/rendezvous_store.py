@@ -169,7 +169,6 @@ class StoreClient(InboundConnection):
                 self.send(REPLY_READY)
 
     # --- reading
-    # --------------------------------------------------------------------------------------------------------------
 
     def _number(self, kind: str = "Q") -> Generator[int, bytes, int]:
         data = yield struct.calcsize(f"={kind}")
@@ -200,7 +199,6 @@ class StoreClient(InboundConnection):
         return keys
 
     # --- commands
-    # -------------------------------------------------------------------------------------------------------------
 
     def _obey(self) -> Generator[int, bytes, None]:
         if (yield 1)[0] != StoreCommand.validate or (yield from self._number("I")) != STORE_MAGIC:

@@ -51,7 +51,6 @@ class SnapshotHeader:
         self.words = words
 
     # --- reading
-    # --------------------------------------------------------------------------------------------------------------
 
     @property
     def is_laid(self) -> bool:
@@ -121,7 +120,6 @@ class SnapshotHeader:
         return next(slot for slot in self.slots if self._slot(slot)[_STEP_FIELD] == step)
 
     # --- writing
-    # --------------------------------------------------------------------------------------------------------------
 
     def lay(self, index: bytes, size: int, slots: int) -> None:
         """Initializes the header for `slots` empty slots of `size` bytes."""

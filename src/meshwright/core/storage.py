@@ -75,7 +75,6 @@ def report_if_overdue(say: Callable[[], None], seconds: float = OVERDUE_SECONDS)
 
 
 # --- folders
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def _retry_stale_handle(call: Callable[[], ResultT]) -> ResultT:
@@ -190,7 +189,8 @@ def _remove_tree(folder: Path) -> None:
 
 
 def remove_if_possible(path: Path) -> OSError | None:
-    """Removes `path` where a failure does no harm. Returns the error for what could not be removed."""
+    """Removes `path` if that is possible. A failure does no harm: the error for what could not be removed is
+    returned."""
     try:
         remove(path)
     except OSError as error:
@@ -213,7 +213,6 @@ def free_bytes(path: Path) -> int:
 
 
 # --- writing
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool = True) -> int:
@@ -274,7 +273,6 @@ def append_line(handle: int, line: bytes) -> None:
 
 
 # --- reading
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def open_regular_file(path: Path, links: bool = False) -> int:

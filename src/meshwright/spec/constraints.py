@@ -287,8 +287,8 @@ class UpdateProperties(NamedTuple):
 
     @property
     def there(self) -> bool:
-        """Whether offloaded weights are updated on the host. This holds for weights without main weights, which the
-        device cannot reach while they are offloaded."""
+        """Whether offloaded weights are updated on the host. This is the case on an accelerator without main
+        weights: the weights themselves are updated, and the device cannot reach them while they are offloaded."""
         return not (self.on_cores or self.recipe.master)
 
     @classmethod

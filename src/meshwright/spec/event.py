@@ -1,4 +1,4 @@
-"""The events of a run: faults and the reactions to them. RUN/events.jsonl holds one `RunEvent` per line."""
+"""Describes the events of a run: faults and the reactions to them. RUN/events.jsonl has one `RunEvent` per line."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     Faults(kill=[(3, 20)], slow=[(5, 1.5)], link=[(0, 0.25)])
 
-In this example rank 3 dies in step 20, rank 5 takes 1.5 times as long to compute, and rank 0 has a quarter of its
+In this example rank 3 dies in step 20. Rank 5 takes 1.5 times as long to compute. Rank 0 has a quarter of its
 bandwidth.
 """
 

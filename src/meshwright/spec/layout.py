@@ -135,7 +135,6 @@ def shard_numel(numel: Any, shards: Any, heft: ShardWeight) -> Any:
 
 
 # --- offloaded parts
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def resident_numel(numel: Any, share: Any) -> Any:

@@ -266,8 +266,10 @@ class Workload(StrictModel):
 class DataConfig(StrictModel):
     """The `data` section of a job.
 
-    `source` is `stdlib` (the sources of Python's own standard library), `shapes` (drawn images, for models that
-    classify them), or one or several files, folders or patterns of text, JSON lines, Parquet or token arrays.
+    `source` is one of:
+    - `stdlib`: the sources of Python's own standard library;
+    - `shapes`: drawn images, for models that classify them;
+    - one or several files, folders or patterns of text, JSON lines, Parquet or token arrays.
     """
 
     source: str | tuple[str, ...] = "stdlib"

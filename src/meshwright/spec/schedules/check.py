@@ -1,8 +1,9 @@
-"""Checks of an order of actions, and the messages that it sends between ranks.
+"""Checks an order of actions, and derives the messages that it sends between ranks.
 
-An order is right under these conditions. Each pair of stage and micro-batch has exactly one F and one B, and all
+An order is valid under these conditions. Each pair of stage and micro-batch has exactly one F and one B, and all
 actions of a stage are on one rank. A stage has W for all of its micro-batches or for none. There is a global order in
-which every action finds its inputs, when sends never block and a rank waits at its first action whose input is missing.
+which every action finds its inputs. In it, sends never block, and a rank waits at its first action whose input is
+missing.
 
 Between two ranks, messages are received in the order in which they are sent (`stage_messages`), so that one channel
 serves both directions of the pass.

@@ -1,10 +1,11 @@
-"""DualPipe-V: two stages on each rank as a V, as in ZB-V; in the steady state a forward of one stage and a backward of
-the other one come in pairs, so that a runtime can overlap the communication of one with the computation of the other.
+"""DualPipe-V: two stages on each rank as a V, as in ZB-V. In the steady state a forward of one stage and a backward of
+the other one come in pairs. A runtime can then overlap the communication of one with the computation of the other.
 
-Backwards are whole (W at once after B) except where a rank would wait. A rank idles for at most
-(p - 1) (F&B + B - 3 W) with the B of a whole backward. It is less here, where the gradient of the input is sent before
-that of the weights is computed: (p - 1) f where forward and both halves of backward take the same f on a stage. Every
-rank holds (2 p + 1) / 2 micro-batches of both stages. m is at least 2 p.
+Backwards are whole (W at once after B) except where a rank would wait. A rank idles for at most (p - 1) (F&B + B - 3 W)
+with the B of a whole backward. It idles less here, because the gradient of the input is sent before that of the weights
+is computed: (p - 1) f if forward and both halves of backward take the same f on a stage. Every rank has (2 p + 1) / 2
+micro-batches of both stages in flight. m is at least 2 p.
+
 Source: DeepSeek-V3 technical report, arXiv 2412.19437, section 3.2.1; deepseek-ai/DualPipe, dualpipev.py.
 
 >>> " ".join(map(str, DualPipeV().order(rank=0, pp=1, virtual_stages=2, micro_batches=2)))

@@ -1,7 +1,8 @@
-"""Interleaved 1F1B: a rank holds v stages at distance p (stage s is on rank s % p). Micro-batches pass p at a time.
+"""Interleaved 1F1B: a rank has v stages at distance p (stage s is on rank s % p). Micro-batches run in groups of p.
 
-The bubble is (p - 1) / (v m + p - 1) of the step with equal stages. Rank r holds at most
-(2 (p - r - 1) + (v - 1) p + 1) / v micro-batches of all its stages, and never more than m. m is a multiple of p.
+The bubble is (p - 1) / (v m + p - 1) of the step with equal stages. Rank r has at most (2 (p - r - 1) + (v - 1) p + 1)
+/ v micro-batches of all its stages in flight, and never more than m. m is a multiple of p.
+
 Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, section 2.2.2, and its
 forward_backward_pipelining_with_interleaving.
 

@@ -17,7 +17,7 @@ from meshwright.spec.schedules.action import Action
 
 
 class InFlight(NamedTuple):
-    """The activations that a rank holds just before one of its backward passes.
+    """The activations that a rank stores just before one of its backward passes.
 
     `turn` is the position of the stage that runs backward among the stages of the rank. `alive` counts, for each stage
     of the rank, the micro-batches whose B has not run. `deferred` counts the micro-batches of the running stage whose B
@@ -42,16 +42,16 @@ class Schedule:
     listed: ClassVar[bool] = False
     """Whether the plan lists the order in `Plan.actions`. The search offers all other schedules."""
     stages_per_rank: ClassVar[int] = 1
-    """The virtual stages of each rank; the least number where `any_stages_per_rank` holds."""
+    """The virtual stages of each rank; the least number if `any_stages_per_rank` is set."""
     any_stages_per_rank: ClassVar[bool] = False
     """Whether a plan chooses the number of virtual stages."""
     splits_backward: ClassVar[bool] = False
     """Whether backward is, or may be, two actions: B for the gradients of inputs, W for the gradients of weights."""
     defers_weights: ClassVar[bool] = False
-    """Whether micro-batches wait for W at the memory peak. False where W follows B at once at the peak."""
+    """Whether micro-batches have a deferred W at the memory peak. False if W follows B at once at the peak."""
     in_rounds: ClassVar[bool] = False
-    """Whether micro-batches run in rounds of p, so that their number is a multiple of p and each round from the second
-    on holds the same activations."""
+    """Whether micro-batches run in rounds of p. Their number is then a multiple of p, and each round from the second
+    on has the same activations."""
     heterogeneous: ClassVar[bool] = False
     """Whether pipeline ranks may be on unequal groups of devices (`Plan.placement`)."""
 
@@ -73,7 +73,7 @@ class Schedule:
 
     @property
     def ordered_micro_batches(self) -> int:
-        """The one number of micro-batches that the order is for; 0 where the order fits many numbers."""
+        """The one number of micro-batches that the order is for; 0 if the order fits many numbers."""
         return 0
 
     def min_micro_batches(self, pp: int) -> int:
@@ -130,8 +130,8 @@ class Schedule:
         return (f + b + w) / virtual_stages
 
     def drain_bubble(self, f: Any, b: Any, w: Any) -> tuple[Any, Any] | None:
-        """Returns a second lower bound of the bubble, where the schedule has one: the seconds that each rank other than
-        the slowest one adds, and the seconds that the slowest one adds."""
+        """Returns a second lower bound of the bubble, or None if the schedule has none. The bound is the seconds
+        that each rank other than the slowest one adds, and the seconds that the slowest one adds."""
         return None
 
     def idle_micro_batches(self, virtual_stages: int) -> float:
@@ -146,7 +146,7 @@ class Schedule:
         raise NotImplementedError
 
     def in_flight_limit(self, pp: int) -> int | None:
-        """Returns a number of micro-batches beyond which a rank holds no more; None where it holds all."""
+        """Returns the maximum number of micro-batches in flight on a rank; None if a rank has all of them in flight."""
         return 2 * pp
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:

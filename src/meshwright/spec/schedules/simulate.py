@@ -2,7 +2,7 @@
 
 An action starts when its rank is free and its inputs are present. A result from another rank arrives `transfer` seconds
 after its action ends; sends take no time of the sender. A micro-batch is in flight on a stage from the start of its F
-to the end of its B, or to the end of its W where the order has W.
+to the end of its B. If the order has W, it is in flight until the end of its W.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """ZB-V: two stages on each rank in the shape of a V: stage r and stage 2 p - 1 - r are on rank r.
 
-The last two stages are on one rank, so that a micro-batch turns round without a message, and backward ends on the rank
-where forward began. A rank idles for (p - 1) f where forward and both halves of backward take the same f on a stage:
-half of ZB-H1, a sixth of 1F1B. Every rank holds min(m, p) micro-batches of both stages.
+The last two stages are on one rank, so that a micro-batch turns round without a message. Backward ends on the rank
+where forward began. A rank idles for (p - 1) f if forward and both halves of backward take the same f on a stage: half
+of ZB-H1, a sixth of 1F1B. Every rank has min(m, p) micro-batches of both stages in flight.
+
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6.
 
 >>> " ".join(map(str, ZBV().order(rank=0, pp=2, virtual_stages=2, micro_batches=2)))
