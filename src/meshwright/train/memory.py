@@ -203,7 +203,7 @@ class MemoryRecorder:
         peak_resident_bytes()
 
     def of(self, record: StepRecord, watch: StepMemoryTrace | None) -> dict[str, float]:
-        """Returns this rank's bytes in the step of `record`, its RSS, and the bytes at the peak where the step was
+        """Returns this rank's bytes in the step of `record` and its RSS. It adds the bytes at the peak if the step was
         traced or the device counts them."""
         found = {**record.memory, "resident": resident_bytes()}
         found |= watch.keep(self.trainer, self.folder) if watch is not None else {}

@@ -15,7 +15,7 @@ from typing import Self
 from meshwright.core.errors import InputError
 
 LOCK_TIMEOUT_SECONDS = 0.5
-"""Seconds to wait for the lock: `is_locked` of another process takes it for less."""
+"""Seconds to retry: a probe by another process (`is_locked`) takes the lock for less."""
 
 
 class RunLocked(InputError):

@@ -16,7 +16,7 @@ They record the following:
 
 Proofs run only where an earlier one has found the plan equal. Numbers that change repeatedly count as known after two
 further values, as torch.compile makes them dynamic. Sizes count as known only between the smallest and the largest that
-were checked. A parameter that is frozen later is respected (zero/reducer.py).
+were checked. A parameter that is frozen later is respected (runtime/zero/reducer.py).
 
 They also detect changes by the user's code around a step: another optimizer, other parameter groups, step hooks, torch
 modes. The optimizer was probed before sharding and has this rank's shards of the model's tensors. A replacement or an

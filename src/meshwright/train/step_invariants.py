@@ -9,9 +9,9 @@ step where it begins.
 | gradients | the sum of the reduced gradients, likewise | a scaled shard, an incomplete reduction |
 | loss | finite where the gradient is | a loss that is not a number |
 
-The gradient norm of a step counts one part of each replica (zero/reducer.py). These sums cover all of every replica, as
-an independent second check. Of ranks with the same state, the first is weighted by the number of the others, and each
-other by minus one. So equal sums cancel, whatever else is summed.
+The gradient norm of a step counts one part of each replica (runtime/zero/reducer.py). These sums cover all of every
+replica, as an independent second check. Of ranks with the same state, the first is weighted by the number of the
+others, and each other by minus one. So equal sums cancel, whatever else is summed.
 
 The sums are over the bits, as integers. They cover every element where reading it takes at most MAX_STEP_FRACTION of
 the step, as `window_count` estimates. Otherwise each step reads one window of each unit in rotation, and a flipped bit

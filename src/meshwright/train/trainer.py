@@ -159,7 +159,7 @@ class Trainer:
         base = optimizer.defaults.get("lr") or 1.0
         self._ratios = [group.get("lr", base) / base for group in optimizer.param_groups]
         self.on_phase: Callable[[RankPhase], None] = lambda phase: None
-        """Called when a phase begins: backward, reduce, agree (from then on every rank has passed reduce), update."""
+        """Called when a phase begins: backward, reduce, agree (when it ends, every rank has reached it), update."""
         self.recount: SdcRecompute | None = None
         """Recomputes suspicious gradients."""
         self.predicted: MemoryBreakdown | None = None  # the predicted memory of this rank, where the plan was estimated

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TRAINER_FIELDS = ("_rows", "_agreed", "_balance", "_loads", "_dropped", "on_phase", "sentinel")
 """The fields of a trainer that a backward pass writes or calls."""
 UNCHECKED_STEP = 4
-"""A step before which nothing is checked."""
+"""A step count at which no check is due: step 5 is not in `CHECKED_STEPS`."""
 MIN_DROPOUT_FACTOR = 0.75
 """The constant of the factor for dropout rate p. It is not 1 - p, so that a different rate on one side shows."""
 

@@ -76,7 +76,7 @@ class OutputDigests:
 
     @contextmanager
     def of_plan(self, engine: Engine) -> Iterator[None]:
-        """Adds the outputs of this rank's forward passes inside, but not of recomputes in backward."""
+        """Adds the outputs of this rank's forward passes inside, without recomputes."""
         inner, pipeline = engine.pipeline.forward, engine.pipeline
         self.records = False
 
@@ -142,7 +142,7 @@ def first_differing_module(
 
 
 WHOLE = "{}: one device's side stored all weights"
-"""The note of a proof that did not stream weights."""
+"""The note of a proof in which nothing was streamed."""
 RANDOMNESS_TOLERANCE = 1e-9
 """The relative difference of two losses of one device above which the model draws random numbers."""
 
@@ -160,7 +160,7 @@ class NothingProven(InputError):
 
 
 class ProofRun:
-    """One proof. All ranks make it and call `prove`. Rank 0 decides the result, which is the same on all ranks."""
+    """One proof. All ranks make it and call `prove`. Rank 0 decides the result of all ranks."""
 
     def __init__(
         self, trainer: Trainer, skeleton: ModelCopy, expected: Mapping[str, torch.Tensor] | None = None
@@ -369,8 +369,7 @@ class ProofRun:
     # --- the plan's side --------------------------------------------------------------------------
 
     def _planned(self, batch: Batch) -> tuple[float, int, float, set[str]]:
-        """Returns loss, labels, the loss scale of the gradients, which stay in the flat buffers, and the parameters
-        that the loss has reached."""
+        """Returns loss, labels, the loss scale, and the reached parameters. The gradients stay in the flat buffers."""
         trainer, zero = self.trainer, self.engine.zero
         factor = trainer.scale.factor
         try:
@@ -385,8 +384,7 @@ class ProofRun:
             trainer.scale.factor = factor
 
     def _set_modes(self, model: nn.Module) -> None:
-        """Sets the modes of modules to those of the trainer's model. Modules of other stages keep the modes of the
-        copy."""
+        """Sets the modes of the trainer's model. Modules of other stages keep those of the copy."""
         live = dict(self.engine.model.named_modules())
         for path, module in model.named_modules():
             if not self.trains:
@@ -397,8 +395,8 @@ class ProofRun:
     # --- where ------------------------------------------------------------------------------------
 
     def _located(self, content: ProofBatch, found: tuple[ProofComparison, ProofOutcome]) -> str:
-        """Describes where the first difference is: a misplaced weight, the first module in execution order whose output
-        differs, the loss, or the differing gradient nearest to it."""
+        """Describes the first difference: a misplaced weight, the first differing module, the loss, or the differing
+        gradient nearest to it."""
         if misplaced := self._shared(self.misplaced):
             return f"first at {misplaced[0]}: the ranks have other values of it than the model had"
         ours, theirs = OutputDigests(), OutputDigests()
@@ -435,8 +433,7 @@ class ProofRun:
     # --- what ranks share -------------------------------------------------------------------------
 
     def _on_first(self, run: Callable[[], tuple[float, int, str]]) -> tuple[float, int, str]:
-        """Runs `run` on rank 0 while the other ranks serve its requests, and returns its result on every rank. An error
-        is returned as text."""
+        """Runs `run` on rank 0 while the others serve its requests. All ranks return its result or an error text."""
         found = (0.0, 0, "")
         if not self.is_first:
             self.tensors.serve()
@@ -472,8 +469,7 @@ class ProofRun:
         return box[0]
 
     def _proof(self, found: list[tuple[ProofComparison, ProofOutcome]], first: str) -> ProofResult:
-        """Builds the result: the largest differences of all batches. All else is from the last batch, which is the one
-        that differs, if any."""
+        """Builds the result: the largest differences, and all else from the last batch (the differing one, if any)."""
         compared, verdict = found[-1]
         worst = max((each for _, each in found), key=lambda each: each.gradient / max(each.gradient_limit, 1e-300))
         worst = worst if verdict.good else verdict

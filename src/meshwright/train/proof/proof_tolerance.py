@@ -1,10 +1,10 @@
 """The tolerances of a proof: the allowed differences of the loss and of each gradient between the plan and one device.
 
 [Note: tolerance] In float64, losses and gradients agree to 1e-10; in float32, to 1e-6 and 1e-5. Where they do not, and
-always below float32, rounding is measured instead of assumed. Let g be the plan's gradient, h that of one device in the
-next higher precision, and l that of one device in the plan's own precision. Then |g - h| <= K |l - h| + floor |h| must
-hold. The plan and one device are two roundings of one number, each as far from it as the other. So K = 1 would be
-typical, and K = 4 allows for other orders of sums. A sketch of both gradients estimates |l - h| (`sketch_gradient`).
+always below float32, rounding is measured instead of assumed. Let g be the plan's gradient, and h that of one device in
+the next higher precision. Let l be that of one device in the plan's own precision. Then |g - h| <= K |l - h| + floor
+|h| must hold. The plan and one device are two roundings of one number, each as far from it as the other. So K = 1 would
+be typical, and K = 4 allows for other orders of sums. A sketch of both gradients estimates |l - h| (`sketch_gradient`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SMALL_GRADIENT_ELEMENTS = 16
 """A small gradient's measured rounding may by chance be small, so it counts 1 + SMALL_GRADIENT_ELEMENTS / elements
 times."""
 SKETCH_ELEMENTS = 4096
-"""The elements of a sketch. Its norm estimates that of a difference within 1 / sqrt(SKETCH_ELEMENTS / 2) = 2 %, and
-within twice that if parts of it are identical."""
+"""The elements of a sketch. Its norm estimates that of a difference within 1 / sqrt(SKETCH_ELEMENTS / 2) = 2 %. If
+parts of the difference are identical, the error is up to twice that."""
 
 COMPARE_CHUNK_ELEMENTS = 1 << 18
 """The elements of a gradient that are compared at a time, a multiple of SKETCH_ELEMENTS."""
