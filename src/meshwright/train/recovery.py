@@ -69,12 +69,11 @@ class Recovery:
         self.source = ""
         self.saved = -1
         self.record: dict[str, Any] | None = None
-        """The record of the step that this rank resumed from, where it is from memory. Steps measured so far, their
-        seconds, and the seconds in which they waited for a copy."""
+        """The record of the step that this rank resumed from, where it is from memory."""
         self._said = self._busy = self._owed = False
         self._since = self._save_seconds = self._waited = 0.0
         self._steps = (0, 0.0, 0.0)
-        """How many, their seconds, and those in which they stood for a copy."""
+        """Steps measured so far, their seconds, and the seconds in which they waited for a copy."""
         self.guard = LossSpikeDetector(self.identity, launch.workload.spikes == "skip", trainer.scale.dynamic)
         memory, slots = channel.memory, SNAPSHOT_SLOTS if channel.memory.beside else SNAPSHOT_SLOTS_MULTI_NODE
         self.copies = (
