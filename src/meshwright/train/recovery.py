@@ -82,7 +82,7 @@ class Recovery:
             else None
         )
 
-    # --- going on ---------------------------------------------------------------------------------
+    # --- resuming ---------------------------------------------------------------------------------
 
     def resume(self) -> int:
         """Restores the newest state and returns the completed steps. `source` becomes 'memory', 'disk' or ''."""
@@ -190,7 +190,7 @@ class Recovery:
         self.saved, self.record, self._since, self._busy, self._owed = self.trainer.steps, None, 0.0, False, False
         return self.trainer.steps
 
-    # --- keeping ----------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
     def copy(self, record: StepRecord) -> None:
         """Makes the in-memory checkpoint of the step of `record`. Called after each step."""

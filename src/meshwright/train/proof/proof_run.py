@@ -220,7 +220,7 @@ class ProofRun:
         }
         return ProofResult(**self._shared(said))
 
-    # --- one content ------------------------------------------------------------------------------
+    # --- one batch --------------------------------------------------------------------------------
 
     def _content(self, content: ProofBatch) -> tuple[ProofComparison, ProofOutcome] | None:
         """Compares one batch. Returns None where one device cannot run it, which is then noted."""
@@ -392,7 +392,7 @@ class ProofRun:
             elif path in live and type(live[path]) is type(module):
                 module.training = live[path].training
 
-    # --- where ------------------------------------------------------------------------------------
+    # --- location of a difference -------------------------------------------------------------------
 
     def _located(self, content: ProofBatch, found: tuple[ProofComparison, ProofOutcome]) -> str:
         """Describes the first difference: a misplaced weight, the first differing module, the loss, or the differing
@@ -430,7 +430,7 @@ class ProofRun:
             named = f"first in backward: gradient of {verdict.beyond[0]}"
         return self._shared(named)
 
-    # --- what ranks share -------------------------------------------------------------------------
+    # --- results of rank 0 -------------------------------------------------------------------------
 
     def _on_first(self, run: Callable[[], tuple[float, int, str]]) -> tuple[float, int, str]:
         """Runs `run` on rank 0 while the others serve its requests. All ranks return its result or an error text."""

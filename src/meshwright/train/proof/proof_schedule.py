@@ -110,7 +110,7 @@ def follow_frozen(model: nn.Module, engine: Engine) -> None:
 
 
 def apply_changes(model: nn.Module, loss: Any, changes: ModuleValues) -> None:
-    """Sets the current plain values of the trained model and its loss in the copies `model` and `loss`."""
+    """Copies the current plain values of the trained model and its loss to the copies `model` and `loss`."""
     owners: dict[str, Any] = {**dict(model.named_modules()), LOSS_PATH: loss}
     for path, values in changes.items():
         if hasattr(owners.get(path), "__dict__"):
@@ -135,7 +135,7 @@ def resolve_proof_mode(given: ProofMode | None) -> ProofMode:
 UNREADABLE_LOSS_REASON = (
     "the loss reads parameters beside the output, and the copy of the model that a proof compares with has others"
 )
-"""Why a plan is not proven if its data ranks have all parameters."""
+"""Why a plan is not proven whose loss reads parameters. Such a loss runs only where the data ranks have all of them."""
 
 
 class ProofSchedule:
