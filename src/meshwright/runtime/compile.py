@@ -37,7 +37,11 @@ COMPILER_ENV = "MESHWRIGHT_COMPILER"
 
 
 def check_compiler(plan: Plan, device: torch.device) -> None:
-    """InputError where blocks of `plan` cannot be compiled on `device`."""
+    """Checks that blocks of `plan` can be compiled on `device`.
+
+    Raises:
+        InputError: they cannot.
+    """
     if not plan.compile:
         return
     if compiler_backend() != "inductor":
@@ -80,8 +84,8 @@ def _backend_for_deferred_wgrad(graph: Any, given: Any, **options: Any) -> Any:
 
 
 def _backend_for_sac(graph: Any, given: Any, **options: Any) -> Any:
-    """A backend of torch.compile: [Note: what the compiler keeps]. Names of torch that are not public:
-    tests/mesh/test_compiled.py fails when they move."""
+    """Sets the policy of selective recompute and compiles: [Note: what the compiler keeps]. It uses private names of
+    torch. A test (test_compile) fails when they move."""
     from torch._dynamo import lookup_backend
     from torch._functorch import config
 
@@ -97,7 +101,7 @@ def _backend_for_sac(graph: Any, given: Any, **options: Any) -> Any:
 
 
 def _target_name(node: Any) -> str:
-    """Of the function or the method that a node of a graph calls."""
+    """Returns the name of the function or method that a graph node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
@@ -125,7 +129,7 @@ def _replace_split_with_slices(graph: Any, node: Any) -> None:
 
 
 def _disable_compiler(module: nn.Module, block: nn.Module) -> None:
-    """The compiler does not look into forwards and hooks of ours."""
+    """Excludes the project's own forwards and hooks from the compiler."""
     held: Any = vars(module)
     if module is not block and "forward" in held:
         module.forward = torch.compiler.disable(held["forward"])  # type: ignore[method-assign]
@@ -135,8 +139,8 @@ def _disable_compiler(module: nn.Module, block: nn.Module) -> None:
 
 
 def compile_seconds() -> float:
-    """That this process has spent compiling. The counter is private to torch: tests/ranks/test_compile.py fails when it
-    moves."""
+    """Returns the seconds that this process has spent compiling. The counter is private to torch:
+    tests/ranks/test_compile.py fails when it moves."""
     from torch._dynamo.utils import calculate_time_spent
 
     spent = calculate_time_spent()
@@ -144,5 +148,5 @@ def compile_seconds() -> float:
 
 
 def first_step_message(took: float) -> str:
-    """What a run says after its first step, which took so many seconds."""
+    """Returns the message after a run's first step, which took `took` seconds."""
     return f"compiled blocks: {compile_seconds():.1f} s for the compiler up to the end of the first step, which took {took:.1f} s"

@@ -47,7 +47,7 @@ from meshwright.core.errors import InputError
 from meshwright.runtime.backend import backend_of
 
 EMPTY_OPS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
-"""What makes a tensor without writing to it."""
+"""Operations that make a tensor without a write to it."""
 OVERWRITING_OPS = {
     f"aten::{name}_"
     for name in (
@@ -64,13 +64,12 @@ OVERWRITING_OPS = {
         "bernoulli",
     )
 }
-"""What leaves nothing of what was there."""
+"""Operations that overwrite all previous content."""
 SMALL_TENSOR_SIZE = 1 << 16
-"""Elements of a tensor that is kept as it is; of a larger one that holds one number, only that. Bytes of memory that
-may come from the heap."""
+"""Tensors up to this number of elements are stored in full; of a larger constant tensor only the value. Also the bytes
+of memory that may come from the heap."""
 RECORDER_ATTRIBUTE, RECIPE_ATTRIBUTE = "_meshwright_later", "_meshwright_origin"
-"""Attributes: of modules, the notes that were taken while they were built; of parameters, how what a rank holds of one
-begins."""
+"""Attributes: of modules, the record of their construction; of parameters, the recipe of the local part."""
 
 ReplayMemo = dict[int, torch.Tensor]
 
@@ -119,7 +118,8 @@ class StorageRecipe:
 
 @dataclass(frozen=True, eq=False)
 class TensorRef:
-    """A tensor as an operation saw it: a form of a storage; `origin` None: of the one that is being written."""
+    """Refers to a tensor as an operation saw it, a view of a storage. `origin` None: the storage that
+    is being written."""
 
     origin: StorageRecipe | None
     form: tuple[Any, ...]
@@ -137,7 +137,7 @@ class TensorRef:
 
 @dataclass(frozen=True, eq=False)
 class RecordedOp:
-    """One operation. Meta tensors among its arguments are `TensorRef`. `drawn`: the generator's state before it."""
+    """Records one operation. Its meta tensor arguments are `TensorRef`. `drawn`: the generator's state before it."""
 
     operation: Any
     args: Any
@@ -168,16 +168,16 @@ class RecordedOp:
 
 @dataclass
 class OpLog:
-    """What is known of meta storages, and of real storages that nothing was written to yet."""
+    """Stores what is known of meta storages, and of real storages without a write."""
 
     origins: dict[int, tuple[torch.UntypedStorage, StorageRecipe]] = field(default_factory=dict)
     untouched: dict[int, StorageWeakRef] = field(default_factory=dict)
     given: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter, StorageWeakRef]] = field(default_factory=dict)
-    """By storage: real parameters and the meta parameters that replace them."""
+    """By storage: real parameters, and the meta parameters that replace them."""
     digest: Any = field(default_factory=xxhash.xxh3_64)
-    """Of all states in which numbers were drawn."""
+    """Digest of all generator states in which numbers were drawn."""
     ended: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    """Parameters by identity as the block left them: how often each was written to."""
+    """Parameters by identity at the end of the context, with the number of writes to each."""
 
     def origin(self, tensor: torch.Tensor) -> StorageRecipe | None:
         """Returns the recipe of the storage of `tensor`, None if it is not followed."""
@@ -190,7 +190,7 @@ class OpLog:
 
 
 class DeferredInit(TorchDispatchMode):
-    """Takes notes while it is entered; see the module's note."""
+    """Records operations while it is entered; see the module docstring."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,11 +198,10 @@ class DeferredInit(TorchDispatchMode):
         self.busy = False
 
     def __deepcopy__(self, memo: Any) -> DeferredInit:
-        """A copied module begins as the notes of the first say."""
+        """Returns a copy for a copied module, with the same record."""
         return self
 
     # --- parameters
-    # -----------------------------------------------------------------------------------------------------------
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """Returns the meta parameter that replaces a real `parameter` of `module`, the same under each of its names."""
@@ -225,19 +224,19 @@ class DeferredInit(TorchDispatchMode):
         return shape
 
     def seen(self, tensor: torch.Tensor) -> TensorRef | None:
-        """How `tensor` begins; None where nothing is known of it."""
+        """Returns the reference of `tensor`; None if it is unknown."""
         origin = self.notes.origin(tensor) if tensor.is_meta else None
         return None if origin is None or not origin.known else TensorRef(origin, _geometry(tensor))
 
     @property
     def number(self) -> float:
-        """Equal on ranks that drew the same."""
+        """Returns a number that is equal on ranks with equal draws."""
         return float(self.notes.digest.intdigest() >> 12)
 
     def whole(
         self, function: Callable[..., torch.Tensor], tensor: torch.Tensor, *given: Any, **named: Any
     ) -> torch.Tensor:
-        """A function that fills `tensor` with numbers drawn as often as their values ask for: one step."""
+        """Records a function that fills `tensor` with a value-dependent number of draws as one step."""
         if self.notes.origin(tensor) is None:
             return function(tensor, *given, **named)
         state = self._draw(function, (tensor, *given), named)
@@ -245,11 +244,10 @@ class DeferredInit(TorchDispatchMode):
         return tensor
 
     def end(self) -> None:
-        """What is written from here on is followed no more."""
+        """Ends the recording."""
         self.notes.ended = {id(shape): (shape, shape._version) for _, shape, _ in self.notes.given.values()}
 
     # --- operations
-    # -----------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before, self.busy = self.busy, True
@@ -285,7 +283,7 @@ class DeferredInit(TorchDispatchMode):
         return result
 
     def _on_real(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
-        """What memory is there for happens; of a parameter that was replaced by its shape nobody would see it."""
+        """Runs an operation on real tensors. For a parameter that a meta tensor replaces, the effect would be lost."""
         for tensor in written:
             self.notes.untouched.pop(_storage_key(tensor), None)
             known = self.notes.given.get(_storage_key(tensor))
@@ -297,7 +295,7 @@ class DeferredInit(TorchDispatchMode):
         return result
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """The generator's state before `func`, which then draws into memory that is let go."""
+        """Returns the generator's state before `func`, which then draws into temporary memory."""
         chosen = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Generator)]
         generator = chosen[0] if chosen else torch.default_generator
         if not backend_of(generator.device).memory_is_host:
@@ -315,7 +313,7 @@ class DeferredInit(TorchDispatchMode):
         return state
 
     def _frozen(self, value: Any, own: set[int]) -> Any:
-        """An argument as it is now."""
+        """Returns a copy of the present value of an argument."""
         if not isinstance(value, torch.Tensor):
             return value
         origin = self.notes.origin(value)
@@ -341,7 +339,7 @@ class DeferredInit(TorchDispatchMode):
 
 
 class _ReportAsCpuTensors(TorchFunctionMode):
-    """Parameters that begin later say that they lie on the host."""
+    """Reports deferred parameters as CPU tensors."""
 
     def __init__(self, later: DeferredInit) -> None:
         super().__init__()
@@ -356,11 +354,13 @@ class _ReportAsCpuTensors(TorchFunctionMode):
 
 @contextmanager
 def deferred_init() -> Iterator[DeferredInit]:
-    """Inside, modules are built with parameters on the meta device that know how they begin; `parallelize` makes what
-    each rank holds.
+    """Defers the initialisation of parameters of modules built inside.
 
-    Buffers are real. Code that asks for values of parameters while it builds raises; so does any that cannot be
-    followed.
+    The parameters are meta tensors with a recipe, and `parallelize` materialises what each rank holds. Buffers are
+    real.
+
+    Raises:
+        InputError: the code reads values of parameters while it builds, or runs an operation that cannot be recorded.
     """
     later = DeferredInit()
     hook = register_module_parameter_registration_hook(later.register)  # type: ignore[arg-type]
@@ -376,8 +376,8 @@ def deferred_init() -> Iterator[DeferredInit]:
 
 
 def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """What `make` builds, its parameters to begin later; whole, where its code cannot be followed. `seed`: of all that
-    it draws."""
+    """Returns the result of `make` with deferred parameters, or the full model where its code cannot be recorded.
+    `seed`: the seed of all its draws."""
     torch.manual_seed(seed)
     try:
         with deferred_init() as later:
@@ -392,7 +392,7 @@ def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def deferred_init_of(model: nn.Module) -> DeferredInit:
-    """The notes taken while `model` was built; empty ones where it was built whole."""
+    """Returns the record of the construction of `model`; an empty one where it was built in full."""
     return (
         next(
             (vars(module)[RECORDER_ATTRIBUTE] for module in model.modules() if RECORDER_ATTRIBUTE in vars(module)), None
@@ -402,13 +402,12 @@ def deferred_init_of(model: nn.Module) -> DeferredInit:
 
 
 def materialize(parameter: nn.Parameter) -> torch.Tensor:
-    """What `parameter` begins with: its values, or what its notes give."""
+    """Returns the initial content of `parameter`: its values, or the replay of its recipe."""
     seen: TensorRef | None = getattr(parameter, RECIPE_ATTRIBUTE, None)
     return parameter.detach() if seen is None else seen.value()
 
 
 # --- small things
-# -------------------------------------------------------------------------------------------------------------
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
@@ -420,7 +419,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last."""
+    """Returns the number of elements from the first to the last."""
     return (
         1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
         if tensor.numel()
@@ -429,8 +428,8 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _temporary_storage(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a moment. A large piece is no part of the heap, where it would leave a hole: 2.4 GB of them while 1.1
-    B parameters were drawn."""
+    """Allocates temporary memory. A large block is not part of the heap, where it would leave a hole: 2.4 GB of them
+    while 1.1 B parameters were drawn."""
     size = numel * dtype.itemsize
     if size < SMALL_TENSOR_SIZE:
         return torch.empty(numel, dtype=dtype)
@@ -448,7 +447,7 @@ def _tensor_leaves(value: Any) -> list[torch.Tensor]:
 
 
 def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that `func` changes in place."""
+    """Returns the tensors that `func` changes in place."""
     if not func._schema.is_mutable:
         return []
     arguments = func._schema.arguments

@@ -27,7 +27,7 @@ from meshwright.runtime.state_dict import BUFFER_PREFIX, REPLICA_PREFIX, LocalPi
 from meshwright.spec.layout import ShardMetadata
 
 BUCKET_BYTES = 1 << 22
-"""What one all-reduce carries at most."""
+"""Largest number of bytes of one all-reduce."""
 REQUEST_WEIGHTS, REQUEST_GRADIENTS, REQUEST_BUFFERS, REQUEST_END = range(4)
 HEADER_LENGTH = 2
 TensorSink = Callable[[str, int, torch.Tensor], None]
@@ -36,7 +36,7 @@ valid during the call only."""
 
 
 class ElementRange(NamedTuple):
-    """Elements `start` to `stop` of the flattened whole tensor `name`."""
+    """Stores a range of elements, `start` to `stop`, of the flattened full tensor `name`."""
 
     name: str
     start: int
@@ -45,7 +45,7 @@ class ElementRange(NamedTuple):
 
 @contextmanager
 def without_torch_modes() -> Iterator[None]:
-    """Inside, no mode sees the operations of this thread: they are not those of a model, and a mode costs more than a
+    """Disables torch modes in this thread. The operations inside are not those of a model, and a mode costs more than a
     small operation."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
@@ -60,18 +60,18 @@ class GatherService:
         self.names = tuple(engine.shapes)
         self.buffers = tuple(engine.shards.buffers)
         self.bytes = 0
-        """Of whole tensors that rank 0 has requested."""
+        """Bytes of full tensors that rank 0 has requested."""
         self._bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=engine.mesh.device)
 
     # --- rank 0
-    # ---------------------------------------------------------------------------------------------------------------
 
     def weights(self, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
-        """Whole weights of type `kind`, rounded from the main weights to the compute type as the update rounds them."""
+        """Returns full weights of dtype `kind`, rounded from the main weights to the compute dtype as the update rounds
+        them."""
         return self._stored(REQUEST_WEIGHTS, names, kind)
 
     def weight_range(self, wanted: ElementRange, kind: torch.dtype) -> torch.Tensor:
-        """Some elements of a weight, flattened, as `weights` gives them."""
+        """Returns some elements of a weight, flattened, as `weights` does."""
         found = torch.empty(wanted.stop - wanted.start, dtype=kind, device=self.engine.mesh.device)
 
         def take(name: str, start: int, part: torch.Tensor) -> None:
@@ -89,12 +89,12 @@ class GatherService:
         self._request(REQUEST_GRADIENTS, [wanted], take)
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers of the saved state as the first replica stores them; those that are not floating-point come as
+        """Returns the buffers of the saved state of the first replica; those that are not floating-point become
         float64."""
         return self._stored(REQUEST_BUFFERS, self.buffers, torch.float64)
 
     def end(self) -> None:
-        """The other ranks return from `serve`."""
+        """Makes the other ranks return from `serve`."""
         self._send([REQUEST_END, 0])
 
     def _stored(self, what: int, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
@@ -123,16 +123,15 @@ class GatherService:
         self.bytes += sum(each.stop - each.start for each in ranges) * self._type(what).itemsize
 
     def _send(self, numbers: list[int]) -> list[int]:
-        """What rank 0 gives, on every rank."""
+        """Sends rank 0's numbers to every rank, and returns them."""
         message = torch.tensor(numbers, dtype=torch.float64, device=self.engine.mesh.device)
         all_reduce(message, self.engine.mesh.world).wait()
         return [int(number) for number in message.tolist()]
 
     # --- the other ranks
-    # ------------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Answer requests until rank 0 ends. One that fails is reported by rank 0."""
+        """Answers requests until rank 0 ends. Rank 0 reports a failed request."""
         with without_torch_modes():
             while True:
                 what, count = self._send([0] * HEADER_LENGTH)
@@ -148,11 +147,13 @@ class GatherService:
                     )
 
     # --- all ranks
-    # ------------------------------------------------------------------------------------------------------------
 
     def _answer(self, what: int, ranges: Sequence[ElementRange], take: TensorSink | None) -> None:
-        """`take`, on rank 0, gets the elements `ranges`. Raises InputError on every rank where one rank cannot give its
-        part."""
+        """Passes the elements `ranges` to `take` on rank 0.
+
+        Raises:
+            InputError: one rank cannot supply its part; on every rank.
+        """
         kind, failure = self._type(what), ""
         longest = BUCKET_BYTES // kind.itemsize - 1
         parts: list[LocalPiece] | None = None
@@ -197,7 +198,7 @@ class GatherService:
         return self.engine.shards.buffer_shapes if what == REQUEST_BUFFERS else self.engine.shapes
 
     def _type(self, what: int) -> torch.dtype:
-        """Of what is sent; equal on all ranks, whatever they store."""
+        """Returns the dtype of the sent data, equal on all ranks, whatever they store."""
         if what == REQUEST_BUFFERS:
             return torch.float64
         if what == REQUEST_WEIGHTS:
@@ -223,7 +224,7 @@ class GatherService:
 
 
 class BucketSpan(NamedTuple):
-    """Elements `start` to `stop` of the range number `tensor` of a request."""
+    """Stores elements `start` to `stop` of range number `tensor` of a request."""
 
     tensor: int
     start: int
@@ -231,14 +232,14 @@ class BucketSpan(NamedTuple):
 
 
 class GatherBucket(NamedTuple):
-    """What one all-reduce carries."""
+    """Stores the contents of one all-reduce."""
 
     spans: tuple[BucketSpan, ...]
     size: int
 
 
 def split_into_buckets(sizes: Sequence[int], longest: int) -> Iterator[GatherBucket]:
-    """Tensors of `sizes` elements, one after the other, in windows of `longest` elements.
+    """Splits tensors of `sizes` elements, in order, into windows of `longest` elements.
 
     >>> [window.size for window in split_into_buckets([3, 0, 4], 5)]
     [5, 2]
@@ -260,8 +261,8 @@ def split_into_buckets(sizes: Sequence[int], longest: int) -> Iterator[GatherBuc
 
 
 def write_piece(window: torch.Tensor, first: int, piece: ShardMetadata, data: torch.Tensor) -> None:
-    """Write what `data`, the run of `piece`, has of the flattened whole tensor's elements from `first` on into
-    `window`, which has these."""
+    """Writes the elements of `piece` that fall into `window`. `data` is the local data of the piece, and `window`
+    begins at element `first` of the flattened full tensor."""
     begin = max(piece.start, _local_offset(first, piece))
     end = min(piece.stop, _local_offset(first + window.numel(), piece))
     if begin >= end:
@@ -274,7 +275,7 @@ def write_piece(window: torch.Tensor, first: int, piece: ShardMetadata, data: to
 
 
 def _local_offset(at: int, piece: ShardMetadata) -> int:
-    """How many elements of the local tensor lie before element `at` of the flattened whole one."""
+    """Returns the number of elements of the local tensor before element `at` of the flattened full one."""
     if piece.split is None:
         return at
     inner = math.prod(piece.shape[piece.split + 1 :])
@@ -286,7 +287,7 @@ def _local_offset(at: int, piece: ShardMetadata) -> int:
 
 
 def full_indices(index: torch.Tensor, piece: ShardMetadata) -> torch.Tensor:
-    """Where elements of the local tensor are in the flattened whole one."""
+    """Returns the indices in the flattened full tensor of elements of the local tensor."""
     if piece.split is None:
         return index
     inner = math.prod(piece.shape[piece.split + 1 :])

@@ -48,10 +48,11 @@ MODEL_PREFIX = "model/"
 
 @contextmanager
 def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> Iterator[dict[str, nn.Parameter]]:
-    """Parameters of `module`, by default of the whole model, by their names in the model; see the module's docstring.
-    All ranks call it.
+    """Returns the parameters of `module`, by default of the whole model, by their names in the model; see the module
+    docstring. All ranks call it.
 
-    Raises InputError where replicas have weights of their own, and where parameters were changed without `write`.
+    Raises:
+        InputError: replicas have different weights, or parameters were changed without `write`.
     """
     names = _parameter_names(engine, module)
     if engine.recipe.local is not None and write:
@@ -79,7 +80,7 @@ def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> It
 
 
 def _parameter_names(engine: Engine, module: nn.Module | None) -> list[str]:
-    """Parameters of `module` by their names in the model, in the order of the model."""
+    """Returns the names in the model of the parameters of `module`, in the order of the model."""
     paths = [
         path for path, each in engine.model.named_modules(remove_duplicate=False) if module is None or each is module
     ]
@@ -91,7 +92,7 @@ def _parameter_names(engine: Engine, module: nn.Module | None) -> list[str]:
 
 
 def _gather_parameters(engine: Engine, names: list[str]) -> dict[str, torch.Tensor]:
-    """Whole tensors on every rank."""
+    """Returns full tensors on every rank."""
     wanted = set(names)
     held = [
         (item.piece, item.data.detach())
@@ -108,8 +109,8 @@ def _gather_parameters(engine: Engine, names: list[str]) -> dict[str, torch.Tens
 
 @contextmanager
 def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
-    """The model's own parameters hold the values of `full`; those that this rank has no parameter for are registered
-    meanwhile."""
+    """Sets the model's own parameters to the values of `full`. It temporarily registers those that this rank has no
+    parameter for."""
     own = {name: each for unit in engine.zero.units for name, each in unit.parameters.items()}
     units = [unit for unit in engine.zero.units if unit.parameters.keys() & full.keys()]
     closed = [unit for unit in units if unit.access_guard.is_denied]
@@ -162,7 +163,7 @@ def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int
 
 @torch.no_grad()
 def _write_shards(engine: Engine, full: dict[str, torch.Tensor]) -> None:
-    """Into the shards of this rank, and from there to all that hold a copy."""
+    """Writes into the shards of this rank, and updates all replicas from there."""
     engine.zero.quiesce()
     for piece, data in state_dict.weight_pieces(engine, saving=False):
         name = piece.name.removeprefix(MODEL_PREFIX)
@@ -174,7 +175,7 @@ def _write_shards(engine: Engine, full: dict[str, torch.Tensor]) -> None:
 
 
 def _elements_of_piece(full: torch.Tensor, piece: ShardMetadata) -> torch.Tensor:
-    """The elements of `full` that `piece` is of."""
+    """Returns the elements of `full` that belong to `piece`."""
     if piece.split is not None:
         full = torch.cat(
             [full.narrow(piece.split, start, stop - start) for start, stop in piece.intervals], piece.split
@@ -190,7 +191,7 @@ def install_load_checks(model: nn.Module, plan: str) -> None:
 
 
 def _check_load(plan: str, module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before `module` takes its own tensors from `given`."""
+    """Checks `given` before `module` loads its own tensors from it."""
     way = "load inside `with trainer.full_parameters(write=True)`, or use trainer.load_weights(folder)"
     own = {**module._parameters, **module._buffers}
     for name in [name for name in given if isinstance(module, StagePlaceholder) and name.startswith(prefix)]:
@@ -236,13 +237,12 @@ ParameterRefs = list[tuple[str, "weakref.ref[nn.Parameter]"]]
 
 
 def parameter_refs(model: nn.Module) -> ParameterRefs:
-    """The parameters of `model` by name, not held."""
+    """Returns the parameters of `model` by name, as weak references."""
     return [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
 
 
 def guard_stale_parameters(engine: Engine, before: ParameterRefs) -> None:
-    """Parameters that somebody took from the model before it was sharded, and that are no part of it any more, are
-    closed for good."""
+    """Invalidates parameters that were taken from the model before sharding and are no part of it any more."""
     present = {id(parameter) for unit in engine.zero.units for parameter in unit.parameters.values()}
     present |= {id(parameter) for parameter in engine.model.parameters()}
     gone = {

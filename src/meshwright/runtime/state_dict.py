@@ -46,7 +46,7 @@ state."""
 
 
 class LocalPiece(NamedTuple):
-    """A piece and the run of this rank's buffer that holds it."""
+    """Stores a piece and the range of this rank's buffer that contains it."""
 
     piece: ShardMetadata
     data: torch.Tensor
@@ -99,7 +99,7 @@ def _param_group_pieces(
 
 
 def _replica_prefix(unit: FlatParamGroup) -> str:
-    """Before the names of what is of this replica alone: of replicas that go their own ways, of each but the first."""
+    """Returns the name prefix of state of this replica alone; '' for the first local-SGD replica."""
     copy = unit.placement.diloco.replica if unit.placement.diloco is not None else 0
     return f"{REPLICA_PREFIX}{copy}/" if copy else ""
 
@@ -118,9 +118,10 @@ def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 
 
 def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
-    """Buffers that belong to the saved state (running means, corrections of a router), of the modules that this rank
-    holds; saving, of those
-    whose stage it runs. Statistics of channels are cut like the channels."""
+    """Yields the buffers of the saved state (running means, router biases) in the modules that this rank holds.
+
+    For saving, only those of its stage. Channel statistics are sharded like the channels.
+    """
     here = engine.mesh.plan.stages_of(engine.mesh.coords.pp)
     for name, buffer in engine.model.named_buffers(remove_duplicate=False):
         spec = engine.shards.buffers.get(name)
@@ -147,8 +148,8 @@ def gradient_pieces(engine: Engine) -> Iterator[LocalPiece]:
 
 
 def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[LocalPiece]:
-    """Of the parameters `names` alone: their weights ("model") or gradients ("gradient"), every element once over all
-    ranks."""
+    """Yields the pieces of the parameters `names`: weights ("model") or gradients ("gradient"), every element once over
+    all ranks."""
     for unit in _param_groups(engine, True):
         if names.isdisjoint(unit.layout.offsets) or (kind == "gradient" and unit.frozen):
             continue
@@ -159,8 +160,7 @@ def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[Loca
 
 
 def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:
-    """States that have one element per weight, and all of tensors that are updated whole. Scalars stand in
-    `optimizer_scalars`."""
+    """Yields states with one element per weight, and all states of full tensors. Scalars are in `optimizer_scalars`."""
     for unit in _param_groups(engine, saving):
         if unit.optim_shard.full_tensor_step is not None:
             yield from _full_tensor_states(unit, optimizer, saving)
@@ -193,7 +193,7 @@ def _full_tensor_states(unit: FlatParamGroup, optimizer: torch.optim.Optimizer, 
 
 
 def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Where weights and states lie: who keeps views of them has to take new ones when this changes."""
+    """Returns the addresses of weights and states. Holders of views must renew them when these change."""
     found = [part.data_ptr() for unit in engine.zero.units for part in unit.optim_shard.parts]
     found += [
         part.data_ptr()
@@ -273,7 +273,7 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
 def _param_with_scalars(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
 ) -> ShardParam | None:
-    """A run of a group that has states, and none of a tensor that an update has skipped."""
+    """Returns a shard parameter of a group that has states, without tensors that an update has skipped."""
     return next(
         (run for run in parameters if isinstance(run, ShardParam) and not run.isolated and optimizer.state.get(run)),
         None,
@@ -281,7 +281,7 @@ def _param_with_scalars(
 
 
 def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """What it counts itself, for no parameter."""
+    """Returns the counters of the optimizer itself, which belong to no parameter."""
     return {
         key: value
         for key, value in vars(optimizer).items()
@@ -290,9 +290,8 @@ def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What `optimizer_scalars` gives on all ranks, as one. Rank 0 may train nothing, or own none of the tensors that
-    are updated whole: it then knows
-    no kinds and no scalars, and whoever has them says them."""
+    """Merges the `optimizer_scalars` of all ranks. Rank 0 may train nothing, or own no full tensors, and then knows no
+    kinds and no scalars. The first rank that knows them supplies them."""
     one = given[0]
     for other in given[1:]:
         both = [
@@ -310,13 +309,15 @@ def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 KERNEL_OPTIONS = ("fused", "foreach", "capturable")
-"""Options of kernels, which are this machine's: a checkpoint may come from another."""
+"""Options of kernels, which belong to this machine: a checkpoint may come from another."""
 
 
 def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading; none of parameters
-    that are stateless.
-    Raises InputError where the optimizer has other groups than the one that was saved."""
+    """Creates empty states of the kinds and scalars in `saved`, for loading; none for stateless parameters.
+
+    Raises:
+        InputError: the groups of the optimizer differ from the saved ones.
+    """
     if saved["groups"] and len(saved["groups"]) != len(optimizer.param_groups):
         raise InputError(
             f"the checkpoint's optimizer has {len(saved['groups'])} groups of parameters, this one has {len(optimizer.param_groups)}, so that rates and decays "
@@ -355,7 +356,7 @@ def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: d
 
 
 def _typed_scalars(numbers: dict[str, float], saved: dict[str, Any]) -> ScalarValues:
-    """`numbers` of states as what they were; checkpoints of before this was saved have tensors of float32 alone."""
+    """Returns the scalars `numbers` with their saved types. Older checkpoints have float32 tensors alone."""
     kinds = saved.get("types", {})
     return {key: ScalarState(value, kinds.get(key, "float32")) for key, value in numbers.items()}
 
@@ -372,7 +373,7 @@ def _state_device(optimizer: torch.optim.Optimizer, parameter: FullParam, key: s
 
 
 def strip_replica_prefix(held: LocalPiece) -> LocalPiece:
-    """The same piece of a run that had no replicas of their own."""
+    """Returns the same piece under the name of a run without local SGD."""
     name = held.piece.name
     return (
         held._replace(piece=held.piece._replace(name=name.partition("/")[2]))
@@ -382,7 +383,7 @@ def strip_replica_prefix(held: LocalPiece) -> LocalPiece:
 
 
 def outer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
-    """Where replicas that go their own ways began, and how fast they move."""
+    """Yields the start weights and the momentum of the outer optimizer (local SGD)."""
     if engine.outer is not None:
         for unit, begun, velocity in zip(engine.outer.units, engine.outer.anchors, engine.outer.velocity, strict=True):
             yield from _param_group_pieces(engine, f"{OUTER_PREFIX}begun", unit, [begun], saving)
@@ -390,7 +391,7 @@ def outer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 
 
 def assemble_tensors(pieces: Iterable[tuple[ShardMetadata, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Full tensors from pieces that cover them, by name without its kind."""
+    """Assembles full tensors from pieces that cover them, by name without the kind."""
     local: dict[tuple[str, Any], tuple[ShardMetadata, torch.Tensor]] = {}
     full: dict[str, torch.Tensor] = {}
     for piece, data in pieces:
@@ -416,8 +417,8 @@ def assemble_tensors(pieces: Iterable[tuple[ShardMetadata, torch.Tensor]]) -> di
 
 
 def gather_state_dict(engine: Engine) -> dict[str, Any] | None:
-    """The plain model's state dict on rank 0, whole and in its order of kinds: weights, buffers, what modules give
-    themselves, shared ones under each of their names."""
+    """Returns the full state dict of the plain model on rank 0. It has weights, buffers, extra state of modules, and
+    shared tensors under each of their names, in the order of a plain state dict."""
     engine.zero.external_writes.sync(engine)
     full = gather_full_tensors(engine, (*weight_pieces(engine, saving=True), *buffer_pieces(engine, saving=True)))
     extra = (
@@ -436,7 +437,7 @@ def gather_state_dict(engine: Engine) -> dict[str, Any] | None:
 
 
 def empty_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """Parameters without elements, of which no rank holds a piece."""
+    """Returns parameters without elements, of which no rank holds a piece."""
     dtype = torch.float32 if engine.recipe.master else getattr(torch, engine.recipe.compute)
     return {name: torch.empty(shape, dtype=dtype) for name, shape in engine.shapes.items() if not shape.numel()}
 

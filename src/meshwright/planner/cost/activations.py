@@ -41,8 +41,8 @@ class ActivationBytes(NamedTuple):
     put_off: Array
 
     def until_w(self, kinds: Sequence[Recompute]) -> Array:
-        """What is held between B and W where the layer does each of `kinds` (c), over (b, s, c): inputs of products and
-        gradients of their outputs."""
+        """Returns the bytes stored between B and W where the layer does each of `kinds` (c), over (b, s, c). They are
+        the inputs of matrix products and the gradients of their outputs."""
         return np.stack(
             [0.0 * self.put_off if kind in PER_BLOCK_RECOMPUTE else self.put_off for kind in kinds], axis=-1
         )
@@ -62,7 +62,7 @@ class ActivationBytes(NamedTuple):
 
 
 def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, tokens: Array) -> ActivationBytes:
-    """Of one layer."""
+    """Returns the activation bytes of one layer."""
     layer, size = entry.layer, setting.recipe.size
     shape = (len(tokens), len(box.sequence_parallel))
     if entry.copy:
@@ -130,7 +130,7 @@ def _unread_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array
 
 
 def _compiled_away_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
-    """Bytes a token that a compiled block does not keep; see [Note: in pieces]."""
+    """Returns the bytes a token that a compiled block does not save; see [Note: in pieces]."""
     split = 0.0 if layer.routed else layer.fused_split - layer.fused_gates * (tp > 1)
     fixed = 0.0 if layer.routed or tp > 1 else layer.fused_fixed_split
     return (split * size + fixed) / tp + (layer.fused_whole * size + layer.fused_fixed_whole) / divided
@@ -154,8 +154,8 @@ def deferred_wgrad_bytes(
 
 
 def replicated_kv_fraction(layer: LayerSpec, tp: int) -> float:
-    """Of keys and values, the part that a tensor rank has beyond an even share, where there are fewer heads of them
-    than ranks."""
+    """Returns the fraction of keys and values that a tensor rank holds beyond an even part, where it has fewer
+    key-value heads than ranks."""
     heads = layer.key_value_heads
     return 1.0 / heads - 1.0 / tp if 0 < heads < tp else 0.0
 
@@ -163,9 +163,11 @@ def replicated_kv_fraction(layer: LayerSpec, tp: int) -> float:
 def _chunked_loss_bytes(
     setting: CostContext, entry: LayerRun, box: PlanGrid, tokens: Array, whole: float | Array
 ) -> ActivationBytes:
-    """Of a head whose loss is made in chunks: the gradients of its input, in place of the input, and of its weight;
-    logits and probabilities of
-    one chunk pass. Source: runtime/loss/cross_entropy.py, [Note: gradients at once]."""
+    """Returns the bytes of a head with a chunked loss.
+
+    They are the gradients of its input, in place of the input, and of its weight. The logits and probabilities of one
+    chunk are transient. Source: runtime/loss/cross_entropy.py, [Note: gradients at once].
+    """
     layer, size = entry.layer, setting.recipe.size
     some = tokens / box.loss_chunks
     passing = (some * (layer.transient * size + layer.fixed_split) / box.tp)[:, None] + cpu_logits_bytes(
@@ -180,7 +182,6 @@ def _chunked_loss_bytes(
 
 
 def cpu_logits_bytes(setting: CostContext, layer: LayerSpec, tp: int, tokens: Array) -> Array:
-    """On a host device torch makes a float32 copy of low-precision logits before it takes their logarithms, over (b,
-    s)."""
+    """Returns the bytes of the float32 copy that torch makes of low-precision logits on a CPU, over (b, s)."""
     copied = setting.on_host and setting.recipe.size < constants.LOSS_ELEMENT_BYTES
     return (tokens * (layer.fixed_split / tp if copied else 0.0))[:, None]

@@ -39,9 +39,8 @@ from meshwright.spec.enums import Offload, Recompute
 
 
 class LowerBounds(NamedTuple):
-    """Bounds over `obsczf`, c one for all: bytes that a rank takes as estimated, and with the margin; seconds more than
-    without offload; seconds
-    of the whole step on the link."""
+    """Stores bounds over `obsczf`, with one c for all choices of recompute. They are the bytes of a rank, as estimated
+    and with the margin; the seconds more than without offload; and the seconds of the whole step on the link."""
 
     taken: Array
     safe: Array
@@ -50,8 +49,8 @@ class LowerBounds(NamedTuple):
 
 
 def lower_bounds(pricer: CostModel, box: PlanGrid, offloads: tuple[tuple[Offload, ...], ...]) -> LowerBounds:
-    """Of the plans of `box` with each of `offloads`, the first of which keeps all on the device, and any choice of
-    recompute."""
+    """Returns the bounds of the plans of `box` with each of `offloads`, for any choice of recompute. The first of
+    `offloads` offloads nothing."""
     given, box = box, replace(box, recompute=(RecomputeChoice(Recompute.full),), offload=offloads)
     setting, ranks = pricer.setting, pricer.ranks(box)
     states = pricer.states(box, ranks)
@@ -97,7 +96,8 @@ def lower_bounds(pricer: CostModel, box: PlanGrid, offloads: tuple[tuple[Offload
 
 
 def _max_block_input_bytes(pricer: CostModel, box: PlanGrid) -> Array:
-    """Bytes that enter the block with the most, over (b, s); infinite where [Note: least bytes] does not stand."""
+    """Returns the input bytes of the block with the most of them, over (b, s); infinite where [Note: least bytes] is
+    not valid."""
     setting = pricer.setting
     blocks = [
         activation_bytes(setting, entry, box, box.tokens(setting.job.workload.sequence))
@@ -115,9 +115,8 @@ def _max_block_input_bytes(pricer: CostModel, box: PlanGrid) -> Array:
 
 
 def _min_offload_wait_seconds(pricer: CostModel, box: PlanGrid, ranks: RankClasses, each: float) -> Array:
-    """Seconds that a micro-batch of each of `ranks` waits at least where activations are offloaded, with its recompute,
-    a byte taking `each` one way;
-    [Note: least seconds]."""
+    """Returns the least seconds that a micro-batch of each of `ranks` waits for offloaded activations, its recompute
+    included. `each`: seconds of one byte in one direction; [Note: least seconds]."""
     if box.recompute[0] != RecomputeChoice(Recompute.none):
         return broadcast_to_axis(0.0, "")
     box = replace(box, recompute=(RecomputeChoice(Recompute.none), RecomputeChoice(Recompute.full), *box.recompute[1:]))

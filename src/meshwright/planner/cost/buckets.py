@@ -15,8 +15,8 @@ StageCounts = tuple[tuple[tuple[int, ...], int], ...]
 
 
 class BucketRun(NamedTuple):
-    """`times` equal units of `end` elements, before padding to the shards; `gathered_ahead` where the unit before it
-    fetches it."""
+    """Stores `times` equal units of `end` elements, before padding to the shards; `gathered_ahead` where the unit
+    before prefetches it."""
 
     end: int
     times: int
@@ -24,13 +24,12 @@ class BucketRun(NamedTuple):
 
 
 class StageBuckets(NamedTuple):
-    """The units of one virtual stage, in elements before padding, forward order.
+    """Stores the units of one virtual stage, in elements before padding, in forward order.
 
-    `first`, `last`: the outermost ones. `opening`, `closing`: the two whose reduction a backward leaves for the next
-    one to wait for, the two
-    that it starts first. `filling`: the largest between first and last. `largest` of all. `lone`: those that nothing
-    gathers ahead. `staged`: the
-    slots of one backward, of two, of more.
+    `first` and `last` are the outermost units. `opening` is the two whose reduction one backward leaves for the next
+    one to complete, `closing` the two that it starts first. `filling` is the largest between first and last, `largest`
+    the largest of all. `lone` is those without prefetch. `staged` is the staging slots of one backward, of two, and of
+    more.
     """
 
     runs: tuple[BucketRun, ...]
@@ -46,7 +45,7 @@ class StageBuckets(NamedTuple):
 
 
 class LayerNumel(NamedTuple):
-    """An entry on one tensor rank: elements of a layer with padding (`aligned`) and without."""
+    """Stores the elements of one layer of an entry on one tensor rank, with padding (`aligned`) and without."""
 
     aligned: int
     raw: int
@@ -100,7 +99,7 @@ def per_layer_runs(layers: Sequence[tuple[LayerNumel, int]]) -> list[BucketRun]:
 
 
 def stage_buckets(layers: Sequence[tuple[LayerNumel, int]], bucket: int | None) -> StageBuckets:
-    """The units of one virtual stage with `bucket` elements, or of ZeRO 3 with None."""
+    """Returns the units of one virtual stage with buckets of `bucket` elements, or those of ZeRO 3 with None."""
     runs = per_layer_runs(layers) if bucket is None else bucket_runs(layers, bucket)
     if not runs:
         return StageBuckets((), 0, 0, 0, 0, 0, 0, 0, 0, (0, 0, 0))
@@ -139,16 +138,15 @@ def staging_numel(line: Sequence[int]) -> int:
 
 
 class RankBuckets(NamedTuple):
-    """The units of all virtual stages of a rank: how many of which length; `number`, `lone`, `first`, `last` of them,
-    and the largest `opening`,
-    `closing`, `filling`, `largest` and `staged` of its stages."""
+    """Stores the units of all virtual stages of a rank: how many there are of each length, and their `number`, `lone`,
+    `first` and `last`. The largest `opening`, `closing`, `filling`, `largest` and `staged` of its stages follow."""
 
     lengths: dict[int, int]
     other: tuple[int, ...]
 
 
 class ModelBuckets:
-    """The units of virtual stages of one model. Remembered: many orders have stages of the same layers."""
+    """Computes the units of virtual stages of one model. It caches them, because many orders have equal stages."""
 
     def __init__(self, entries: Sequence[LayerRun]) -> None:
         self.entries = entries
@@ -157,7 +155,7 @@ class ModelBuckets:
         self._ranks: dict[tuple[TpEpShape, int | None, StageCounts], RankBuckets] = {}
 
     def units(self, content: tuple[int, ...], cut: TpEpShape, bucket: int | None) -> StageBuckets:
-        """Of a stage with so many layers of each entry."""
+        """Returns the units of a stage with the given number of layers of each entry."""
         key = (cut, bucket, content)
         if key not in self._units:
             if cut not in self._sized:
@@ -166,7 +164,7 @@ class ModelBuckets:
         return self._units[key]
 
     def rank(self, stages: StageCounts, cut: TpEpShape, bucket: int | None) -> RankBuckets:
-        """Of a rank with these stages."""
+        """Returns the units of a rank with these stages."""
         key = (cut, bucket, stages)
         if key not in self._ranks:
             found = [(self.units(content, cut, bucket), count) for content, count in stages]

@@ -36,20 +36,20 @@ from meshwright.spec.measurement import (
 )
 
 SAME_SPEED_TOLERANCE = 0.15
-"""Part of their speed by which devices of one group may differ."""
+"""Fraction by which the speeds of devices of one group may differ."""
 
 STRAGGLER_SPEED_FRACTION = 0.85
-"""Of the middle of its group, below which a device is said to be slow."""
+"""Fraction of the median of its group below which a device is reported as a straggler."""
 
 UNDESCRIBED_CLUSTER = "measured"
-"""Name of a cluster of which only the number of ranks was known before."""
+"""Name of a cluster of which only the number of ranks is known before calibration."""
 
 LINK_FIT_STEP_FACTORS = (2.0, 1.4, 1.1, 1.03)
 MAX_FIT_LOG_ERROR = 0.35
 
 
 class CalibratedCluster(NamedTuple):
-    """The cluster as measured, and what a person should know about it."""
+    """Stores the measured cluster, and notes for the user."""
 
     cluster: Cluster
     odd: tuple[str, ...]
@@ -67,7 +67,8 @@ class UniformNode(NamedTuple):
 
 
 def calibrate(measured: ClusterProfile, known: Cluster) -> CalibratedCluster:
-    """`known` with what was measured: its memory, prices and names stay where the number of devices is the same."""
+    """Returns `known` with measured values. Its memory, prices and names remain where the number of devices is the
+    same."""
     devices = _with_core_shares(measured)
     odd = [*_description_mismatches(measured, known), *_disturbance_notes(measured, devices)]
     nodes = [node for host in measured.hosts for node in _split_uniform_nodes([devices[rank] for rank in host])]
@@ -108,7 +109,6 @@ def _described_group(known: Cluster, index: int) -> NodeGroup:
 
 
 # --- devices
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def _device_speed(device: DeviceProfile) -> float:
@@ -134,7 +134,7 @@ def _with_core_shares(measured: ClusterProfile) -> list[DeviceProfile]:
 
 
 def _description_mismatches(measured: ClusterProfile, known: Cluster) -> Iterable[str]:
-    """What the description says and the machine does not."""
+    """Yields the points in which the description contradicts the machine."""
     devices, hosts = len(measured.devices), len(measured.hosts)
     nodes = sum(group.nodes for group in known.groups)
     if known.devices != devices:
@@ -158,7 +158,7 @@ def _disturbance_notes(measured: ClusterProfile, devices: Sequence[DeviceProfile
 
 
 def _split_uniform_nodes(ranks: Sequence[DeviceProfile]) -> list[UniformNode]:
-    """Neighbours of one host in parts that are equally fast."""
+    """Splits neighbours of one host into parts of equal speed."""
     parts: list[list[DeviceProfile]] = []
     for rank in ranks:
         if parts and parts[-1][0].name == rank.name and _same_speed(_device_speed(parts[-1][0]), _device_speed(rank)):
@@ -201,8 +201,8 @@ def _straggler_notes(ranks: Sequence[DeviceProfile]) -> list[str]:
 
 
 def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> Device:
-    """What the middle rank reaches. `same`: the devices are those that were known, whose memory a rank cannot
-    measure."""
+    """Returns the device with the rates of the median rank. `same`: the devices are the known ones, whose memory a rank
+    cannot measure."""
     on_host = ranks[0].name == "cpu"
     precisions = {each.precision for each in ranks[0].products}
     trained = "fp32" if on_host else "bf16"
@@ -225,11 +225,12 @@ def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> De
     return known.but(**changes)
 
 
-# --- links ----------------------------------------------------------------------------------------------------------------------
+# --- links
 
 
 def _fit_links(measured: ClusterProfile, span: int, known: Cluster) -> tuple[Link, Link]:
-    """The link inside a block of `span` ranks and the one between blocks; one of them where only one was measured."""
+    """Returns the link inside a block of `span` ranks and the link between blocks; one of them where only one was
+    measured."""
     inside = [each for each in measured.timings if span % (each.ranks * each.stride) == 0]
     between = [each for each in measured.timings if span % (each.ranks * each.stride)]
     old_near, old_far = known.groups[0].link, known.network
@@ -244,12 +245,12 @@ def _fit_links(measured: ClusterProfile, span: int, known: Cluster) -> tuple[Lin
 
 
 def _gathers_by_all_to_all(measured: ClusterProfile) -> bool:
-    """Processes on several hosts gather by all-to-alls."""
+    """Returns whether processes on several hosts gather by all-to-alls."""
     return measured.devices[0].name == "cpu" and len(measured.hosts) > 1
 
 
 def _fit_link(timings: Sequence[CollectiveSample], known: Link, fabric: Callable[[Link], LinkModel]) -> Link:
-    """Coordinate search from what the largest and the smallest timing say by themselves."""
+    """Fits a link by coordinate search, from the values that the largest and the smallest timing imply."""
     large, small = max(timings, key=lambda each: each.size), min(timings, key=lambda each: each.seconds)
     bandwidth, latency = large.size / large.seconds, max(small.seconds / max(small.ranks, 2), 1e-7)
 
@@ -272,7 +273,7 @@ def _fit_link(timings: Sequence[CollectiveSample], known: Link, fabric: Callable
 
 
 def _fit_sync_overhead(meetings: Sequence[CollectiveSample], link: Link, fabric: Callable[[Link], LinkModel]) -> Link:
-    """With what is missing of `meetings`; their seconds are linear in it."""
+    """Adds the synchronisation overhead that explains `meetings`; their seconds are linear in it."""
     without, one = (
         [predict_collective_seconds(fabric(link.but(meeting=meeting)), each) for each in meetings]
         for meeting in (0.0, 1.0)
@@ -282,7 +283,7 @@ def _fit_sync_overhead(meetings: Sequence[CollectiveSample], link: Link, fabric:
 
 
 def predict_collective_seconds(links: LinkModel, timing: CollectiveSample) -> float:
-    """Seconds that the planner gives this collective."""
+    """Returns the seconds that the planner predicts for this collective."""
     over = collective_rates(links, timing.ranks, timing.stride)
     if timing.kind == "all_reduce":
         return float(over.reduce(timing.size))
@@ -292,7 +293,7 @@ def predict_collective_seconds(links: LinkModel, timing: CollectiveSample) -> fl
 
 
 def _misfit_notes(measured: ClusterProfile, links: LinkModel) -> Iterable[str]:
-    """How far the formulas are from what was measured, where that is far."""
+    """Yields how far the formulas are from the measurement, where that is far."""
     off = [
         log(predict_collective_seconds(links, each) / each.seconds) for each in measured.timings if each.size >= 2**16
     ]

@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 
 def sustained_flops(setting: CostContext, precision: str) -> float:
-    """FLOP/s of large matrix products in a warm device that trains: as sold, less what any product loses, less clocks
-    under power."""
+    """Returns the FLOP/s of large matrix products on a warm device during training. It is the nominal rate, less the
+    loss of any product and the loss of clocks under power."""
     device = setting.device
     peak = device.peak.get(precision) or setting.rate
     return peak * device.efficiency * device.sustained.get(precision, constants.SUSTAINED_MATMUL_FRACTION)
 
 
 def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, inside: bool) -> tuple[Array, Array]:
-    """Forward and backward of all products of a layer, (b)."""
+    """Returns the seconds of all products of a layer, forward and backward, (b)."""
     precision = setting.practice.products if inside and setting.practice.products else setting.recipe.rate
     rate = sustained_flops(setting, precision)
     size = setting.recipe.size
@@ -72,8 +72,8 @@ def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, ins
 def _tiled_matmul_seconds(
     setting: CostContext, shape: tuple[Array, Array, Array], flops: Array, rate: float, size: int
 ) -> Array:
-    """Seconds of products of `shape` (m, n, k), each (weights, b). A shape of 0 is not known: it is as large as its
-    FLOPs."""
+    """Returns the seconds of products of `shape` (m, n, k), each (weights, b). A shape of 0 is unknown: it is as large
+    as its FLOPs."""
     m, n, k = shape
     processors = setting.device.processors
     best = np.full(flops.shape, np.inf)
@@ -104,8 +104,8 @@ class LayerTimes(NamedTuple):
 
 
 class MatmulShapes(NamedTuple):
-    """The weights of a layer that multiply, on one tensor rank: FLOPs per token, elements, outputs, inputs, products of
-    each."""
+    """Stores the weights of a layer that multiply, on one tensor rank: FLOPs per token, elements, outputs, inputs, and
+    products of each."""
 
     flops: Array
     weights: Array
@@ -211,7 +211,7 @@ def _compute_seconds(
 def _launch_seconds(
     setting: CostContext, layer: LayerSpec, cut: TpEpShape, sequence_parallel: Array
 ) -> tuple[Array, Array]:
-    """Seconds that the host needs to launch a layer's kernels and collectives, forward and backward (s)."""
+    """Returns the seconds of the host to launch a layer's kernels and collectives, forward and backward (s)."""
     count = 1 + matmul_shapes(layer, cut).products.sum()
     if setting.on_host:
         kernels = count * constants.CPU_KERNELS_PER_MATRIX * cpu_op_seconds(setting) + 0.0 * sequence_parallel
@@ -229,13 +229,13 @@ def _launch_seconds(
 
 
 def cpu_op_seconds(setting: CostContext) -> float:
-    """Seconds of a host that launches and computes for one operation: a rank that has part of a core takes as many
-    times longer."""
+    """Returns the seconds of a CPU for one operation. A rank with a fraction of a core takes that many times longer."""
     return setting.device.launch or constants.CPU_OP_SECONDS
 
 
 def local_fraction(layer: LayerSpec, size: int, tp: int, sequence_parallel: Array) -> Array:
-    """Part of a layer's element-wise work that stays on one tensor rank (s), judged by what it keeps."""
+    """Returns the fraction of a layer's element-wise work on one tensor rank (s), estimated from its
+    saved activations."""
     split = layer.saved_split * size + layer.fixed_split
     whole = layer.saved_whole * size + layer.fixed_whole
     total = split + whole

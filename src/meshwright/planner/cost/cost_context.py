@@ -28,25 +28,25 @@ from meshwright.spec.precision import Recipe
 
 
 class RuntimeModel(NamedTuple):
-    """`0` or an empty word: as the precision recipe says."""
+    """Describes a runtime. `0` or an empty string means: as the precision recipe says."""
 
     master: int = -1
     """Bytes of a main weight in addition to the compute dtype; -1: those of the recipe."""
     gradient: int = 0
-    """Bytes of a held gradient."""
+    """Bytes of an element of a stored gradient."""
     bucketed: int = 0
-    """Bytes of a second copy of the gradients at ZeRO 0, in buckets of their own."""
+    """Bytes of a second copy of the gradients at ZeRO 0, in separate buckets."""
     reduced: int = 0
-    """Bytes of a gradient element on its way between ranks."""
+    """Bytes of a gradient element in transit between ranks."""
     products: str = ""
     """Precision of the blocks' matrix products."""
     attention: float = 1.0
-    """Rate of the attention kernel over that of FlashAttention-2, where the device knows a faster one."""
+    """Rate of the attention kernel over that of FlashAttention-2, where the device has a faster one."""
     repeated_products: float = 0.0
     """Fraction of a block's forward matrix products that backward recomputes although the plan does not recompute the
     block."""
     repeated_rest: float = 0.0
-    """The same of its other operations."""
+    """The same fraction of its other operations."""
     reduce_hidden: bool = True
     """Whether the gradient reduction overlaps with the last backward."""
     gather_hidden: bool = False
@@ -54,9 +54,9 @@ class RuntimeModel(NamedTuple):
     tensor_hidden: float = 0.0
     """Fraction of tensor-parallel traffic that is chunked and overlaps with matrix products."""
     launch: float = 1.0
-    """Host seconds a kernel over those of eager PyTorch: less where graphs or one compiled call launch many."""
+    """Host seconds a kernel over those of eager PyTorch; less where CUDA graphs or one compiled call launch many."""
     gathered: bool = False
-    """Sequence parallelism keeps what it gathered for backward; else it gathers again."""
+    """Sequence parallelism saves the gathered input for backward; otherwise it gathers again."""
 
 
 MESHWRIGHT_RUNTIME = RuntimeModel()
@@ -65,13 +65,14 @@ MESHWRIGHT_RUNTIME = RuntimeModel()
 BLOCK, EMBEDDING, HEAD = "block", "embedding", "head"
 
 EXACT_GRAD_BYTES = 8
-"""Bytes of a gradient that is an integer."""
+"""Bytes of an integer gradient."""
 
 
 class LayerRun(NamedTuple):
-    """A run of equal layers as ranks hold it: `own` without a weight that another entry holds.
+    """Describes a run of equal layers as ranks hold it.
 
-    `copy` marks the last stage's own copy of a tied vocabulary; `own_bucket` a layer that is a flat unit by itself.
+    `own` leaves out a weight that another entry has. `copy` marks the last stage's copy of a tied vocabulary.
+    `own_bucket` marks a layer that is a separate unit.
     """
 
     layer: LayerSpec
@@ -86,26 +87,27 @@ class LayerRun(NamedTuple):
         return self.layer.name == BLOCK
 
     def raw(self, cut: TpEpShape) -> int:
-        """Elements of one layer on one tensor rank, without experts that other ranks share."""
+        """Returns the elements of one layer on one tensor rank, without its expert-parallel weights."""
         return sum(cut.numel(parameter) for parameter in self.own if not cut.splits_experts(parameter))
 
     def aligned(self, cut: TpEpShape) -> int:
-        """The same with every tensor padded as in [Note: flat layout]."""
+        """Returns these elements with every tensor padded as in [Note: flat layout]."""
         return sum(align_numel(cut.numel(parameter)) for parameter in self.own if not cut.splits_experts(parameter))
 
     def experts(self, cut: TpEpShape) -> int:
-        """Elements of its experts, where other ranks than those of the dense weights share them; padded too."""
+        """Returns the padded elements of its experts, where they have other data-parallel groups than the dense
+        weights."""
         return sum(align_numel(cut.numel(parameter)) for parameter in self.own if cut.splits_experts(parameter))
 
     def largest(self, cut: TpEpShape) -> int:
-        """Elements of the largest tensor on one tensor rank: autograd makes its gradient whole before it goes where it
-        is summed."""
+        """Returns the elements of the largest tensor on one tensor rank. Autograd computes its full gradient before it
+        is added to the sum."""
         return max(map(cut.numel, self.layer.parameters), default=0)
 
 
 @dataclass(frozen=True)
 class CostContext:
-    """Made once per job; `entries` are in forward order, a tied copy last."""
+    """Stores the facts of one job. `entries` are in forward order, a tied copy last."""
 
     job: Job
     recipe: Recipe
@@ -117,23 +119,23 @@ class CostContext:
 
     @cached_property
     def imbalance(self) -> float:
-        """Tokens of the busiest expert rank over the mean; a capacity allows no more."""
+        """Returns the tokens of the busiest expert rank over the mean, limited by the capacity factor."""
         return min(constants.EXPERT_IMBALANCE, self.job.workload.expert_capacity or constants.EXPERT_IMBALANCE)
 
     @cached_property
     def on_host(self) -> bool:
-        """Ranks are processes on CPUs: no caching allocator, gloo instead of NCCL."""
+        """Returns whether ranks are CPU processes, with gloo instead of NCCL and without a caching allocator."""
         return self.device.name.lower().startswith("cpu")
 
     @cached_property
     def shares_memory(self) -> bool:
-        """All ranks are processes of one host and read each other's buffers instead of being sent them."""
+        """Returns whether all ranks are processes of one host, which read each other's buffers."""
         return self.on_host and sum(group.nodes for group in self.job.cluster.groups) == 1
 
     @cached_property
     def wire(self) -> CompressionRatio:
-        """What compression leaves of gradients between nodes: of all matrices two thin factors, of all else its
-        code."""
+        """Returns the compression ratio of gradients between nodes: two thin factors for matrices, the code for all
+        else."""
         compression, size = self.job.workload.compression, self.gradient
         if compression is None:
             return UNCOMPRESSED
@@ -149,13 +151,14 @@ class CostContext:
 
     @cached_property
     def head(self) -> LayerRun | None:
-        """The layer that ends in the loss."""
+        """Returns the layer that ends in the loss."""
         return next((entry for entry in self.entries if entry.layer.name == HEAD), None)
 
     def recomputed_uncompiled(self, entry: LayerRun, cut: TpEpShape, stages: bool) -> int:
-        """Elements of the largest gradient that a layer makes before it goes where it is summed: in stages on cores
-        products add to it. Source:
-        runtime/wgrad/accumulation.py."""
+        """Returns the elements of the largest gradient that a layer computes before it is added to the sum.
+
+        In stages on CPUs, products add to the gradient in place. Source: runtime/wgrad/accumulation.py.
+        """
         largest = entry.largest(cut)
         in_place = (
             stages
@@ -167,29 +170,29 @@ class CostContext:
 
     @property
     def gradient(self) -> int:
-        """Bytes of one element of a held gradient."""
+        """Returns the bytes of one element of a stored gradient."""
         return self.practice.gradient or self.recipe.gradient_size
 
     @cached_property
     def host_bandwidth(self) -> float:
-        """Bytes/s between a device and its host, one direction; 0 where nothing can wait there."""
+        """Returns the bytes/s between a device and its host, in one direction; 0 where nothing can be offloaded."""
         return self.job.cluster.host_bandwidth
 
     @cached_property
     def storage_bandwidth(self) -> float:
-        """Bytes/s between a device and the disk of its node; 0 where there is none."""
+        """Returns the bytes/s between a device and the disk of its node; 0 where there is none."""
         return self.job.cluster.storage_bandwidth
 
     @cached_property
     def host_memory(self) -> float:
-        """Bytes that can wait on the host for each of its devices."""
+        """Returns the bytes that each device can offload to its host."""
         taken = 1.0 if self.on_host else constants.PINNED_MEMORY_OVERHEAD
         return min(group.host_memory / group.devices for group in self.job.cluster.groups) / taken
 
     @cached_property
     def host_update(self) -> float:
-        """Parameters that the host of the slowest group updates in a second for one of its devices: as measured, else
-        as ever."""
+        """Returns the parameters that the host of the slowest group updates in a second for each device, as measured,
+        else by default."""
         return min(
             (group.host_update or constants.CPU_UPDATE_PARAMS_PER_SECOND) / group.devices
             for group in self.job.cluster.groups
@@ -207,7 +210,7 @@ class CostContext:
 
     @property
     def rate(self) -> float:
-        """FLOP/s of matrix products at the job's precision, as sold."""
+        """Returns the nominal FLOP/s of matrix products at the job's precision."""
         return self.device.peak[self.recipe.rate]
 
 
@@ -224,7 +227,7 @@ def build_cost_context(job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME) ->
 
 
 def slowest_device(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Device, tuple[str, ...]]:
-    """One device with the least of everything that the groups have; the note that says it where they differ."""
+    """Returns one device with the minimum of each quantity over the groups, and a note where the groups differ."""
     devices = [group.device for group in cluster.groups]
     for device in devices:
         for precision in rates_needed:
@@ -248,7 +251,7 @@ def slowest_device(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Dev
 
 
 def layer_runs(layers: tuple[LayerSpec, ...]) -> tuple[LayerRun, ...]:
-    """The layers as ranks hold them (see [Note: flat layout] for the tied vocabulary)."""
+    """Returns the layers as ranks hold them (see [Note: flat layout] for the tied vocabulary)."""
     tied = {layer.tied for layer in layers if layer.tied is not None}
     result: list[LayerRun] = []
     block = 0

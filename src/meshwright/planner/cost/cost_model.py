@@ -51,7 +51,8 @@ from meshwright.spec.job import Job
 
 
 class StepTime(NamedTuple):
-    """Parts of a step over AXES; the first PER_MICRO_BATCH for each kind of rank and one micro-batch."""
+    """Stores the parts of a step over AXES. The first PER_MICRO_BATCH_FIELDS are for each kind of rank and one
+    micro-batch."""
 
     compute: Array
     recompute: Array
@@ -89,14 +90,14 @@ class PassTime(NamedTuple):
 
 
 class GridCost(NamedTuple):
-    """Memory and time of a box of plans, kinds of pipeline ranks first."""
+    """Stores the memory and time of a grid of plans, kinds of pipeline ranks first."""
 
     footprint: MemoryFootprint
     seconds: StepTime
 
     @property
     def step(self) -> Array:
-        """Seconds over `obsczf`."""
+        """Returns the seconds of a step over `obsczf`."""
         return self.seconds.step[0]
 
     @property
@@ -106,13 +107,13 @@ class GridCost(NamedTuple):
 
     @property
     def on_host(self) -> Array:
-        """The most that one rank keeps on its host, over `obsczf`."""
+        """Returns the largest host memory of one rank, over `obsczf`."""
         return self.footprint.host.max(axis=0)
 
 
 class RankClasses(NamedTuple):
-    """The kinds of pipeline ranks of each order: layers of each entry (r, o, entry), how many there are of a kind (r,
-    o)."""
+    """Stores the kinds of pipeline ranks of each order: the layers of each entry (r, o, entry), and the ranks of each
+    kind (r, o)."""
 
     of_order: tuple[RankContents, ...]
     layers: Array
@@ -120,14 +121,14 @@ class RankClasses(NamedTuple):
 
     @classmethod
     def of(cls, found: Sequence[RankContents]) -> RankClasses:
-        """Made equally many by kinds of no rank."""
+        """Returns the classes of several orders, padded to an equal number of kinds by kinds of no rank."""
         numbers = np.zeros((max(len(held.kinds) for held in found), len(found)))
         for o, held in enumerate(found):
             numbers[: len(held.kinds), o] = held.numbers
         return cls(tuple(found), stack_schedules([held.layers for held in found], kinds=0), numbers)
 
     def doing(self, recompute: Sequence[RecomputeChoice], blocks: Array, *kinds: Recompute) -> Array:
-        """Blocks that recompute as one of `kinds` (r, o, entry, c)."""
+        """Returns the blocks that recompute as one of `kinds` (r, o, entry, c)."""
         found, every = np.zeros((*self.layers.shape, len(recompute))), self.layers * blocks
         for c, choice in enumerate(recompute):
             if choice.some:
@@ -155,7 +156,8 @@ class CostModel:
     layers."""
 
     def __init__(self, job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME, like: CostModel | None = None) -> None:
-        """`like`: of the same model on other devices, with which it shares what those do not change."""
+        """Prepares the model. `like`: a model of the same job on other devices, whose device-independent results it
+        reuses."""
         self.setting: CostContext = build_cost_context(job, practice)
         self.flat: ModelBuckets = like.flat if like else ModelBuckets(self.setting.entries)
         self._rank_contents: dict[tuple[ScheduleChoice, int, bool], RankContents] = like._rank_contents if like else {}
@@ -163,24 +165,23 @@ class CostModel:
         self._work: dict[tuple[TpEpShape, int], tuple[dict[float, int], LayerTimes | None]] = {}
 
     def price(self, box: PlanGrid) -> GridCost:
-        """Everything about every plan of `box`; whether its plans are legal is the caller's question."""
+        """Prices every plan of `box`. The caller decides which of its plans are legal."""
         return self.price_ranks(box, self.ranks(box))
 
     def price_ranks(self, box: PlanGrid, ranks: RankClasses) -> GridCost:
-        """The same, of these ranks."""
+        """Prices the plans of `box` on these ranks."""
         found = self.states(box, ranks)
         return GridCost(self.memory(box, ranks, found), self.seconds(box, ranks, found))
 
     def states(self, box: PlanGrid, ranks: RankClasses) -> StateSizes:
-        """The flat buffers of each of `ranks`."""
+        """Returns the flat buffers of each of `ranks`."""
         return state_sizes(self.setting, box, ranks.of_order, ranks.layers)
 
     def floor(self, box: PlanGrid) -> Array:
-        """Seconds over (o, b, s) below which no plan of `box` goes, however its data ranks, its order of axes and its
-        host behave.
+        """Returns a lower bound of the seconds of a step over (o, b, s), for any data ranks, order of axes and host.
 
-        What is left of a step: compute, the traffic of tensor, context and expert ranks in the usual order of axes, the
-        bubble of these.
+        It contains compute, the traffic of tensor, context and expert ranks in the usual order of axes, and the bubble
+        of these.
         """
         box, ranks = replace(box, layout=box.layout._replace(axes=MESH_AXES)), self.ranks(box)
         one, waits = self._layers(box)
@@ -203,20 +204,19 @@ class CostModel:
         return np.asarray((broadcast_to_axis(box.counts, "b") * longest + bubble)[0, ..., 0, 0, 0])
 
     def memory(self, box: PlanGrid, ranks: RankClasses, found: StateSizes | None = None) -> MemoryFootprint:
-        """Bytes on each of `ranks`."""
+        """Returns the bytes on each of `ranks`."""
         tokens = self._tokens(box)
         alive = activation_peak(self.setting, box, tokens, ranks.of_order)
         return memory_footprint(self.setting, box, found or self.states(box, ranks), alive, tokens)
 
-    # --- shared between boxes
-    # ---------------------------------------------------------------------------------------------------
+    # --- shared between grids
 
     def ranks(self, box: PlanGrid, each: bool = False) -> RankClasses:
-        """The kinds of pipeline ranks of each order; or `each` of them by itself."""
+        """Returns the kinds of pipeline ranks of each order; with `each`, every rank separately."""
         return RankClasses.of([self.rank_contents(order, box.pp, each) for order in box.orders])
 
     def class_layout(self, box: PlanGrid, found: Sequence[RankClass]) -> RankClasses:
-        """These, which nothing else asks for."""
+        """Returns the rank classes of `found`, without the cache."""
         return RankClasses.of([RankContents(self.flat, order, box.pp, found) for order in box.orders])
 
     def rank_contents(self, order: ScheduleChoice, pp: int, each: bool = False) -> RankContents:
@@ -231,11 +231,11 @@ class CostModel:
     def _tokens(self, box: PlanGrid) -> Array:
         return box.tokens(self.setting.job.workload.sequence)
 
-    # --- time -------------------------------------------------------------------------------------------------------------------
+    # --- time
 
     def _layers(self, box: PlanGrid) -> tuple[LayerTimes, tuple[Array, Array, Array]]:
-        """One layer of each entry over (entry, b, s): its work; its waits for context ranks, forward and backward, and
-        for experts one way."""
+        """Returns the times of one layer of each entry over (entry, b, s): its work, its wait for context ranks in
+        forward and in backward, and its wait for experts in one direction."""
         tokens, one = self._tokens(box), self.work(box)
         forward, backward = cp_ep_comm.cp_comm_seconds(self.setting, box, tokens, one)
         return one, (
@@ -300,7 +300,8 @@ class CostModel:
         )
 
     def work(self, box: PlanGrid) -> LayerTimes:
-        """Of one layer of each entry; remembered by the tokens of a micro-batch, which boxes share."""
+        """Returns the work of one layer of each entry, cached by the tokens of a micro-batch, which many grids have in
+        common."""
         key, parallel = (box.cut, box.strides["tp"]), np.array([False, True][: 1 + (box.tp > 1)])
         found, known = self._work.get(key, ({}, None))
         tokens = self._tokens(box).tolist()
@@ -323,7 +324,7 @@ class CostModel:
         return LayerTimes(*(part[chosen] for part in known))
 
     def seconds(self, box: PlanGrid, ranks: RankClasses, found: StateSizes) -> StepTime:
-        """Parts of a step, `found` being the flat buffers of `ranks`."""
+        """Returns the parts of a step; `found` is the flat buffers of `ranks`."""
         one = self.passes(box, ranks)
         data = dp_traffic(self.setting, box, found, one.forward, one.backward)
         hidden = self._offloaded(box, ranks, found, one, data)
@@ -348,7 +349,7 @@ class CostModel:
         return StepTime(*one[:5], data.each, hidden, bubble, passing, once, last, imbalance, each, step)
 
     def _offloaded(self, box: PlanGrid, ranks: RankClasses, found: StateSizes, one: PassTime, data: DpTraffic) -> Array:
-        """Seconds that a micro-batch waits for its host."""
+        """Returns the seconds that a micro-batch waits for its host."""
         if not any(box.offload):
             return broadcast_to_axis(0.0, "")
         saved = self.saved(box, ranks)
@@ -395,7 +396,7 @@ class CostModel:
         )
 
     def _passing(self, box: PlanGrid) -> Array:
-        """Seconds of messages between pipeline ranks and of a vocabulary that both ends hold."""
+        """Returns the seconds of messages between pipeline ranks, and of a tied vocabulary on both ends."""
         if box.pp == 1:
             return self.tie(box)
         passed = p2p_seconds(
@@ -405,7 +406,7 @@ class CostModel:
         return broadcast_to_axis(hops, "ob") * passed + self.tie(box)
 
     def _block_backward(self, one: LayerTimes, recompute: Array) -> Array:
-        """Seconds of the backward of the longest block."""
+        """Returns the seconds of the backward of the longest block."""
         blocks = self._blocks if self._blocks.any() else np.arange(len(self._blocks)) == 0
         backward, again = (
             broadcast_to_axis(part[blocks].max(axis=0), "bs")
@@ -414,7 +415,7 @@ class CostModel:
         return backward + recompute * again
 
     def tie(self, box: PlanGrid) -> Array:
-        """Seconds in which the first and the last stage sum the gradients of a vocabulary that both hold (z)."""
+        """Returns the seconds in which the first and the last stage sum the gradients of their tied vocabulary (z)."""
         copies = [entry for entry in self.setting.entries if entry.copy]
         if box.pp == 1 or not copies:
             return broadcast_to_axis(0.0, "")
@@ -424,7 +425,7 @@ class CostModel:
 
 
 def sharded_numel(box: PlanGrid, states: StateSizes, zero: int = 1) -> Array:
-    """Elements that one rank holds of what ranks share from this ZeRO stage on."""
+    """Returns the elements on one rank of the tensors that are sharded from this ZeRO stage on."""
     dense = states.numel * np.where(box.zero >= zero, shard_fraction(box), 1)
     return dense + states.experts / np.where(box.zero >= zero, broadcast_to_axis(box.expert_holders, "z"), 1)
 
@@ -442,13 +443,13 @@ def stage_overhead_seconds(setting: CostContext) -> tuple[float, float]:
 
 
 def _sum_layers(layers: Array, parts: Array) -> Array:
-    """Seconds of the layers of a rank, over AXES, from those of one layer (part, entry, b, s)."""
+    """Returns the seconds of the layers of a rank, over AXES, from those of one layer (part, entry, b, s)."""
     found = layers.reshape(-1, layers.shape[-1]) @ parts.reshape(*parts.shape[:2], -1)
     return found.reshape(len(parts), *layers.shape[:2], *parts.shape[2:], 1, 1, 1)
 
 
 def _sum_recomputed_layers(layers: Array, parts: Array) -> Array:
-    """The same of layers that differ by recompute (r, o, entry, c)."""
+    """Returns the same for layers that differ by recompute (r, o, entry, c)."""
     found = layers.swapaxes(2, 3).reshape(-1, layers.shape[2]) @ parts.reshape(*parts.shape[:2], -1)
     shape = (*layers.shape[:2], layers.shape[3], *parts.shape[2:])
     return np.moveaxis(found.reshape(len(parts), *shape), 3, 5)[..., None, None]

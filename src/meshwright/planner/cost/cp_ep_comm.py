@@ -38,7 +38,8 @@ from meshwright.spec.model import LayerSpec
 
 
 def cp_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array, one: LayerTimes) -> tuple[Array, Array]:
-    """Seconds that each entry's layer waits, forward and backward, over (entry, b, s); `tokens` of one rank."""
+    """Returns the exposed seconds of each entry's layer, forward and backward, over (entry, b, s); `tokens` of one
+    rank."""
     forward, backward = np.zeros_like(one.forward), np.zeros_like(one.forward)
     cut = np.flatnonzero(box.contexts > 1)
     for at, entry in enumerate(setting.entries if cut.size else ()):
@@ -52,7 +53,7 @@ def cp_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array, one: Lay
 def _cp_wait_seconds(
     setting: CostContext, box: PlanGrid, layer: LayerSpec, tokens: Array, cut: Array, attention: Array
 ) -> tuple[Array, Array]:
-    """Of the micro-batches `cut`, over (cut, s)."""
+    """Returns the exposed seconds of the micro-batches `cut`, over (cut, s)."""
     size, stride, heads = setting.recipe.size / box.tp, box.strides["dp"], box.ulysses_ranks[cut]
     rings = box.contexts[cut] // heads
     turns = rings - 1
@@ -84,9 +85,8 @@ def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) 
 
 
 def cp_shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Bytes that stay with a rank of what it lets others of its host read (b): the shares of the gradients of all
-    pieces, of two layers; two messages of
-    heads."""
+    """Returns the bytes of a rank's shared-memory buffers for attention (b): the partial gradients of all pieces, of
+    two layers, or two messages of heads."""
     rings, blocks = box.contexts // box.ulysses_ranks, [entry.layer for entry in setting.entries if entry.is_block]
     width = max((layer.key_value_width for layer in blocks), default=0.0)
     heads = max((layer.query_width for layer in blocks), default=0.0)
@@ -95,7 +95,7 @@ def cp_shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -
 
 
 def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Seconds of one layer of each entry in one direction, over (entry, b)."""
+    """Returns the seconds of one layer of each entry in one direction, over (entry, b)."""
     found = np.zeros((len(setting.entries), len(tokens)))
     if box.layout.ep == 1:
         return found

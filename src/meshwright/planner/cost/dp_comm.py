@@ -43,8 +43,8 @@ class DpTraffic(NamedTuple):
 
 
 class ReductionVolume(NamedTuple):
-    """Flat buffers that one pair of groups reduces, over AXES: bytes, units, bytes that nothing gathers ahead, bytes of
-    the last unit."""
+    """Stores the flat buffers that one pair of groups reduces, over AXES: bytes, units, bytes without prefetch, and
+    bytes of the last unit."""
 
     whole: Array
     units: Array
@@ -58,7 +58,8 @@ class ReductionVolume(NamedTuple):
 def dp_group_rates(
     setting: CostContext, box: PlanGrid, wire: CompressionRatio = UNCOMPRESSED
 ) -> tuple[CollectiveRates, CollectiveRates]:
-    """The shard group and the replica group of each z, over AXES. Below a shard group context ranks are replicas."""
+    """Returns the rates of the shard group and the replica group of each z, over AXES. Context ranks outside the shard
+    group are replicas."""
     inner, holders = box.strides["dp"], [shards.holders for shards in box.shards]
     replicas, separate = [shards.replicas for shards in box.shards], [inner * count for count in holders]
     return _rates_by_choice(setting, holders, [inner] * len(holders), wire), _rates_by_choice(
@@ -69,7 +70,8 @@ def dp_group_rates(
 def expert_group_rates(
     setting: CostContext, box: PlanGrid, wire: CompressionRatio = UNCOMPRESSED
 ) -> tuple[CollectiveRates, CollectiveRates]:
-    """The same for experts: what is left of the shard group and its tensor ranks when each expert has its own."""
+    """Returns the same for experts: the rest of the shard group and its tensor ranks where each expert has separate
+    ranks."""
     inner, separate = expert_stride(box) * box.layout.ep, box.layout.ep * box.layout.expert_tp
     replicas = [
         shards.replicas if shards.zero else max(shards.replicas * box.tp // separate, 1) for shards in box.shards
@@ -155,13 +157,13 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
 
 
 def _shared_unshard_seconds(once: Array | float, units: Array) -> Array:
-    """Seconds in which weights that lie on a host once are opened instead of gathered."""
+    """Returns the seconds to unshard weights that are stored once per host."""
     return once * constants.SHARED_UNSHARD_SECONDS * units
 
 
 def replicated_kv_reduce_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:
-    """Seconds in which tensor ranks sum the gradients of keys and values that all of them hold, once a step, each its
-    shard; `layers` (r, o, entry)."""
+    """Returns the seconds in which tensor ranks sum the gradients of replicated keys and values, once a step, each rank
+    its shard; `layers` (r, o, entry)."""
     whole = [
         sum(each.numel for each in entry.own if each.overlaps(box.tp) and not each.frozen) for entry in setting.entries
     ]
@@ -176,8 +178,8 @@ def replicated_kv_reduce_seconds(setting: CostContext, box: PlanGrid, layers: Ar
 
 
 def fixed_point_seconds(setting: CostContext, states: StateSizes) -> Array:
-    """Seconds in which the gradients of a micro-batch become integers, where sums are exact: read twice, written, and
-    added."""
+    """Returns the seconds to convert the gradients of a micro-batch to integers where sums are exact: two reads, one
+    write, and one addition."""
     if not setting.recipe.exact:
         return 0.0 * states.numel
     moved = 2 * setting.recipe.size + 4 * setting.gradient
@@ -187,8 +189,8 @@ def fixed_point_seconds(setting: CostContext, states: StateSizes) -> Array:
 
 
 def update_seconds(setting: CostContext, box: PlanGrid, states: StateSizes) -> Array:
-    """Seconds of the optimizer on each kind of rank: it reads and writes masters and states, reads gradients, writes
-    weights."""
+    """Returns the seconds of the optimizer on each kind of rank. It reads and writes main weights and states, reads
+    gradients, and writes weights."""
     recipe = setting.recipe
     master = recipe.state_size + optimizer_state_bytes(setting)
     moved = constants.OPTIMIZER_STATE_PASSES * (master + recipe.gradient_size) + (recipe.size if recipe.master else 0)

@@ -30,7 +30,7 @@ from meshwright.spec.plan import Plan
 
 
 def group_cost_models(job: Job, placement: Sequence[int], world: int) -> dict[int, CostModel]:
-    """For each group of `placement` the prices of `world` devices like its own."""
+    """Returns, for each group of `placement`, the prices of `world` devices like its own."""
     found: dict[int, CostModel] = {}
     for at in sorted(set(placement)):
         found[at] = CostModel(
@@ -90,24 +90,24 @@ def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
 
 
 def homogeneous_group(job: Job, group: int, world: int) -> NodeGroup:
-    """A group of at least `world` devices like those of `group`."""
+    """Returns a group of at least `world` devices like those of `group`."""
     like = job.cluster.groups[group]
     return like.but(nodes=max(ceil(world / like.devices), 1))
 
 
 def group_costs(on: Mapping[int, CostModel], box: PlanGrid) -> dict[int, GridCost]:
-    """What each group says of every pipeline rank."""
+    """Returns the price of every pipeline rank by each group."""
     return {group: pricer.price_ranks(box, pricer.ranks(box, each=True)) for group, pricer in on.items()}
 
 
 def _rank_times(pricer: CostModel, box: PlanGrid) -> StepTime:
-    """Of every pipeline rank, without its memory."""
+    """Returns the times of every pipeline rank, without its memory."""
     ranks = pricer.ranks(box, each=True)
     return pricer.seconds(box, ranks, pricer.states(box, ranks))
 
 
 def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Array:
-    """Of each rank the part that its group says, over AXES; parts of one row are the same for all ranks."""
+    """Returns, for each rank, the price by its group, over AXES. Parts of one row are the same for all ranks."""
     return np.concatenate(
         [part[rank : rank + 1] if len(part := parts[group]) > 1 else part for rank, group in enumerate(placement)]
     )
@@ -116,7 +116,7 @@ def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Arr
 def pipeline_step_time(
     on: Mapping[int, CostModel], placement: Sequence[int], box: PlanGrid, said: Mapping[int, GridCost] | None = None
 ) -> StepTime:
-    """Parts of a step of the pipeline."""
+    """Returns the parts of a step of the pipeline."""
     found = {group: said[group].seconds if said else _rank_times(pricer, box) for group, pricer in on.items()}
     shape = np.broadcast_shapes(*(it.each.shape for it in found.values()))
     rows = {

@@ -18,8 +18,8 @@ from meshwright.planner.cost.plan_grid import Array, ScheduleChoice
 from meshwright.planner.cost.rank_classes import RankClass
 
 BackwardMoments = tuple[Array, Array, Array]
-"""Entries whose layer runs backward (..., moments); layers of each entry whose activations are held then, and that wait
-for W (..., moments, entries)."""
+"""The entry whose layer runs backward (..., moments). Then, for each entry, the layers with saved activations, and
+those that wait for W (..., moments, entries)."""
 
 
 def peak_moments(

@@ -49,8 +49,8 @@ from meshwright.spec.cluster import Cluster, Link
 
 
 class LinkModel(NamedTuple):
-    """The least of the groups' links: `domain` devices reach each other over `near`, all over `far`; `handed`: gathers
-    are all-to-alls."""
+    """Stores the slowest of the groups' links. `domain` devices reach each other over `near`, all over `far`. `handed`:
+    gathers are all-to-alls."""
 
     domain: int
     near: Link
@@ -59,7 +59,7 @@ class LinkModel(NamedTuple):
 
 
 def link_model(cluster: Cluster) -> LinkModel:
-    """What every group of ranks can count on."""
+    """Returns the links that every group of ranks can count on."""
     near = min((each.link for each in cluster.groups), key=lambda link: link.bandwidth * link.efficiency)
     domain = min(each.link.span or each.devices for each in cluster.groups)
     if domain >= cluster.devices:
@@ -69,9 +69,11 @@ def link_model(cluster: Cluster) -> LinkModel:
 
 
 class CollectiveRates(NamedTuple):
-    """What the ranks of one axis get: bytes/s of a ring, of an all-reduce, seconds of hops of one turn of the ring and
-    of one tree; bytes/s of a
-    gather; seconds that ranks lose when they meet. Numbers or arrays."""
+    """Stores the rates of one axis, as numbers or arrays.
+
+    They are bytes/s of a ring and of an all-reduce, seconds of hops of one step of the ring and of one tree, bytes/s of
+    a gather, and seconds of synchronisation overhead.
+    """
 
     ranks: Any
     bandwidth: Any
@@ -82,14 +84,14 @@ class CollectiveRates(NamedTuple):
     meeting: Any
 
     def gather(self, size: Any, calls: Any = 1.0) -> Any:
-        """Seconds of `calls` all-gathers, or reduce-scatters, of `size` bytes in all."""
+        """Returns the seconds of `calls` all-gathers, or reduce-scatters, of `size` bytes in total."""
         return (
             _pipelined_seconds((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.turn)
             + calls * self.meeting
         )
 
     def reduce(self, size: Any, calls: Any = 1.0) -> Any:
-        """Seconds of `calls` all-reduces of `size` bytes in all."""
+        """Returns the seconds of `calls` all-reduces of `size` bytes in total."""
         whole, hops = 2.0 * (self.ranks - 1) / self.ranks * size, calls * (2.0 * self.turn)
         ring = _pipelined_seconds(whole / self.bandwidth, hops)
         switch = (
@@ -108,16 +110,17 @@ def _pipelined_seconds(wire: Any, hops: Any) -> Any:
 
 
 class CompressionRatio(NamedTuple):
-    """Bytes of compressed gradients between nodes over plain ones: of a reduce-scatter, and of an all-reduce for each
-    node but one that sends."""
+    """Stores the bytes of compressed gradients between nodes over plain ones: for a reduce-scatter, and for an
+    all-reduce per sending node but one."""
 
     scatter: float = 1.0
     reduce: float = 1.0
     gathered: bool = False
-    """All nodes send all of theirs to all others: (h - 1) instead of 2 (h - 1) / h times as much."""
+    """All nodes send all of their data to all others: (h - 1) instead of 2 (h - 1) / h times as much."""
 
     def reducing(self, nodes: int) -> float:
-        """
+        """Returns the factor on the bytes of an all-reduce over `nodes` nodes.
+
         >>> CompressionRatio(0.25, 0.25, True).reducing(2), CompressionRatio().reducing(2)
         (0.25, 1.0)
         """
@@ -130,7 +133,7 @@ UNCOMPRESSED = CompressionRatio()
 def collective_rates(
     links: LinkModel, ranks: int, stride: int, wire: CompressionRatio = UNCOMPRESSED
 ) -> CollectiveRates:
-    """`wire`: of gradients that are compressed.
+    """Returns the rates of a group. `wire`: the ratio of compressed gradients.
 
     >>> collective_rates(LinkModel(7, Link(name="in", bandwidth=100.0, efficiency=1.0), Link(name="out", bandwidth=9.0, efficiency=1.0)), 2, 1).bandwidth
     9.0
@@ -182,13 +185,13 @@ def _hierarchical_bandwidth(links: LinkModel, ranks: int, concurrent: int, times
 
 
 def stack_rates(groups: Sequence[CollectiveRates]) -> CollectiveRates:
-    """Several groups as one of arrays."""
+    """Returns the rates of several groups as one set of arrays."""
     return CollectiveRates(*(np.array(values, dtype=float) for values in zip(*groups, strict=True)))
 
 
 def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, calls: float = 1.0) -> Array:
-    """Seconds of `calls` all-to-alls in which each rank hands out `size` bytes in all: near and far links carry their
-    parts at once."""
+    """Returns the seconds of `calls` all-to-alls in which each rank sends `size` bytes in total. Near and far links
+    carry their parts at once."""
     near = links.domain % (ranks * stride) == 0
     concurrent = np.where(near, ranks, np.minimum(max(links.domain // stride, 1), ranks))
     inside = (concurrent - 1) / ranks * size / (links.near.bandwidth * links.near.efficiency)

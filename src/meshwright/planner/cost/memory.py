@@ -51,7 +51,7 @@ from meshwright.spec.enums import PER_BLOCK_RECOMPUTE, Recompute
 from meshwright.spec.layout import ALIGN_NUMEL, resident_numel, shard_numel
 
 ABSENT_MOMENT_BYTES = -1e30
-"""Bytes at a moment that a rank does not have: less than anything that comes on top."""
+"""Bytes at a moment that a rank does not have: so negative that no addition makes it the peak."""
 
 
 class StateSizes(NamedTuple):
@@ -107,14 +107,14 @@ class MemoryFootprint(NamedTuple):
 
     @property
     def total(self) -> Array:
-        """On the device."""
+        """Returns the bytes on the device."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 def memory_footprint(
     setting: CostContext, box: PlanGrid, states: StateSizes, alive: ActivationPeak, tokens: Array
 ) -> MemoryFootprint:
-    """Everything on each kind of rank."""
+    """Returns all bytes on each kind of rank."""
     where = offload_fractions(box)
     parameters, gradients, stored = persistent_bytes(setting, box, states)
     weights_offloaded_bytes, sums_offloaded_bytes, states_offloaded_bytes = offloaded_bytes(
@@ -146,7 +146,7 @@ def memory_footprint(
 
 
 def persistent_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) -> tuple[Array, Array, Array]:
-    """Bytes of parameters, gradients and optimizer of each kind of rank, wherever they wait."""
+    """Returns the bytes of parameters, gradients and optimizer states of each kind of rank, offloaded ones included."""
     recipe, zero = setting.recipe, box.zero
     whole, shard = states.numel + states.experts, states.shard
     parameters = np.where(zero == 3, shard, whole) * recipe.size
@@ -165,7 +165,7 @@ def persistent_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) ->
 def offloaded_bytes(
     setting: CostContext, box: PlanGrid, states: StateSizes, gradients: Array
 ) -> tuple[Array, Array, Array]:
-    """Bytes of these that wait on the host, or in files, of so many of `gradients`."""
+    """Returns the offloaded part of these bytes, on the host or in files, given the bytes of `gradients`."""
     if not any(box.offload):
         return (broadcast_to_axis(0.0, ""),) * 3
     weights, sums, optimizer = (gone > 0 for gone in offload_fractions(box).offloaded)
@@ -188,8 +188,8 @@ def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: Sta
 
 
 class TransientBuffers(NamedTuple):
-    """Bytes of gradients and weights on their way, over AXES: while the head runs backward, while others do, when the
-    update runs."""
+    """Stores the bytes of transient gradients and weights, over AXES: in the backward of the head, in other backwards,
+    and in the update."""
 
     at_head: Array
     elsewhere: Array
@@ -271,9 +271,8 @@ def staging_buffers(setting: CostContext, box: PlanGrid, states: StateSizes) -> 
 
 
 def tied_vocab_numel(setting: CostContext, box: PlanGrid) -> float:
-    """Elements of a tied vocabulary on a rank that both looks words up in it and ends in it: its gradient, whole, waits
-    for the embedding's part
-    from the head's backward on. Ranks of a pipeline hold a copy each."""
+    """Returns the elements of a tied vocabulary on a rank that has both the embedding and the head. Its full gradient
+    waits, from the head's backward on, for the embedding's part. Ranks of a pipeline hold a copy each."""
     return (
         float(sum(entry.aligned(box.cut) for entry in setting.entries if entry.own_bucket and not entry.copy))
         if box.pp == 1
@@ -282,7 +281,7 @@ def tied_vocab_numel(setting: CostContext, box: PlanGrid) -> float:
 
 
 def largest_shard_numel(box: PlanGrid, states: StateSizes) -> Array:
-    """Elements of the largest unit that one rank updates."""
+    """Returns the elements of the largest unit that one rank updates."""
     return np.maximum(
         states.largest * np.where(box.zero >= 1, shard_fraction(box), 1),
         states.expert / broadcast_to_axis(box.expert_holders, "z"),
@@ -290,7 +289,8 @@ def largest_shard_numel(box: PlanGrid, states: StateSizes) -> Array:
 
 
 def p2p_message_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Bytes of one hidden state on its way to the next pipeline rank, over (b, s); none without a pipeline."""
+    """Returns the bytes of one hidden state in a message to the next pipeline rank, over (b, s); none without a
+    pipeline."""
     hidden = (
         max((entry.layer.output for entry in setting.entries if entry.is_block), default=0.0) * setting.recipe.size
         if box.pp > 1
@@ -417,19 +417,19 @@ def _uniform_activation_peak(
 
 
 def _pad_columns(layers: Array, columns: int) -> Array:
-    """So many columns, the last of them zeros."""
+    """Returns `layers` padded with zeros to this number of columns."""
     return layers if layers.shape[3] == columns else np.pad(layers, ((0, 0),) * 3 + ((0, columns - layers.shape[3]),))
 
 
 def _max_moment(moment: Array, chosen: Array, parts: tuple[int, int]) -> Array:
-    """The largest of the chosen moments, over AXES; `moment` (b, o, r, moments, s x c)."""
+    """Returns the largest of the chosen moments, over AXES; `moment` (b, o, r, moments, s x c)."""
     largest = np.where(chosen, moment, ABSENT_MOMENT_BYTES).max(axis=3)
     return largest.reshape(*largest.shape[:3], *parts).transpose(2, 1, 0, 3, 4)[..., None, None]
 
 
 def reserved_bytes(setting: CostContext, allocated: Array) -> tuple[Array, Array]:
-    """What the allocator takes for `allocated` bytes, with the driver's own: as estimated, and with the margin that
-    makes a plan safe."""
+    """Returns the bytes that the allocator and the driver reserve for `allocated` bytes: as estimated, and with a
+    safety margin."""
     if setting.on_host:
         return allocated + setting.device.context, allocated + setting.device.context
     return (
@@ -439,18 +439,18 @@ def reserved_bytes(setting: CostContext, allocated: Array) -> tuple[Array, Array
 
 
 def memory_limit(setting: CostContext) -> float:
-    """Bytes that a rank can take of its device: all but a little of it, or the budget that was set."""
+    """Returns the bytes that a rank can use on its device: the usable memory, or the budget of the user."""
     return min(physical_limit(setting), setting.job.cluster.budget or math.inf)
 
 
 def physical_limit(setting: CostContext) -> float:
-    """Bytes that the worst fragmentation must leave room in: a budget binds what is expected, the device what can
-    happen."""
+    """Returns the limit for the worst fragmentation, in bytes. A budget limits the expected memory, the device the
+    possible."""
     return setting.device.memory * constants.USABLE_MEMORY_FRACTION
 
 
 def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContents], layers: Array) -> StateSizes:
-    """The flat buffers of each kind of rank: by buckets, at ZeRO 3 by layers. `layers` (r, o, entry)."""
+    """Returns the flat buffers of each kind of rank: by buckets, at ZeRO 3 by layers. `layers` (r, o, entry)."""
     three = [shards.zero == 3 for shards in box.shards]
     expert_numel = _expert_numel(setting, box, layers)
     below = None if all(three) else _buffer_numel(box, ranks, max(-(-box.bucket // setting.recipe.size), 1))
@@ -502,7 +502,7 @@ def _shard_numel(box: PlanGrid, own: Array) -> tuple[Array, Array, Array]:
 
 
 def _offloaded_numel(own: Array, share: Array) -> Array:
-    """Of shards by memory, which are of no whole length yet, nearly."""
+    """Returns the approximate offloaded elements of shards whose final length is not known yet."""
     return own - resident_numel(own, share) if own.dtype == np.int64 else own * share / 100
 
 
@@ -526,6 +526,6 @@ def _expert_numel(setting: CostContext, box: PlanGrid, layers: Array) -> list[Ar
 
 
 def padded_numel(elements: Array, holders: Array) -> Array:
-    """As long as so many equal, aligned shards are."""
+    """Returns the length after padding to equal, aligned shards."""
     line = ALIGN_NUMEL * holders
     return -(-elements // line) * line

@@ -58,7 +58,7 @@ class OffloadFractions(NamedTuple):
 
     @property
     def offloaded(self) -> tuple[Array, Array, Array]:
-        """Which keep parameters, gradients and the optimizer off the device."""
+        """Returns which choices offload parameters, gradients and the optimizer."""
         return self.parameters + self.parameters_files, self.gradients, self.optimizer + self.optimizer_files
 
 
@@ -95,13 +95,13 @@ def offload_wait_seconds(
 
 
 def disk_seconds_per_byte(setting: CostContext) -> float:
-    """Seconds of a byte between a device and a file, by the host's memory."""
+    """Returns the seconds of a byte between a device and a file, through host memory."""
     over_link = 0.0 if setting.on_host or not setting.host_bandwidth else 1.0 / setting.host_bandwidth
     return over_link + (1.0 / setting.storage_bandwidth if setting.storage_bandwidth else 0.0)
 
 
 def optimizer_bytes_per_param(setting: CostContext) -> float:
-    """Bytes for each element that the optimizer keeps: its states, and a float32 weight where there is one."""
+    """Returns the optimizer's bytes for each element: its states, and a float32 weight where there is one."""
     recipe = setting.recipe
     return recipe.master + setting.job.workload.optimizer.states * recipe.state_size
 

@@ -32,19 +32,19 @@ from meshwright.planner.cost.cost_context import CostContext
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 
 UPDATE_ELEMENT_BYTES = 4
-"""Bytes of the type in which an update of low precision is computed."""
+"""Bytes of the dtype of a low-precision update."""
 
 SHARED_UPDATE_BUFFERS = 3
-"""Of gradients and weights on their way in memory that the ranks of a host share, which is kept."""
+"""Permanent buffers of gradients and weights in the shared memory of a host's ranks."""
 
 FULL_TENSOR_BUFFERS = 8
-"""Of gradients and weights: what is sent, what came, put together, and as the rule is given them."""
+"""Buffers of gradients and weights: sent, received, assembled, and in the layout of the rule."""
 
 NEWTON_SCHULZ_ITERATIONS = 5
 """Newton-Schulz iterations."""
 
 NON_ELEMENTWISE_OPTIMIZERS = ("muon", "adafactor")
-"""Rules whose states have not the shape of the weights alone."""
+"""Rules with states of other shapes than the weights."""
 
 
 def optimizer_state_bytes(setting: CostContext) -> float:
@@ -85,7 +85,7 @@ def full_tensor_bytes(setting: CostContext) -> float:
 
 
 def shared_full_tensor_bytes(setting: CostContext) -> float:
-    """The same that ranks which share memory keep there all the time."""
+    """Returns the same bytes where ranks keep these buffers in shared memory all the time."""
     return (
         SHARED_UPDATE_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting)
         if setting.shares_memory
@@ -94,7 +94,7 @@ def shared_full_tensor_bytes(setting: CostContext) -> float:
 
 
 def full_tensor_fraction(setting: CostContext) -> float:
-    """The part of the weights that the rule needs as whole tensors."""
+    """Returns the fraction of the weights that the rule needs as full tensors."""
     if setting.job.workload.optimizer.name != "muon":
         return float(setting.job.workload.optimizer.name in NON_ELEMENTWISE_OPTIMIZERS)
     sizes = [
@@ -106,7 +106,7 @@ def full_tensor_fraction(setting: CostContext) -> float:
 
 
 def newton_schulz_seconds(setting: CostContext) -> float:
-    """Seconds for each weight that a rank holds of Muon's matrix products; 0 of other rules."""
+    """Returns the seconds of Muon's matrix products for each weight that a rank holds; 0 for other rules."""
     if setting.job.workload.optimizer.name != "muon":
         return 0.0
     flops, count = 0.0, 0
@@ -121,7 +121,8 @@ def newton_schulz_seconds(setting: CostContext) -> float:
 
 
 def residual_bytes(setting: CostContext, box: PlanGrid, whole: Array, shard: Array) -> Array:
-    """Bytes over AXES; `whole` and `shard` are elements of the buffers of a rank and of its run."""
+    """Returns the bytes of residuals over AXES; `whole` and `shard` are elements of the full buffers and of the local
+    shard."""
     compression, links = setting.job.workload.compression, setting.fabric
     if compression is None:
         return 0.0 * whole
@@ -147,5 +148,5 @@ def residual_bytes(setting: CostContext, box: PlanGrid, whole: Array, shard: Arr
 
 
 def diloco_state_bytes(setting: CostContext, shard: Array) -> Array:
-    """Bytes over AXES."""
+    """Returns the bytes of the outer optimizer over AXES."""
     return shard * (2.0 * setting.recipe.state_size * (setting.job.workload.local is not None))

@@ -36,7 +36,8 @@ def choose_bucket(of: CostContext) -> int:
 
 
 def with_chosen_bucket(job: Job, plan: Plan) -> Plan:
-    """`plan` with the bucket that a search of `job` gives its plans, where it says none: names do not hold it."""
+    """Returns `plan` with the bucket size that a search of `job` would choose, where the plan has none. Plan names do
+    not contain it."""
     return (
         plan
         if "bucket" in plan.model_fields_set
@@ -45,7 +46,7 @@ def with_chosen_bucket(job: Job, plan: Plan) -> Plan:
 
 
 def overlapped(communication: Array, compute: Array) -> Array:
-    """Seconds that `communication` adds to `compute` that runs at the same time.
+    """Returns the seconds that concurrent `communication` adds to `compute`.
 
     >>> float(overlapped(np.array(3.0), np.array(2.0)))
     1.26

@@ -40,8 +40,8 @@ def critical_path_messages(order: ScheduleChoice, pp: int, micro_batches: Array)
 
 
 def slowest_rank_and_bubble(seconds: Array, counts: Array, virtual_stages: Array) -> tuple[Array, Array]:
-    """(longest, bubble) of ranks that take `seconds` a micro-batch: kinds of ranks along the first axis, `counts` of
-    each.
+    """Returns (longest, bubble) of ranks that take `seconds` a micro-batch: kinds of ranks along the first axis,
+    `counts` of each.
 
     >>> slowest_rank_and_bubble(np.array([2.0, 3.0]), np.array([1, 3]), np.array(1))        # 1F1B of four ranks: 2 + 3 + 3 of the others
     (np.float64(3.0), np.float64(8.0))
@@ -52,8 +52,8 @@ def slowest_rank_and_bubble(seconds: Array, counts: Array, virtual_stages: Array
 
 
 class PassSplit(NamedTuple):
-    """Seconds of one micro-batch on each kind of rank: forward, gradients of inputs and all else of backward, gradients
-    of weights."""
+    """Stores the seconds of one micro-batch on each kind of rank: forward, backward without weight gradients, and
+    weight gradients."""
 
     forward: Array
     backward: Array
@@ -103,7 +103,7 @@ def _distinct_schedules(orders: Sequence[ScheduleChoice]) -> list[tuple[Schedule
 
 
 def min_bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts: Array) -> Array:
-    """Seconds below which the bubble does not go when backward takes longer, whichever rank is the longest then."""
+    """Returns a lower bound of the bubble that is valid for any longer backward, whichever rank is then the longest."""
     g = ramp_seconds(orders, seconds)
     return np.asarray((g * counts).sum(axis=0, keepdims=True) - np.where(counts > 0, g, 0.0).max(axis=0, keepdims=True))
 
@@ -122,15 +122,15 @@ def _value_of_slowest(each: Array, at: Array) -> Array:
 
 
 def _along_schedules(values: Sequence[Any], like: Array) -> Array:
-    """`values` along the second axis."""
+    """Returns `values` along the second axis."""
     return np.array(values).reshape(1, -1, *[1] * (like.ndim - 2))
 
 
 def interleaving_imbalance(order: ScheduleChoice, pp: int) -> float:
-    """Backward passes of a block that unequal interleaved stages cost in each micro-batch, unless the ranks have slack
-    to hide them in.
+    """Returns the backward passes of a block that unequal interleaved stages add to each micro-batch.
 
-    Each round of p micro-batches meets the longer stages on p - 1 ranks that wait for the first.
+    The ranks may have slack that hides them. In each round of p micro-batches, p - 1 ranks run the longer stages while
+    they wait for the first.
     """
     if order.virtual_stages == 1 or order.rules.v_shape:
         return 0.0

@@ -46,29 +46,30 @@ from meshwright.spec.schedules.schedule_registry import find_schedule
 
 GRID_AXES = "robsczf"
 CHOICE_FIELDS = ("orders", "micro_batches", "sequence_parallel", "recompute", "shards", "offload")
-"""Fields of a box along `obsczf`."""
+"""Fields of a grid along `obsczf`."""
 
 RECOMPUTE_PARTS_PER_STAGE = 8
-"""Into how many parts the blocks of a stage are divided, of which some recompute."""
+"""Number of parts into which the blocks of a stage are divided, of which some recompute."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def broadcast_to_axis(array: Any, axes: str) -> Array:
-    """`array`, whose dimensions are `axes` in this order, with length 1 along all other axes."""
+    """Returns `array`, whose dimensions are `axes` in this order, with length 1 along all other axes."""
     values = np.asarray(array)
     return values.reshape([values.shape[at] if at >= 0 else 1 for at in _axis_positions(axes, values.ndim)])
 
 
 @cache
 def _axis_positions(axes: str, dimensions: int) -> tuple[int, ...]:
-    """Of each of AXES its place among `axes`, -1 where it is not."""
+    """Returns the position of each of AXES in `axes`, -1 where it is absent."""
     assert dimensions == len(axes) and list(axes) == sorted(axes, key=GRID_AXES.index)
     return tuple(axes.find(axis) for axis in GRID_AXES)
 
 
 class TpEpShape(NamedTuple):
-    """Into how many parts ranks cut weights: tp, and experts over `ep` ranks of which `expert_tp` share each."""
+    """Stores the parts into which ranks cut weights: tp, and experts over `ep` ranks, with `expert_tp` ranks per
+    expert."""
 
     tp: int
     ep: int = 1
@@ -86,7 +87,7 @@ class TpEpShape(NamedTuple):
 
 
 class ScheduleChoice(NamedTuple):
-    """A pipeline schedule with the blocks of each virtual stage; `given` when the plan names them."""
+    """Stores a pipeline schedule with the blocks of each virtual stage; `given` when the plan names them."""
 
     schedule: ScheduleName
     virtual_stages: int
@@ -96,14 +97,13 @@ class ScheduleChoice(NamedTuple):
 
     @property
     def rules(self) -> Schedule:
-        """The facts about the schedule."""
+        """Returns the facts about the schedule."""
         return find_schedule(self.schedule, self.actions)
 
 
 class BatchChoice(NamedTuple):
-    """What a replica takes at a time: how many sequences, how many such micro-batches a step has, context ranks that
-    cut each, how they attend
-    (`ulysses` as in a plan)."""
+    """Describes the micro-batches of a replica: sequences of one, micro-batches of a step, context ranks that cut each,
+    and how they attend (`ulysses` as in a plan)."""
 
     size: int
     number: int
@@ -147,7 +147,7 @@ def is_distinct_recompute(orders: Sequence[ScheduleChoice], recompute: Sequence[
 
 
 class ZeroChoice(NamedTuple):
-    """ZeRO stage, and the two factors of data ranks x context ranks: those that share the states of a replica, and such
+    """Stores the ZeRO stage, and the two factors of data ranks x context ranks: the ranks of a shard group, and the
     replicas."""
 
     zero: int
@@ -163,7 +163,7 @@ class ZeroChoice(NamedTuple):
 
 
 class RankLayout(NamedTuple):
-    """How ranks are laid out but for data and context ranks: what all plans of a box share."""
+    """Stores the layout of ranks except data and context ranks, which all plans of a grid have in common."""
 
     tp: int
     pp: int
@@ -184,7 +184,7 @@ class RankLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanGrid:
-    """All products of the choices. All of `shards` have the same product."""
+    """Describes the product of all choices. All of `shards` have the same number of ranks."""
 
     layout: RankLayout
     bucket: int
@@ -195,9 +195,9 @@ class PlanGrid:
     shards: tuple[ZeroChoice, ...]
     offload: tuple[tuple[Offload, ...], ...] = ((),)
     weight: float = 1.0
-    """How many times an equal shard the shard of the priced rank is."""
+    """Shard of the priced rank as a multiple of an equal shard."""
     heft: ShardWeight | None = None
-    """Which of unequal shards it is, where that is known."""
+    """Which of the uneven shards it is, where that is known."""
     loss_chunks: int = 1
     compile: bool = False
     offload_share: float | Array = 1.0
@@ -219,12 +219,12 @@ class PlanGrid:
 
     @property
     def cut(self) -> TpEpShape:
-        """Into how many parts ranks cut weights."""
+        """Returns the parts into which ranks cut weights."""
         return TpEpShape(self.tp, self.layout.ep, self.layout.expert_tp)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Choices along `obsczf`."""
+        """Returns the number of choices along `obsczf`."""
         return tuple(len(getattr(self, name)) for name in CHOICE_FIELDS)
 
     @property
@@ -234,7 +234,7 @@ class PlanGrid:
 
     @property
     def legal_size(self) -> int:
-        """How many of its plans are legal."""
+        """Returns the number of legal plans."""
         rounds, shared, parts, allowed = self._legal
         per_micro_batch = (rounds * parts.sum(axis=1)[:, None]).sum(axis=0) * (shared @ allowed.sum(axis=1))
         return int(per_micro_batch.sum()) * len(self.sequence_parallel)
@@ -246,26 +246,26 @@ class PlanGrid:
 
     @property
     def data(self) -> int:
-        """Data ranks, context ranks among them."""
+        """Returns the number of data ranks, context ranks included."""
         return self.shards[0].replicas * self.shards[0].holders
 
     @cached_property
     def counts(self) -> Array:
-        """Micro-batches in a step (b)."""
+        """Returns the micro-batches of a step (b)."""
         return np.array([each.number for each in self.micro_batches])
 
     def tokens(self, sequence: int) -> Array:
-        """Of a micro-batch on one rank (b)."""
+        """Returns the tokens of a micro-batch on one rank (b)."""
         return np.array([each.size * sequence / each.cp for each in self.micro_batches])
 
     @cached_property
     def contexts(self) -> Array:
-        """Context ranks (b)."""
+        """Returns the number of context ranks (b)."""
         return np.array([each.cp for each in self.micro_batches])
 
     @cached_property
     def ulysses_ranks(self) -> Array:
-        """Of these, how many exchange heads (b)."""
+        """Returns the number of context ranks that exchange heads (b)."""
         return np.array(
             [
                 1 if each.context == ContextParallelMethod.ring else each.ulysses or each.cp
@@ -275,23 +275,23 @@ class PlanGrid:
 
     @cached_property
     def zero(self) -> Array:
-        """ZeRO stages, over AXES (z)."""
+        """Returns the ZeRO stages, over AXES (z)."""
         return broadcast_to_axis([each.zero for each in self.shards], "z")
 
     @cached_property
     def holders(self) -> Array:
-        """Ranks that share the states of a replica (z)."""
+        """Returns the number of ranks that shard the states of a replica (z)."""
         return np.array([each.holders for each in self.shards])
 
     @cached_property
     def expert_holders(self) -> Array:
-        """Ranks that share the states of an expert (z)."""
+        """Returns the number of ranks that shard the states of an expert (z)."""
         apart = self.layout.ep * self.layout.expert_tp
         return np.array([each.holders * self.tp // apart if each.zero else 1 for each in self.shards])
 
     @cached_property
     def legal(self) -> Array:
-        """Which products are plans, over AXES."""
+        """Returns which products are plans, over AXES."""
         rounds, shared, parts, allowed = self._legal
         found = broadcast_to_axis(rounds, "ob")
         found = found if shared.all() else found & broadcast_to_axis(shared, "bz")
@@ -300,9 +300,12 @@ class PlanGrid:
 
     @cached_property
     def _legal(self) -> tuple[Array, Array, Array, Array]:
-        """Which pairs of choices are legal: the schedule accepts the number of micro-batches (o, b); context ranks are
-        inside a shard group, and experts as the layout says (b, z); a recompute choice is not another name of a second
-        one (o, c); offloaded weights and gradients are shards (z, f)."""
+        """Returns which pairs of choices are legal.
+
+        The schedule accepts the number of micro-batches (o, b). Context ranks are inside a shard group, and experts as
+        the layout says (b, z). A recompute choice does not duplicate another one (o, c). Offloaded weights and
+        gradients are shards (z, f).
+        """
         rounds = np.array([order.rules.accepts(self.pp, self.counts) for order in self.orders])
         cp, ep = self.contexts[:, None], self.layout.ep
         state_ranks = np.where(self.zero.reshape(-1) > 0, self.holders, cp)
@@ -315,18 +318,18 @@ class PlanGrid:
         return rounds, shared, is_distinct_recompute(self.orders, self.recompute), allowed
 
     def part(self, **choices: Any) -> PlanGrid:
-        """The box with fewer choices: indices along their axes by name of the field."""
+        """Returns the grid with fewer choices: indices along their axes by name of the field."""
         fewer: dict[str, Any] = {
             name: tuple(getattr(self, name)[at] for at in indices) for name, indices in choices.items()
         }
         return replace(self, **fewer)
 
     def only(self, index: tuple[int, ...]) -> PlanGrid:
-        """The box that holds only the plan at `index` along `obsczf`."""
+        """Returns the grid with only the plan at `index` along `obsczf`."""
         return self.part(**{name: (at,) for name, at in zip(CHOICE_FIELDS, index, strict=True)})
 
     def plan(self, index: tuple[int, ...]) -> Plan:
-        """The plan at `index` along `obsczf`."""
+        """Returns the plan at `index` along `obsczf`."""
         order, micro_batch, parallel, again, shards, offload = (
             getattr(self, name)[at] for name, at in zip(CHOICE_FIELDS, index, strict=True)
         )
@@ -362,13 +365,16 @@ class PlanGrid:
 
 
 def shard_fraction(box: PlanGrid) -> Array:
-    """The part of the states of a replica that the priced rank holds, over AXES (z)."""
+    """Returns the fraction of a replica's states on the priced rank, over AXES (z)."""
     return broadcast_to_axis(box.weight / box.holders, "z")
 
 
 def grid_of_plan(plan: Plan, batch: int, blocks: int) -> PlanGrid:
-    """The box that holds only `plan`, its largest shard for all. Raises InputError when the batch or the blocks do not
-    divide."""
+    """Returns the grid with only `plan`, which prices its largest shard for all ranks.
+
+    Raises:
+        InputError: the batch or the blocks do not divide.
+    """
     dp, cp = plan.dp, plan.cp
     return PlanGrid(
         layout=RankLayout(plan.tp, plan.pp, plan.ep, plan.expert_tp, plan.axes),

@@ -32,8 +32,8 @@ class RankClass(NamedTuple):
 
 
 def stage_contents(entries: Sequence[LayerRun], order: ScheduleChoice) -> Array:
-    """Layers of each entry (columns) on each virtual stage (rows). A layer between two blocks goes with the block
-    before it."""
+    """Returns the layers of each entry (columns) on each virtual stage (rows). A layer between two blocks goes with the
+    block before it."""
     ends = np.cumsum(order.stage_layers)
     starts = ends - order.stage_layers
     last = len(ends) - 1
@@ -50,19 +50,19 @@ def stage_contents(entries: Sequence[LayerRun], order: ScheduleChoice) -> Array:
 
 
 def stages_by_rank(table: Array, order: ScheduleChoice, pp: int) -> Array:
-    """Rows of virtual stages as (turn, rank, ...): the stages of each rank, ascending."""
+    """Returns the rows of virtual stages as (turn, rank, ...): the stages of each rank, ascending."""
     owner = stage_to_rank(np.arange(len(table)), pp, order.rules.v_shape)  # type: ignore[arg-type]
     return table[np.argsort(owner, kind="stable").reshape(pp, order.virtual_stages).T]
 
 
 def list_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: int) -> list[RankClass]:
-    """Every pipeline rank by itself."""
+    """Returns every pipeline rank separately."""
     table = stages_by_rank(stage_contents(entries, order), order, pp)
     return [_rank_class(rank, 1, table[:, rank]) for rank in range(pp)]
 
 
 def group_equal_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: int) -> tuple[RankClass, ...]:
-    """The kinds of pipeline ranks, in the order of their first rank."""
+    """Returns the kinds of pipeline ranks, in the order of their first rank."""
     table = stages_by_rank(stage_contents(entries, order), order, pp)
     found: dict[tuple[bytes, int], list[int]] = {}
     for rank in range(pp):
@@ -74,14 +74,14 @@ def group_equal_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: in
 
 
 def recomputing_layers(kind: RankClass, blocks: Sequence[bool], recomputing: int) -> Array:
-    """Layers by virtual stage and entry of which the first `recomputing` blocks of a stage are."""
+    """Returns, by virtual stage and entry, the layers among the first `recomputing` blocks of a stage."""
     content = kind.layers * np.array(blocks)
     before = np.cumsum(content, axis=1) - content
     return np.clip(recomputing - before, 0, content)
 
 
 def split_recomputing(kind: RankClass, blocks: Sequence[bool], recomputing: int) -> RankClass:
-    """The kind with two columns for each entry: its layers that recompute, then those that do not."""
+    """Returns the kind with two columns for each entry: its layers that recompute, then those that do not."""
     again = recomputing_layers(kind, blocks, recomputing)
     return kind._replace(layers=np.stack([again, kind.layers - again], axis=2).reshape(len(again), -1))
 

@@ -35,8 +35,8 @@ class PeakMoments(NamedTuple):
 
 
 class BucketLengths(NamedTuple):
-    """Units by their length: how many each rank has (r, lengths), the lengths; the other fields of `StateSizes` (field,
-    r)."""
+    """Stores units by their length: the number on each rank (r, lengths), the lengths, and the other fields of
+    `StateSizes` (field, r)."""
 
     times: Array
     lengths: Array
@@ -44,7 +44,7 @@ class BucketLengths(NamedTuple):
 
 
 class RankContents:
-    """The kinds of pipeline ranks of one order, `kinds`, of `pp` ranks. The model alone decides it, on whatever
+    """Describes the kinds of pipeline ranks of one order, `kinds`, of `pp` ranks. It depends on the model alone, not on
     devices."""
 
     def __init__(self, units: ModelBuckets, order: ScheduleChoice, pp: int, kinds: Sequence[RankClass]) -> None:
@@ -56,7 +56,7 @@ class RankContents:
         self._flat: dict[tuple[TpEpShape, int | None], BucketLengths] = {}
 
     def again(self, count: int) -> Array:
-        """Blocks that recompute when the first `count` of each virtual stage do (r, entry)."""
+        """Returns the blocks that recompute when the first `count` of each virtual stage do (r, entry)."""
         if count not in self._again:
             blocks = [entry.is_block for entry in self.entries]
             self._again[count] = np.array(
@@ -65,8 +65,8 @@ class RankContents:
         return self._again[count]
 
     def peak_moments(self, again: int, micro_batches: Sequence[int], waits: StoredUntilW = (True, True)) -> PeakMoments:
-        """Of so many micro-batches (b). Where the first `again` blocks of a stage do otherwise, each entry has two
-        columns: of these, of the others."""
+        """Returns the peak moments for each number of micro-batches (b). Where the first `again` blocks of a stage
+        differ, each entry has two columns: these blocks, and the others."""
         limit = self.order.rules.in_flight_limit(self.pp)
         if limit is not None:
             micro_batches = [min(count, limit) for count in micro_batches]
@@ -111,7 +111,7 @@ class RankContents:
         return PeakMoments(layers, at_head)
 
     def flat(self, cut: TpEpShape, bucket: int | None) -> BucketLengths:
-        """The flat buffers: buckets of so many elements, or one unit a layer."""
+        """Returns the flat buffers: buckets of `bucket` elements, or one unit a layer."""
         if (cut, bucket) not in self._flat:
             found = [self.units.rank(kind.stages, cut, bucket) for kind in self.kinds]
             lengths = sorted(set().union(*(each.lengths for each in found)))
@@ -122,8 +122,8 @@ class RankContents:
 
 
 def stack_schedules(arrays: Sequence[Array], kinds: int, orders: int = 1) -> Array:
-    """The arrays of several orders as one, along a new axis `orders`; those with fewer kinds of ranks (axis `kinds`)
-    have their first again."""
+    """Stacks the arrays of several orders along a new axis `orders`. Orders with fewer kinds of ranks (axis `kinds`)
+    repeat their first kind."""
     width = max(array.shape[kinds] for array in arrays)
     wide = (
         array if array.shape[kinds] == width else np.take(array, _pad_with_first(array.shape[kinds], width), axis=kinds)

@@ -50,7 +50,7 @@ from meshwright.spec.proof import ProofCost, is_proof_cheap
 
 
 def compile_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:
-    """Seconds over AXES; `layers` (r, o, entry)."""
+    """Returns the compile seconds over AXES; `layers` (r, o, entry)."""
     if not box.compile:
         return broadcast_to_axis(0.0, "")
     shapes = [
@@ -67,7 +67,11 @@ def compile_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array
 
 
 def estimate(job: Job, plan: Plan) -> Estimate:
-    """The price of one plan. Raises InputError when the plan cannot run, with the rule that it breaks."""
+    """Estimates one plan.
+
+    Raises:
+        InputError: the plan cannot run; the message names the rule that it breaks.
+    """
     validate_plan(job, plan)
     if plan.placement or plan.shares or plan.micro_batch_sizes or plan.shard_weights:
         return estimate_heterogeneous(job, plan)
@@ -76,7 +80,7 @@ def estimate(job: Job, plan: Plan) -> Estimate:
 
 
 def estimate_grid(pricer: CostModel, box: PlanGrid) -> Estimate:
-    """The only plan of `box`."""
+    """Estimates the only plan of `box`."""
     assert box.size == 1
     layers = pricer.ranks(box, each=True)
     states = pricer.states(box, layers)
@@ -118,7 +122,7 @@ def estimate_grid(pricer: CostModel, box: PlanGrid) -> Estimate:
 
 
 class RankMemory(NamedTuple):
-    """What one pipeline rank of a box holds: on its device, on its host, in files."""
+    """Stores the memory of one pipeline rank: on its device, on its host, and in files."""
 
     pricer: CostModel
     box: PlanGrid
@@ -129,7 +133,7 @@ class RankMemory(NamedTuple):
 
     @property
     def limit(self) -> float:
-        """Bytes that it can take of its device."""
+        """Returns the bytes that the rank can use on its device."""
         return memory_limit(self.pricer.setting)
 
     @property
@@ -139,7 +143,7 @@ class RankMemory(NamedTuple):
 
     @property
     def over(self) -> float:
-        """Bytes that its host has no room for."""
+        """Returns the bytes that exceed the host memory."""
         return max(self.host - self.pricer.setting.host_memory, 0.0)
 
 
@@ -148,7 +152,7 @@ def _offloaded_total(ranks: Sequence[RankMemory]) -> float:
 
 
 def _largest_host_deficit(ranks: Sequence[RankMemory]) -> RankMemory | None:
-    """The rank whose host lacks most, None where all have room."""
+    """Returns the rank with the largest host deficit; None where all fit."""
     worst = max(ranks, key=lambda rank: rank.over)
     return worst if worst.over else None
 
@@ -241,8 +245,8 @@ def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
 
 
 def _merge_replica_times(times: Sequence[TimeBreakdown], parts: Sequence[StepTime]) -> TimeBreakdown:
-    """The items of the replica that ends its micro-batches last; what all do together afterwards takes as long as the
-    slowest."""
+    """Returns the times of the replica that ends its micro-batches last. The common work afterwards takes as long as
+    that of the slowest."""
     after = [each.once.item() + each.update.item() + each.on_host.item() for each in parts]
     slowest = max(range(len(times)), key=lambda at: times[at].step - after[at])
     longer = {
@@ -257,7 +261,7 @@ def _merge_replica_times(times: Sequence[TimeBreakdown], parts: Sequence[StepTim
 
 
 def _rank_memories(pricer: CostModel, box: PlanGrid) -> tuple[RankMemory, ...]:
-    """Every pipeline rank, priced as if it were its own kind."""
+    """Returns every pipeline rank, priced as a separate kind."""
     return _split_by_rank(pricer, box, pricer.memory(box, pricer.ranks(box, each=True)))
 
 
@@ -284,7 +288,7 @@ def _split_by_rank(pricer: CostModel, box: PlanGrid, parts: MemoryFootprint) -> 
 
 
 def _slowest_rank_time(box: PlanGrid, seconds: StepTime) -> TimeBreakdown:
-    """The items of the slowest rank."""
+    """Returns the times of the slowest rank."""
     micro_batches = box.micro_batches[0].number
     parts = [np.broadcast_to(part, seconds.each.shape).reshape(-1) for part in seconds[:PER_MICRO_BATCH_FIELDS]]
     slowest = int(seconds.each.reshape(-1).argmax())
@@ -304,14 +308,14 @@ def _slowest_rank_time(box: PlanGrid, seconds: StepTime) -> TimeBreakdown:
 
 
 def peak_flops(job: Job) -> float:
-    """FLOP/s of all devices at the job's precision, as sold."""
+    """Returns the nominal FLOP/s of all devices at the job's precision."""
     return sum(
         group.nodes * group.devices * group.device.peak[job.workload.recipe.rates[-1]] for group in job.cluster.groups
     )
 
 
 def model_flops(job: Job) -> float:
-    """FLOPs of a step that the model needs, whatever the plan: forward once, backward twice."""
+    """Returns the FLOPs of a step that the model needs under any plan: forward once, backward twice."""
     layers = job.model.layers
     token = sum(layer.repeat * (layer.flops + layer.attention_flops * job.workload.sequence) for layer in layers)
     return (1.0 + constants.BACKWARD_FORWARD_RATIO) * token * job.workload.tokens
@@ -320,7 +324,7 @@ def model_flops(job: Job) -> float:
 PROOF_REFERENCE_PASSES = 4 / 3
 """Forward passes of one device's side over those of a training step, where backward counts two."""
 PROOF_WEIGHT_GATHERS = 2
-"""Times that a pass of one device's side requests all weights."""
+"""Times that a pass of one device's side gathers all weights."""
 ALL_REDUCE_MEMORY_PASSES = 3
 """Extra times that the bytes of an all-reduce pass through memory.
 
@@ -333,8 +337,8 @@ PROOF_PLAN_PASSES = 4 / 3
 
 
 def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
-    """Seconds of a proof before the first update, of rows that are halved until it is cheap; `step`: seconds of a step
-    by the estimate."""
+    """Returns the seconds of a proof before the first update, with rows that are halved until it is cheap. `step`: the
+    estimated seconds of a step."""
     length = job.workload.sequence
     seconds = proof_seconds(job, plan, length)
     while not is_proof_cheap(seconds, step) and (half := half_sequence_length(plan, length)):
@@ -344,7 +348,8 @@ def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
 
 
 def proof_seconds(job: Job, plan: Plan, length: int) -> float:
-    """Of a proof whose rows have `length` tokens: two contents, each computed by the plan and by one device."""
+    """Returns the seconds of a proof whose rows have `length` tokens: two contents, each computed by the plan and by
+    one device."""
     lengths = (length, half_sequence_length(plan, length) or length)
     return sum(
         _one_device(job, plan, each) + PROOF_PLAN_PASSES * estimate(_of_proof(job, plan, each), plan).time.step
@@ -353,7 +358,7 @@ def proof_seconds(job: Job, plan: Plan, length: int) -> float:
 
 
 def _of_proof(job: Job, plan: Plan, length: int) -> Job:
-    """The job whose step is the plan's side of a proof."""
+    """Returns the job whose step is the plan's side of a proof."""
     return job.but(workload=job.workload.but(batch=check_batch_size(plan), sequence=length))
 
 

@@ -26,7 +26,7 @@ def install_deferred_wgrad(
     bounds: Mapping[int, tuple[int, int]],
     flat: Mapping[int, Sequence[FlatParamGroup]],
 ) -> None:
-    """Matrix layers of blocks leave their weight's gradient to W where the schedule has one; see [Note: not put
+    """Makes matrix layers of blocks defer their weight gradients to W, where the schedule has one; see [Note: not put
     off]."""
     for stage, held in flat.items():
         unit_of = {name: unit for unit in held if not unit.frozen for name in unit.parameters}

@@ -23,7 +23,7 @@ from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
 
 ArgPath = tuple[int | str, ...]
 SequenceDims = dict[tuple[int, ArgPath], int | None]
-"""Of each block and each tensor among its arguments: the dimension of the sequence; None where there is none to cut."""
+"""The dimension of the sequence in each tensor argument of each block; None where there is none to cut."""
 
 UNSEEN_DIM = -1
 
@@ -32,18 +32,16 @@ SEQUENCE_DIM = 1
 
 
 class SequenceCut(NamedTuple):
-    """How a model works on pieces: `places`, and whether what follows the blocks works on pieces too (`placed` False)
-    or wants the length of
-    the whole up to the head."""
+    """Describes how a model works on pieces: `places`, and `placed`. With `placed` the layers after the blocks need the
+    full length up to the head; without it they work on pieces too."""
 
     places: SequenceDims
     placed: bool
 
 
 class ContextState:
-    """One model over context ranks. `attend` computes a call for this rank's piece; of what enters a block sequence
-    parallelism leaves each
-    of `tensor_ranks` a part."""
+    """Runs one model over context ranks. `attend` computes an attention call for this rank's piece. Sequence
+    parallelism splits the block inputs over `tensor_ranks` in addition."""
 
     def __init__(
         self, pieces: HeadTailSplit, attend: Callable[[SdpaCall], torch.Tensor], way: SequenceCut, tensor_ranks: int = 1
@@ -54,21 +52,22 @@ class ContextState:
         self._cut: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def cut_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Before the first block."""
+        """Cuts the hidden state before the first block."""
         return self.pieces.cut(hidden, SEQUENCE_DIM)
 
     def place_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Behind the last block, where `placed`: zeros stand for the other ranks' positions until the head."""
+        """Places the hidden state after the last block, where `placed`: zeros fill the positions of other ranks until
+        the head."""
         return self.pieces.place(hidden, SEQUENCE_DIM) if self.placed else hidden
 
     def cut_before(self, head: nn.Module) -> Any:
-        """Only this rank's positions reach `head`, which must come before anything else that is done to its input.
-        Returns the hook."""
+        """Installs a hook so that only this rank's positions reach `head`, and returns the hook. It must precede
+        anything else that changes the head's input."""
         cut = lambda module, args, kwargs: with_hidden(args, kwargs, self.cut_hidden(hidden_of(args, kwargs)))
         return head.register_forward_pre_hook(cut, prepend=True, with_kwargs=True)
 
     def cut_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels that stand at the positions of their logits."""
+        """Returns the labels at the positions of this rank's logits."""
         if labels.ndim < 2:
             raise InputError(
                 f"cp cuts labels (rows, sequence) along the sequence; these are {list(labels.shape)}: use cp1"
@@ -76,7 +75,7 @@ class ContextState:
         return self.pieces.cut(labels, SEQUENCE_DIM)
 
     def around(self, block: Callable[..., Any], index: int) -> Callable[..., Any]:
-        """The forward of block `index`, whose hidden state is this rank's piece. May be called again in backward
+        """Returns the forward of block `index` for a hidden state that is this rank's piece. Backward may call it again
         (recompute)."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +90,7 @@ class ContextState:
         return forward
 
     def forget(self) -> None:
-        """After a forward pass: what was cut for several blocks is not kept."""
+        """Frees, after a forward pass, the cut tensors that several blocks use."""
         self._cut.clear()
 
     def _piece(
@@ -119,7 +118,7 @@ def is_attention_mask(shape: torch.Size, length: int) -> bool:
 
 
 def iter_arg_tensors(value: Any, path: ArgPath = ()) -> Iterator[tuple[ArgPath, torch.Tensor]]:
-    """Every tensor in nested arguments with the way to it."""
+    """Yields every tensor in nested arguments with its path."""
     found: list[tuple[ArgPath, torch.Tensor]] = []
 
     def note(path: ArgPath, tensor: torch.Tensor) -> torch.Tensor:
@@ -131,7 +130,7 @@ def iter_arg_tensors(value: Any, path: ArgPath = ()) -> Iterator[tuple[ArgPath, 
 
 
 def map_tensors(function: Callable[[ArgPath, torch.Tensor], torch.Tensor], value: Any, path: ArgPath = ()) -> Any:
-    """`value` with every tensor in it replaced by `function(path, tensor)`."""
+    """Returns `value` with every tensor in it replaced by `function(path, tensor)`."""
     if isinstance(value, torch.Tensor):
         return function(path, value)
     if isinstance(value, dict):

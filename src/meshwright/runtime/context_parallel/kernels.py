@@ -33,8 +33,8 @@ from meshwright.runtime.backend import backend_of
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """Queries (B, H, T, D), keys and values (B, G, T, ...), where T may be a piece; the mask, if any, is of the whole
-    sequence."""
+    """Stores queries (B, H, T, D), keys and values (B, G, T, ...), where T may be a piece. The mask, if any, is that of
+    the whole sequence."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -46,12 +46,12 @@ class SdpaCall:
 
     @property
     def sources(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys, values."""
+        """Returns queries, keys and values."""
         return self.query, self.key, self.value
 
     def objection(self, length: int) -> str:
-        """Why this is no attention of a sequence of `length` over itself that a piece of it can share in; empty when it
-        is one."""
+        """Returns why this call is no self-attention over a sequence of `length` that pieces can compute; '' when it
+        is."""
         here, seen = self.query.shape[-2], self.key.shape[-2]
         if self.query.ndim != 4 or here != seen:
             return f"attention from {here} positions to {seen} others is not of one sequence over itself"
@@ -84,8 +84,11 @@ def make_sdpa_call(
 
 
 class SdpaInterceptor(TorchFunctionMode):
-    """While it is on, attention is computed by `attend`. Raises InputError where the model would compute it again when
-    it is off."""
+    """Intercepts attention and computes it by `attend` while it is on.
+
+    Raises:
+        InputError: the model would recompute attention when it is off.
+    """
 
     def __init__(self, attend: Callable[[SdpaCall], torch.Tensor]) -> None:
         super().__init__()
@@ -122,12 +125,12 @@ _CUDA_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backwa
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 _MAX_FLASH_HEAD_DIM = 192
-"""Of a head whose gradients FlashAttention computes on every device that it runs on."""
+"""Largest head dimension whose gradients FlashAttention computes on all of its devices."""
 
 
 class PartialAttention(NamedTuple):
-    """Queries (B, H, Q, D) against keys and values (B, G, K, ...), H a multiple of G. `bias` (B or 1, H or 1, Q, K) is
-    added to scores."""
+    """Stores queries (B, H, Q, D) and keys and values (B, G, K, ...), H a multiple of G. `bias` (B or 1, H or 1, Q, K)
+    is added to scores."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -171,7 +174,7 @@ def supports_flash(part: PartialAttention) -> bool:
 
 
 def mask_to_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as what is added to scores: minus infinity where nothing is seen, also where a mask says so by the lowest
+    """Returns a mask as a bias on scores: minus infinity where it hides a key, also where a mask says so by the lowest
     number."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
@@ -179,7 +182,7 @@ def mask_to_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def attention_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (B, H, Q, Dv) and log-sum-exp (B, H, Q), of which a query that sees nothing has zeros and minus
+    """Returns the output (B, H, Q, Dv) and the log-sum-exp (B, H, Q). A query that sees nothing has zeros and minus
     infinity."""
     if part.fused:
         output, total = _CPU_FLASH(
@@ -201,7 +204,8 @@ def attention_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tenso
 def attention_backward(
     part: PartialAttention, gradient: torch.Tensor, output: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The part's share of the gradients of queries, keys and values, from the merged `output` and `total`."""
+    """Returns this part's summand of the gradients of queries, keys and values, from the merged
+    `output` and `total`."""
     total = total.masked_fill(total == -math.inf, 0.0)
     if part.fused:
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _CPU_FLASH_BACKWARD(
@@ -251,10 +255,11 @@ def flash_backward(
 
 
 class LseMerge:
-    """Output and log-sum-exp of all queries over the parts seen so far, in at least float32.
+    """Accumulates the output and the log-sum-exp of all queries over the parts so far, in at least float32.
 
-    The memory layout is (B, Q, H, Dv), as of torch's kernels. The next matrix product reads all heads of a position side by
-    side, so that it saves this output and not a copy."""
+    The memory layout is (B, Q, H, Dv), as of torch's kernels. The next matrix product reads all heads of a position
+    side by side, so it saves this output and not a copy.
+    """
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
         self.dtype = query.dtype
@@ -264,7 +269,7 @@ class LseMerge:
         self.total = torch.full(query.shape[:-1], -math.inf, dtype=precise, device=query.device)
 
     def add(self, rows: slice, output: torch.Tensor, total: torch.Tensor) -> None:
-        """A part over the queries `rows`."""
+        """Merges a part over the queries `rows`."""
         before = self.total[..., rows]
         after = torch.logaddexp(before, total)
         level = after.masked_fill(after == -math.inf, 0.0)
@@ -293,7 +298,7 @@ def _probabilities(scores: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 
 def _repeat_kv(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Each key-value head for its group of query heads."""
+    """Repeats each key-value head for its group of query heads."""
     return x.repeat_interleave(query.shape[1] // x.shape[1], 1) if x.shape[1] != query.shape[1] else x
 
 

@@ -17,13 +17,17 @@ from meshwright.core.errors import InputError
 
 @dataclass(frozen=True)
 class HeadTailSplit:
-    """The cut over `ranks` context ranks; this one is number `index`."""
+    """Describes the cut over `ranks` context ranks, for rank `index`."""
 
     ranks: int
     index: int
 
     def chunk(self, length: int) -> int:
-        """Positions in one chunk. Raises InputError where the chunks are not equal."""
+        """Returns the positions in one chunk.
+
+        Raises:
+            InputError: the chunks are not equal.
+        """
         chunk, rest = divmod(length, 2 * self.ranks)
         if rest or not chunk:
             raise InputError(
@@ -33,7 +37,7 @@ class HeadTailSplit:
         return chunk
 
     def chunks(self, length: int) -> list[slice]:
-        """This rank's two runs of positions, in order.
+        """Returns this rank's two ranges of positions, in order.
 
         >>> HeadTailSplit(2, 0).chunks(8), HeadTailSplit(2, 1).chunks(8)
         ([slice(0, 2, None), slice(6, 8, None)], [slice(2, 4, None), slice(4, 6, None)])
@@ -62,11 +66,11 @@ class HeadTailSplit:
         return torch.cat(parts, dim)
 
     def in_order(self, stacked: torch.Tensor, dim: int) -> torch.Tensor:
-        """`stacked` (piece of rank 0, of rank 1, ... along `dim`) with its positions in order."""
+        """Returns `stacked` (piece of rank 0, of rank 1, ... along `dim`) with its positions in order."""
         first, second = stacked.unflatten(dim, (self.ranks, 2, -1)).unbind(dim + 1)
         return torch.cat([first.flatten(dim, dim + 1), second.flip(dim).flatten(dim, dim + 1)], dim)
 
     def stacked(self, ordered: torch.Tensor, dim: int) -> torch.Tensor:
-        """The inverse of `in_order`."""
+        """Inverts `in_order`."""
         first, second = ordered.unflatten(dim, (2, self.ranks, -1)).unbind(dim)
         return torch.stack([first, second.flip(dim)], dim + 1).flatten(dim, dim + 2)

@@ -37,20 +37,21 @@ KVVisitor = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class KVExchange(Protocol):
-    """`piece` is this rank's keys and values; `visits` yields every rank's with its number, its own first."""
+    """Exchanges keys and values. `piece` is this rank's keys and values. `visits` yields the piece of every rank with
+    its index, the own one first."""
 
     def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields every rank's piece with its rank index, this rank's own first."""
         ...
 
     def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
-        """The sum over all ranks of `share(rank, piece of rank)`, for this rank's own piece. A share may be of a wider
-        type."""
+        """Returns the sum over all ranks of `share(rank, piece of rank)` for this rank's own piece. A summand may have
+        a wider dtype."""
         ...
 
 
 class AllGatherKV:
-    """Through a collective of the group."""
+    """Exchanges through a collective of the group."""
 
     def __init__(self, group: CommGroup) -> None:
         self.group = group
@@ -81,7 +82,7 @@ class AllGatherKV:
 
 
 class RingKV:
-    """Through messages to the next rank and from the last one."""
+    """Exchanges through messages from the previous rank and to the next one."""
 
     def __init__(self, group: CommGroup) -> None:
         self.group = group
@@ -115,7 +116,7 @@ class RingKV:
                 work.wait()
 
     def _pass_on(self, tensor: torch.Tensor) -> tuple[list[dist.Work], torch.Tensor]:
-        """`tensor` on its way to the next rank, and where the last rank's one arrives."""
+        """Starts to send `tensor` to the next rank, and returns the buffer for that of the previous rank."""
         tensor = tensor.contiguous()
         coming = torch.empty_like(tensor)
         self.group.timer.sent += tensor.numel() * tensor.element_size()
@@ -134,7 +135,7 @@ _ALL_POSITIONS = slice(None)
 
 
 class MaskBlock(NamedTuple):
-    """Which queries meet which keys of a piece, and how."""
+    """Says which queries attend to which keys of a piece, and how."""
 
     rows: slice
     columns: slice
@@ -143,7 +144,8 @@ class MaskBlock(NamedTuple):
 
 
 class MaskBlocks(NamedTuple):
-    """Which keys this rank's queries see: all, those before them, or those that `mask` (.., T or 1, T or 1) allows."""
+    """Says which keys this rank's queries see: all, those before them, or those that `mask` (.., T or 1, T or 1)
+    allows."""
 
     pieces: HeadTailSplit
     causal: bool
@@ -151,7 +153,7 @@ class MaskBlocks(NamedTuple):
     length: int
 
     def of(self, source: int, dtype: torch.dtype) -> MaskBlock | None:
-        """Of rank `source`'s piece; None for nothing."""
+        """Returns the block for the piece of rank `source`; None for nothing."""
         index, half = self.pieces.index, self.length // self.pieces.ranks // 2
         if self.mask is not None:
             bias = kernels.mask_to_bias(self._block(self.mask, source), dtype)
@@ -175,7 +177,7 @@ class MaskBlocks(NamedTuple):
 
 
 def ring_attention(call: SdpaCall, pieces: HeadTailSplit, travel: KVExchange) -> torch.Tensor:
-    """(B, H, T / c, Dv): this rank's rows of the attention over the whole sequence."""
+    """Returns this rank's rows of the attention over the whole sequence, (B, H, T / c, Dv)."""
     length = call.query.shape[-2] * pieces.ranks
     call.check(length)
     if call.dropout:
@@ -231,7 +233,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _concat_kv(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Keys and values as one message (B, G, T, D + Dv)."""
+    """Returns keys and values as one message (B, G, T, D + Dv)."""
     return torch.cat([key, value], -1)
 
 

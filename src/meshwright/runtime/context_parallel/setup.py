@@ -32,7 +32,11 @@ def make_context_state(
     factory: GroupFactory,
     example: ExampleInputs | None = None,
 ) -> ContextState | None:
-    """How this rank works on its piece; None without context parallelism. Raises InputError for a model that cannot."""
+    """Returns how this rank works on its piece; None without context parallelism.
+
+    Raises:
+        InputError: the model cannot work on pieces.
+    """
     plan, group = mesh.plan, mesh.group("cp")
     if group is None:
         return None
@@ -54,8 +58,8 @@ def make_context_state(
 
 
 def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[SdpaCall], torch.Tensor]:
-    """How this rank attends: neighbours exchange heads (all context ranks, some of them, or none), the others go round
-    in rings."""
+    """Returns the attention of this rank. Neighbours exchange heads (all context ranks, some of them, or none), the
+    others form rings."""
     grid, cp, heads = mesh.grid, mesh.plan.cp, mesh.plan.ulysses_ranks
     turn, place = divmod(mesh.coords.cp, heads)
     column = lambda rank: grid.place(rank)._replace(cp=0)
@@ -81,8 +85,8 @@ def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[
 
 
 def use_torch_sdpa(model: nn.Module) -> None:
-    """Attention that a Hugging Face model writes out itself becomes a call of torch's, where its configuration has the
-    choice."""
+    """Switches a Hugging Face model with its own attention code to torch's attention, where its configuration has the
+    option."""
     config: Any = getattr(model, "config", None)
     choose = getattr(model, "set_attn_implementation", None)
     if choose is None or getattr(config, "_attn_implementation", "sdpa") == "sdpa":

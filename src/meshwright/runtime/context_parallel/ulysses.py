@@ -26,8 +26,8 @@ from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
 
 
 class UlyssesExchange(NamedTuple):
-    """Over which ranks heads and positions are exchanged, into how many pieces all of them cut the sequence, and what
-    attends in between."""
+    """Stores the group that exchanges heads and positions, the total number of pieces of the sequence, and the
+    attention in between."""
 
     group: CommGroup
     cuts: int
@@ -35,8 +35,8 @@ class UlyssesExchange(NamedTuple):
 
 
 def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """(B, H, T / c, Dv): this rank's rows of the attention over the whole sequence. `pieces`: among the ranks that
-    exchange heads."""
+    """Returns this rank's rows of the attention over the whole sequence, (B, H, T / c, Dv). `pieces`: among the ranks
+    that exchange heads."""
     ranks, heads = pieces.ranks, call.query.shape[1]
     call.check(call.query.shape[-2] * way.cuts)
     if heads % ranks:
@@ -56,7 +56,7 @@ def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchang
 
 
 def sequence_to_heads(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """(B, H, T / c, D), a piece of all heads, to (B, H / c, T, D), some heads of all positions in order."""
+    """Exchanges (B, H, T / c, D), a piece of all heads, for (B, H / c, T, D), some heads of all positions in order."""
     sent = x.unflatten(1, (pieces.ranks, -1)).movedim(1, 0).contiguous()
     received = torch.empty_like(sent)
     async_collectives.all_to_all(received.view(-1), sent.view(-1), way.group).wait()
@@ -64,8 +64,8 @@ def sequence_to_heads(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchan
 
 
 def heads_to_sequence(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """The inverse of `sequence_to_heads`; its memory layout is (B, T / c, H, D), so that the heads of a position side
-    by side need no copy."""
+    """Inverts `sequence_to_heads`. The memory layout is (B, T / c, H, D), so the heads of a position are contiguous
+    without a copy."""
     sent = pieces.stacked(x, 2).unflatten(2, (pieces.ranks, -1)).movedim(2, 0).contiguous()
     received = torch.empty_like(sent)
     async_collectives.all_to_all(received.view(-1), sent.view(-1), way.group).wait()

@@ -62,17 +62,17 @@ from meshwright.runtime.loss.objective import extract_logits
 
 VERIFY_BATCH_SIZE = 3
 SIMULATED_RANKS = 2
-"""Context ranks that the proof plays: the chunks of two hold every position, so more say nothing new."""
+"""Simulated context ranks. The chunks of two hold every position, so more add nothing."""
 CHUNK_LENGTHS = ((3, 2), (2, 1))
 """Positions in a chunk, of a first text and of a second one; shorter ones where a model has few positions."""
 TOKEN_STRIDES = (31, 17)
-"""Of the token ids of both texts."""
+"""Strides of the token ids of both texts."""
 
 ForwardFunction = Callable[..., Any]
 
 
 class CannotCutSequence(Exception):
-    """Why the model cannot work on pieces. Caught where the plan is refused."""
+    """Says why the model cannot work on pieces. It is caught where the plan is refused."""
 
 
 def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleInputs | None = None) -> SequenceCut:
@@ -102,7 +102,7 @@ def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleI
 
 
 def _extra_inputs(model: nn.Module, example: ExampleInputs | None) -> list[dict[str, torch.Tensor]]:
-    """Tensors of the example other than the text: none of them, each alone, and all."""
+    """Returns the sets of example tensors other than the text to test: none of them, each alone, and all."""
     asked = inspect.signature(model.forward).parameters
     first = next(iter(asked), "")
     found = {
@@ -122,14 +122,14 @@ def _extra_inputs(model: nn.Module, example: ExampleInputs | None) -> list[dict[
 
 
 class CapturedRun:
-    """What one run on the whole text showed, and the gradients that it leads to."""
+    """Captures one run on the whole text, and the gradients of its outputs."""
 
     def __init__(
         self, model: nn.Module, anatomy: ModelGraph, length: int, stride: int, others: dict[str, torch.Tensor]
     ) -> None:
         self.length = length
         self.calls: list[tuple[SdpaCall, torch.Tensor]] = []
-        """Of every attention: the call, and its result as a leaf."""
+        """The call of every attention, and its result as a leaf."""
         self.given: dict[tuple[int, ArgPath], torch.Size] = {}
         self.hidden: dict[int, torch.Size] = {}
         tables = (tensor for tensor in model.parameters() if not tensor.is_meta)
@@ -169,7 +169,7 @@ class CapturedRun:
         return result.clone()
 
     def gradients(self, model: nn.Module) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
-        """Of the results of attention, and of the parameters."""
+        """Returns the gradients of the attention results, and of the parameters."""
         assert self.logits is not None
         terms = [(self.logits, cotangent(self.logits.shape, self.logits, 0))]
         for number, (call, _) in enumerate(self.calls):
@@ -182,7 +182,7 @@ class CapturedRun:
 def weighted_gradients(
     model: nn.Module, terms: list[tuple[torch.Tensor, torch.Tensor]], leaves: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
-    """Gradients of the sum of all results, weighed: of `leaves`, and of the model's parameters by name."""
+    """Returns the gradients of the weighted sum of all results: of `leaves`, and of the model's parameters by name."""
     total = sum((value * weight).sum() for value, weight in terms if value.requires_grad)
     named = {
         name: parameter
@@ -197,8 +197,8 @@ def weighted_gradients(
 
 
 def _resize_input(value: torch.Tensor, length: int) -> torch.Tensor:
-    """ROWS rows of an input; of (rows, sequence, ...) the first positions, again from the first where there are too
-    few."""
+    """Returns ROWS rows of an input. Of (rows, sequence, ...) it takes the first positions, repeated where there are
+    too few."""
     value = value[torch.arange(VERIFY_BATCH_SIZE) % len(value)] if value.ndim else value
     return value[:, torch.arange(length) % value.shape[1]] if value.ndim > 1 else value
 
@@ -257,8 +257,8 @@ def _find_sequence_cut(
     places: SequenceDims,
     before: SequenceCut | None,
 ) -> SequenceCut:
-    """The first of both ways on which a piece gives a piece of the whole; `before`: the way on which other inputs
-    do."""
+    """Returns the first of both ways in which a piece gives a piece of the whole; `before`: the way of the other
+    inputs."""
     noted = texts[0]
     if not noted.calls:
         raise CannotCutSequence("its blocks do not attend by torch's scaled_dot_product_attention")
@@ -302,7 +302,11 @@ def _check_piece(
     of_results: list[torch.Tensor | None],
     way: SequenceCut,
 ) -> dict[str, torch.Tensor]:
-    """The gradients of the parameters that one rank finds. Raises Objection where its piece differs from the whole."""
+    """Returns the gradients of the parameters on one rank.
+
+    Raises:
+        CannotCutSequence: its piece differs from the whole.
+    """
     calls = iter(enumerate(noted.calls))
     terms: list[tuple[torch.Tensor, torch.Tensor]] = []
     leaves: list[torch.Tensor] = []
@@ -360,14 +364,13 @@ def _check_equal(what: str, here: torch.Tensor, there: torch.Tensor, scale: floa
 
 
 # --- the model, changed for a while
-# -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def replaced_forwards(
     blocks: list[nn.Module], change: Callable[[int, ForwardFunction], ForwardFunction]
 ) -> Iterator[None]:
-    """The forward of each block is what `change(index, forward)` makes of it."""
+    """Replaces the forward of each block by `change(index, forward)`."""
     before = [block.__dict__.get("forward") for block in blocks]
     try:
         for index, block in enumerate(blocks):
@@ -383,7 +386,7 @@ def replaced_forwards(
 
 @contextmanager
 def on_sequence_piece(model: nn.Module, anatomy: ModelGraph, context: ContextState) -> Iterator[None]:
-    """The blocks work on this rank's piece."""
+    """Makes the blocks work on this rank's piece."""
     blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
 
     def change(index: int, block: ForwardFunction) -> ForwardFunction:
@@ -410,7 +413,7 @@ def on_sequence_piece(model: nn.Module, anatomy: ModelGraph, context: ContextSta
 
 @contextmanager
 def skipped_blocks(blocks: list[nn.Module], run: set[int]) -> Iterator[None]:
-    """Blocks that are not in `run` hand their hidden state on, in the form in which the others return it."""
+    """Makes blocks outside `run` return their hidden state, in the form that the others return."""
     form: list[Any] = [None]
 
     def change(index: int, block: ForwardFunction) -> ForwardFunction:

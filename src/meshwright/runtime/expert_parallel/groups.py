@@ -27,8 +27,8 @@ from meshwright.spec.grid import RankGrid
 
 
 class EpCoords(NamedTuple):
-    """Coordinates of a rank: `expert` of ep, `share` of x, `rest` of D / g, `data` its data rank, `joined` its index among
-    the j tensor ranks."""
+    """Stores the coordinates of a rank: `expert` of ep, `share` of x, `rest` of D / g, its data rank `data`, and its
+    index `joined` among the j tensor ranks."""
 
     pp: int
     replicate: int
@@ -41,25 +41,26 @@ class EpCoords(NamedTuple):
 
 @dataclass(frozen=True)
 class EpGroups:
-    """This rank among those that hold experts. Groups of one rank are None."""
+    """Stores this rank's expert-parallel groups. Groups of one rank are None."""
 
     place: EpCoords
     ranks: int
-    """ep: over how many ranks the experts are dealt."""
+    """The number ep of ranks that the experts are distributed over."""
     shares: int
-    """x: how many tensor ranks share each expert."""
+    """The number x of tensor ranks that split each expert."""
     group: CommGroup | None
-    """The ep ranks that hold all experts, and send each other tokens."""
+    """The ep ranks that together hold all experts and exchange tokens."""
     tensor: CommGroup | None
-    """The x tensor ranks that share this rank's experts."""
+    """The x tensor ranks that split this rank's experts."""
     joined: CommGroup | None
-    """The j tensor ranks that store different experts; each sends its part of the tokens that all of them have."""
+    """The j tensor ranks that store different experts. Each sends its part of their common tokens."""
     sharing: ShardPlacement
     dealt: dict[str, StackedExperts]
-    """The parameters that are dealt to expert ranks, by their full names; none without ep."""
+    """The parameters that are distributed over expert ranks, by their full names; none without ep."""
 
     def dense(self, anatomy: ModelGraph) -> ModelGraph:
-        """`anatomy` for what tensor ranks cut without regard to expert ranks."""
+        """Returns `anatomy` without the parameters that expert ranks distribute, for the ordinary cut over tensor
+        ranks."""
         if not self.dealt:
             return anatomy
         splits = {name: split for name, split in anatomy.splits.items() if name not in self.dealt}
@@ -70,7 +71,7 @@ class EpGroups:
         )
 
     def without(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """The parameters that are not dealt."""
+        """Returns the parameters that are not distributed over expert ranks."""
         return {name: parameter for name, parameter in parameters.items() if name not in self.dealt}
 
 

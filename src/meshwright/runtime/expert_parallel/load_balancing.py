@@ -61,8 +61,8 @@ AUX_LOSS_TOLERANCE = 1e-4
 
 
 class AuxLoss:
-    """`sums` of the pass that runs: F (E), P (E) and n, one after the other. `share`: of a micro-batch in the loss, in
-    labels."""
+    """Computes the balance loss. `sums` of the running pass is the concatenation of F (E), P (E) and n. `share` is the
+    weight of a micro-batch in the loss, in labels."""
 
     def __init__(
         self,
@@ -86,20 +86,20 @@ class AuxLoss:
         self.total.zero_()
 
     def begin(self, batch: Batch, received: torch.Tensor | None) -> None:
-        """A pass of a stage; `received`: the sums of the stages before."""
+        """Starts a pass of a stage; `received`: the sums of the stages before."""
         mask = batch.get("attention_mask")
         self.mask = None if mask is None else self._own(mask).reshape(-1).double()
         zeros = torch.zeros(2 * self.routing.experts + 1, dtype=torch.float64, device=self.mesh.device)
         self.sums = zeros if received is None else received
 
     def end(self) -> torch.Tensor:
-        """The sums of all stages so far. What a backward computes again behind it is not counted."""
+        """Returns the sums of all stages so far. Later recompute in backward is not counted."""
         sums, self.sums = self.sums, None
         assert sums is not None
         return sums
 
     def loss(self, sums: torch.Tensor) -> torch.Tensor:
-        """What this rank adds to the sum of the losses of its labels."""
+        """Returns what this rank adds to the sum of the losses of its labels."""
         experts = self.routing.experts
         counted = torch.cat([sums[:experts], sums[-1:]]).detach().clone()
         parted = self.mesh.tp if self.mesh.plan.sequence_parallel else None
@@ -111,7 +111,7 @@ class AuxLoss:
         return added
 
     def _own(self, mask: torch.Tensor) -> torch.Tensor:
-        """The tokens that this rank's routers see."""
+        """Returns the tokens that this rank's routers see."""
         mask = mask if self.cut is None else self.cut(mask)
         group = self.mesh.tp if self.mesh.plan.sequence_parallel else None
         return mask if group is None else mask.tensor_split(group.size, 1)[group.index]
@@ -126,12 +126,9 @@ class AuxLoss:
 
 
 def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each expert is among the `chosen` highest of a row of `logits` (N, E), and the sum of its
-    probabilities; in float64.
-
-    A block that is computed again does this again, in the pass of another micro-batch: backward keeps the weights of
-    tokens by itself.
-    """
+    """Returns how often each expert is among the `chosen` highest of a row of `logits` (N, E), and the sum of its
+    probabilities, in float64. Recompute repeats this in the pass of another micro-batch; backward stores its token
+    weights separately."""
     logits = logits.reshape(-1, logits.shape[-1])
     precise = torch.promote_types(logits.dtype, torch.float32)
     probabilities = logits.softmax(-1, dtype=precise)
@@ -150,7 +147,7 @@ def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -
 
 
 class RouterSpec:
-    """Where a model of transformers routes: modules of a class, whose output number `index` holds the logits of
+    """Describes the routers of a transformers model: modules of one class, whose output `index` holds the logits of
     `experts`, of which `chosen` win."""
 
     def __init__(self, kind: type[nn.Module], index: int, experts: int, chosen: int) -> None:
@@ -201,14 +198,14 @@ def check_aux_loss(model: nn.Module, loss: object | None, plan: Plan) -> RouterS
 
 
 def aux_loss_coefficient(model: nn.Module) -> float:
-    """Of the balance loss in the model's own loss; 0 where it adds none."""
+    """Returns the coefficient of the balance loss in the model's own loss; 0 where there is none."""
     config: Any = getattr(model, "config", None)
     coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0))
     return float(coefficient or 0) if getattr(config, ROUTER_LOGITS_FLAG, False) else 0.0
 
 
 def _find_routers(model: nn.Module, config: Any) -> RouterSpec | None:
-    """What transformers says of where routers are, if that is one class of modules."""
+    """Returns the routers that transformers declares, if they are one class of modules."""
     for module in model.modules():
         recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         if recorder is None:
@@ -245,12 +242,15 @@ def _is_same_formula(theirs: Any, routing: RouterSpec) -> bool:
 
 
 BIAS_RATE_ATTRIBUTE = "expert_bias_rate"
-"""The attribute of a model that asks for it."""
+"""The model attribute that enables the router bias update."""
 
 
 def check_expert_bias(model: nn.Module, anatomy: ModelGraph) -> None:
-    """InputError where the model asks for it and a router has no such bias, or there is none. The model must be
-    whole."""
+    """Checks that every router has a bias, where the model enables its update. The model must be full.
+
+    Raises:
+        InputError: a router has no bias, or the model has no router.
+    """
     rate: Any = getattr(model, BIAS_RATE_ATTRIBUTE, None)
     if rate and not anatomy.experts:
         raise InputError(
@@ -268,8 +268,8 @@ def check_expert_bias(model: nn.Module, anatomy: ModelGraph) -> None:
 def update_expert_bias(
     model: nn.Module, anatomy: ModelGraph, here: Collection[str], loads: Sequence[Sequence[float]]
 ) -> None:
-    """After a step. `here`: the paths of the modules of experts that this rank has; `loads`: of each mixture each
-    expert's pairs over the mean."""
+    """Updates the biases after a step. `here`: the paths of the expert modules on this rank. `loads`: for each module,
+    the pairs of each expert over the mean."""
     rate: Any = getattr(model, BIAS_RATE_ATTRIBUTE, None)
     for experts, load in zip(anatomy.experts, loads, strict=True) if rate else ():
         if experts.path in here:
@@ -283,11 +283,11 @@ def _bias_buffers(model: nn.Module, experts: StackedExperts) -> list[torch.Tenso
 
 
 CAPACITY_ATTRIBUTE = "expert_capacity"
-"""The attribute of a model that says so."""
+"""The model attribute with the capacity factor."""
 
 
 class CapacityLimiter:
-    """`rows`: sequences of the micro-batch that runs."""
+    """Limits the pairs of each expert. `rows`: the number of sequences of the running micro-batch."""
 
     def __init__(self, factor: float, mesh: ParallelContext) -> None:
         self.factor, self.rows = factor, 1
@@ -295,7 +295,7 @@ class CapacityLimiter:
         self.pieces = mesh.group("cp")
 
     def kept(self, index: torch.Tensor, experts: int) -> torch.Tensor:
-        """Which of the pairs `index` (N, k) of this rank's tokens stay."""
+        """Returns which of the pairs `index` (N, k) of this rank's tokens are within the capacity."""
         whole = index.view(self.rows, -1, index.shape[-1])
         if self.parts is not None:
             whole = collectives.all_gather_dim(whole, self.parts, 1)
@@ -323,7 +323,7 @@ def within_capacity(index: torch.Tensor, experts: int, factor: float) -> torch.T
 
 
 def make_capacity_limiter(model: nn.Module, mixtures: int, mesh: ParallelContext) -> CapacityLimiter | None:
-    """What the model's attribute asks for; None without."""
+    """Returns the capacity limiter that the model's attribute requests; None without it."""
     factor: Any = getattr(model, CAPACITY_ATTRIBUTE, None)
     if factor is None:
         return None
@@ -339,7 +339,8 @@ def make_capacity_limiter(model: nn.Module, mixtures: int, mesh: ParallelContext
 
 
 def drop_over_capacity(model: nn.Module, mixtures: Sequence[StackedExperts], length: int) -> None:
-    """The same on one device, for comparisons, where the modules of experts are given rows of `length` tokens."""
+    """Applies the capacity limit on one device, for comparisons, where expert modules receive rows of
+    `length` tokens."""
     factor = float(getattr(model, CAPACITY_ATTRIBUTE))
 
     def drop(count: int, module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> Any:

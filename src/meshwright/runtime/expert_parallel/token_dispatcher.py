@@ -44,14 +44,18 @@ from meshwright.runtime.tensor_parallel.random import TensorParallelRng, has_dro
 from meshwright.spec.plan import Plan
 
 MAX_REPORTED_LOADS = 1024
-"""Experts of a model up to which a record lists the load of each."""
+"""Largest number of experts for which a record lists the load of each."""
 
 RowCounts = tuple[tuple[int, ...], ...]
-"""Rows that rank i (outer) sends to rank j."""
+"""The number of rows that rank i (outer) sends to rank j."""
 
 
 def check_expert_plan(anatomy: ModelGraph, plan: Plan) -> None:
-    """InputError where the experts cannot be dealt to so many ranks, or shared by so many."""
+    """Checks that the experts can be distributed over the ranks of the plan.
+
+    Raises:
+        InputError: they cannot.
+    """
     ep, shares = plan.ep, plan.expert_tp
     inner = plan.dp_shard * plan.cp * plan.tp
     if inner % ep:
@@ -78,7 +82,7 @@ def check_expert_plan(anatomy: ModelGraph, plan: Plan) -> None:
 
 
 def local_dispatchers(model: nn.Module, mixtures: Sequence[ExpertDispatcher]) -> list[ExpertDispatcher]:
-    """Those whose blocks this rank holds."""
+    """Returns the dispatchers whose blocks this rank holds."""
     here = {id(module) for module in model.modules()}
     return [mixture for mixture in mixtures if id(mixture.module) in here]
 
@@ -86,8 +90,8 @@ def local_dispatchers(model: nn.Module, mixtures: Sequence[ExpertDispatcher]) ->
 def shard_experts(
     model: nn.Module, anatomy: ModelGraph, ranks: EpGroups, mesh: ParallelContext
 ) -> list[ExpertDispatcher]:
-    """Each module of experts keeps this rank's, and sends the others their tokens. Parameters must be whole, or (ep 1)
-    already cut by tp."""
+    """Shards every expert module to this rank's experts, and dispatches tokens of other experts. Parameters must be
+    full, or (ep 1) already cut by tp."""
     found = []
     check_expert_bias(model, anatomy)
     capacity = make_capacity_limiter(model, sum(not experts.by_rows for experts in anatomy.experts), mesh)
@@ -116,7 +120,7 @@ def shard_experts(
 
 
 def local_experts(full: torch.Tensor, experts: StackedExperts, name: str, ranks: EpGroups) -> torch.Tensor:
-    """A copy of what this rank holds of a whole parameter of the experts."""
+    """Returns a copy of this rank's part of a full expert parameter."""
     each = full.shape[0] // ranks.ranks
     mine = full.narrow(0, ranks.place.expert * each, each)
     split = experts.splits.get(name)
@@ -126,9 +130,11 @@ def local_experts(full: torch.Tensor, experts: StackedExperts, name: str, ranks:
 def count_pairs_by_expert(
     mixtures: Sequence[ExpertDispatcher], anatomy: ModelGraph, device: torch.device
 ) -> torch.Tensor:
-    """Pairs that this rank's tokens made in this step with each expert of each mixture of the model, flat; summed over
-    all ranks they are
-    those of the whole batch, times the copies of a token. The last of each mixture are those that were dropped."""
+    """Counts the pairs of this rank's tokens in this step with each expert of each expert module of the model, flat.
+
+    Summed over all ranks they are those of the whole batch, times the replicas of a token. The last entry of each
+    module is the dropped pairs.
+    """
     widest = max((experts.count for experts in anatomy.experts), default=0)
     table = torch.zeros(len(anatomy.experts), widest + 1, dtype=torch.float64, device=device)
     rows = {experts.path: row for row, experts in enumerate(anatomy.experts)}
@@ -139,7 +145,7 @@ def count_pairs_by_expert(
 
 
 def expert_loads(pairs: torch.Tensor, anatomy: ModelGraph) -> tuple[list[list[float]], float]:
-    """Of each mixture, the pairs of each expert over the mean of its experts; and the share of all pairs that was
+    """Returns, for each expert module, the pairs of each expert over their mean; and the fraction of all pairs that was
     dropped."""
     if not anatomy.experts:
         return [], 0.0
@@ -154,7 +160,7 @@ def expert_loads(pairs: torch.Tensor, anatomy: ModelGraph) -> tuple[list[list[fl
 
 
 def summarize_loads(loads: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    """For a record: of many experts only the idlest and the busiest of each mixture."""
+    """Returns the loads for a record. With many experts these are only the idlest and the busiest of each module."""
     few = sum(map(len, loads)) <= MAX_REPORTED_LOADS
     return tuple(tuple(round(load, 3) for load in (row if few else (min(row), max(row)))) for row in loads)
 
@@ -166,7 +172,7 @@ def is_expert_tensor_split(ranks: EpGroups, name: str) -> bool:
 
 
 class ExpertDispatcher:
-    """The forward of one module of experts. `load`: pairs that each expert was given since the step began."""
+    """Replaces the forward of one expert module. `load`: the pairs of each expert since the step began."""
 
     def __init__(
         self,
@@ -199,7 +205,7 @@ class ExpertDispatcher:
             self.capacity.rows = num_rows(batch)
 
     def end_pass(self) -> None:
-        """What a backward computes again is not counted."""
+        """Ends a pass, so that recompute in backward is not counted."""
         self.counting = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -228,8 +234,8 @@ class ExpertDispatcher:
         return self._leave(output, shape[:-1].numel()).reshape(shape)
 
     def _by_rows(self, given: torch.Tensor) -> torch.Tensor:
-        """Rows (E N, C) of all experts, those of one behind those of the other: to the ranks that hold them, and back.
-        Which of them are zeros is not asked."""
+        """Sends rows (E N, C), grouped by expert, to the ranks of the experts and back, whether they
+        are zeros or not."""
         count, width = self.experts.count, given.shape[-1]
         if self.counting:
             asked = given.detach().view(count, -1, width).ne(0).any(2).sum(1)
@@ -243,12 +249,12 @@ class ExpertDispatcher:
         return whole.view(-1, count, width).transpose(0, 1).reshape(given.shape)
 
     def _through(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(N, e C) to (N, e C): each token's rows for the experts of this rank."""
+        """Runs each token's rows through the experts of this rank, (N, e C) to (N, e C)."""
         rows = tokens.view(len(tokens), self.each, -1).transpose(0, 1)
         return self._compute([rows.flatten(0, 1)], {}).view(rows.shape).transpose(0, 1).flatten(1)
 
     def _rows_exchanged(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(N, E C) to (N, E C): every rank sends every other as many rows as it has tokens."""
+        """Exchanges (N, E C) for (N, E C): every rank sends every other as many rows as it has tokens."""
         group = self.ranks.group
         assert group is not None
         counts = _gather_counts(torch.tensor([len(tokens)], device=tokens.device), group).flatten().tolist()
@@ -260,8 +266,8 @@ class ExpertDispatcher:
     def _limited(
         self, index: torch.Tensor, weights: torch.Tensor, capacity: CapacityLimiter
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Without the pairs beyond an expert's capacity: they weigh nothing, and expert ranks are not sent them (as of
-        an expert beyond all)."""
+        """Drops the pairs beyond an expert's capacity: their weight is zero, and they are not sent (their index is
+        beyond all experts)."""
         kept = capacity.kept(index.reshape(-1, index.shape[-1]), self.experts.count).view(index.shape)
         self.dropped += float((~kept).sum()) if self.counting else 0.0
         return index if self.ranks.ranks == 1 else index.masked_fill(~kept, self.experts.count), weights * kept
@@ -290,7 +296,8 @@ class ExpertDispatcher:
         ]
 
     def _compute(self, args: list[torch.Tensor], kwargs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The module's own forward; each rank that shares an expert adds its part of what all of them hold whole."""
+        """Runs the module's own forward. Each rank that splits an expert adds its part of the tensors that all of them
+        hold in full."""
         if self.shared is None or not self.experts.replicated:
             return self.inner(*args, **kwargs)
         once = {name: self.module.get_parameter(name) / self.ranks.shares for name in self.experts.replicated}
@@ -298,7 +305,7 @@ class ExpertDispatcher:
             return self.inner(*args, **kwargs)
 
     def _exchanged(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """hidden (N, C), index and weights (N, K) to (N, C)."""
+        """Maps hidden (N, C), index and weights (N, K) to (N, C) through the exchange."""
         group = self.ranks.group
         assert group is not None
         chosen = index.flatten()
@@ -325,15 +332,15 @@ class ExpertDispatcher:
 
 
 def _gather_counts(counts: torch.Tensor, group: CommGroup) -> torch.Tensor:
-    """Pairs of each rank for each expert, (ranks, experts), on the host."""
+    """Returns the pairs of each rank for each expert, (ranks, experts), on the host."""
     table = torch.empty(group.size, len(counts), dtype=counts.dtype, device=counts.device)
     async_collectives.all_gather(table.view(-1), counts, group).wait()
     return table.cpu()
 
 
 def _all_to_all_rows(sent: torch.Tensor, rows: RowCounts, group: CommGroup) -> torch.Tensor:
-    """Rows (P, C), those for rank 0 first, to the rows that all ranks sent here, those of rank 0 first. Backward the
-    other way round."""
+    """Exchanges rows (P, C), sorted by destination rank, for the rows that all ranks sent here, sorted by source rank.
+    Backward does the reverse."""
     again = tuple(zip(*rows, strict=True))
     return linear_map(
         sent,
@@ -343,7 +350,7 @@ def _all_to_all_rows(sent: torch.Tensor, rows: RowCounts, group: CommGroup) -> t
 
 
 def _identity_with_grad_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
-    """The same tensor on all ranks, whose gradients are parts of a sum."""
+    """Returns a tensor that is equal on all ranks, with the gradients of all ranks summed."""
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:
         return collectives.all_reduce_sum(gradient.clone(memory_format=torch.contiguous_format), group)
@@ -352,7 +359,7 @@ def _identity_with_grad_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
 
 
 def _all_gather_tokens(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
-    """The tokens of all ranks, whose gradients are parts of a sum."""
+    """Returns the tokens of all ranks, with the gradients of all ranks summed."""
     return linear_map(
         x,
         lambda x: collectives.all_gather_dim(x, group, 0),
@@ -361,7 +368,7 @@ def _all_gather_tokens(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """No rows came: parameters take part all the same, with zeros for gradients ([Note: same steps everywhere])."""
+    """Connects parameters to the graph when no rows arrived, with zero gradients ([Note: same steps everywhere])."""
 
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:

@@ -43,23 +43,22 @@ IGNORE_INDEX = -100
 def sum_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, shift: bool, group: CommGroup | None = None
 ) -> torch.Tensor:
-    """Scalar sum over valid labels (those that are not -100), in float32 at least.
+    """Returns the scalar sum over valid labels (those that are not -100), in float32 at least.
 
-    `logits` (..., V) or, with `group`, the local ceil(V / ranks) of them, the last ranks having fewer. With `shift` the
-    logits at a place
-    are held against the label of the next one.
+    `logits` (..., V) or, with `group`, the local ceil(V / ranks) of them, fewer on the last ranks. With `shift` the
+    logits at a position predict the label of the next position.
     """
     wanted = (shift_labels(labels) if shift else labels).reshape(-1).to(logits.device)
     return _SumCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), wanted, group)
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """The label of the next place at every place; none at the last."""
+    """Returns the label of the next position at every position; none at the last."""
     return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def count_valid_labels(labels: torch.Tensor, shift: bool) -> int:
-    """How many labels `sum_cross_entropy` sums over.
+    """Returns the number of labels that `sum_cross_entropy` sums over.
 
     >>> count_valid_labels(torch.tensor([[5, -100, 3]]), True), count_valid_labels(torch.tensor([[5, -100, 3]]), False)
     (1, 2)
@@ -68,8 +67,8 @@ def count_valid_labels(labels: torch.Tensor, shift: bool) -> int:
 
 
 class _SumCrossEntropy(torch.autograd.Function):
-    """logits (N, local V), labels (N). Saved: the local softmax, and of each label its local index, whether it is here,
-    and exp(L - G)."""
+    """Computes the sum for logits (N, local V) and labels (N). It saves the local softmax, and for each label its local
+    index, whether it is on this rank, and exp(L - G)."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
@@ -88,14 +87,14 @@ class _SumCrossEntropy(torch.autograd.Function):
 def cross_entropy_with_grad(
     logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum over valid labels, and its gradient with respect to `logits` (N, local V)."""
+    """Returns the sum over valid labels, and its gradient with respect to `logits` (N, local V)."""
     total, softmax, local, mine, scale = _cross_entropy_terms(logits, labels, group)
     return total, _logits_grad(softmax, local, mine, scale, torch.ones_like(total)).to(logits.dtype)
 
 
 def _cross_entropy_terms(logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> tuple[Any, ...]:
-    """The sum of the losses, the local softmax, of each label its local index, whether it is here, and exp(L - G) (None
-    alone)."""
+    """Returns the sum of the losses, the local softmax, and for each label its local index, whether it is on this rank,
+    and exp(L - G) (None without a group)."""
     precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
     softmax = torch.softmax(logits, dim=-1, dtype=precise)
     peak = logits.amax(dim=-1).to(precise)
@@ -114,7 +113,7 @@ def _cross_entropy_terms(logits: torch.Tensor, labels: torch.Tensor, group: Comm
 def _logits_grad(
     softmax: torch.Tensor, local: torch.Tensor, mine: torch.Tensor, scale: torch.Tensor | None, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the sum, in the memory of `softmax`: a second backward finds it changed and raises."""
+    """Returns the gradient of the sum, in the memory of `softmax`. A second backward detects the change and raises."""
     weight = torch.where(mine, gradient, 0) if scale is None else scale * gradient
     result = softmax.mul_(weight.unsqueeze(1))
     result.scatter_add_(1, local.unsqueeze(1), torch.where(mine, -gradient, 0).unsqueeze(1))
@@ -128,7 +127,7 @@ def _logits_at(logits: torch.Tensor, places: torch.Tensor, precise: torch.dtype)
 def _reduce_over_ranks(
     logits: torch.Tensor, share: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, group: CommGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Local index of each label, whether it is here, its loss, and exp(L - G)."""
+    """Returns the local index of each label, whether it is on this rank, its loss, and exp(L - G)."""
     count, width = logits.shape
     highest = F.pad(
         share, (0, 1), value=width
@@ -145,8 +144,8 @@ def _reduce_over_ranks(
 
 
 class ChunkedHead:
-    """The forward of a vocabulary head that makes the loss instead of logits. `labels` of the pass, as the loss counts
-    them, are given before."""
+    """Replaces the forward of a vocabulary head by one that computes the loss instead of logits. The `labels` of the
+    pass, as the loss counts them, are set before."""
 
     def __init__(self, module: nn.Module, chunks: int, group: CommGroup | None) -> None:
         self.module, self.chunks, self.group = module, chunks, group
@@ -172,7 +171,7 @@ class ChunkedHead:
         return logits
 
     def take(self, logits: torch.Tensor | None) -> torch.Tensor:
-        """The loss of the pass, whose model gave `logits`."""
+        """Returns the loss of the pass whose model returned `logits`."""
         made, self.made, self.labels = self.made, None, None
         if made is None or made[0] is not logits:
             raise InputError(
@@ -195,7 +194,7 @@ def check_chunked_head(anatomy: ModelGraph, plan: Plan, own_loss: bool) -> None:
 def install_chunked_head(
     model: nn.Module, anatomy: ModelGraph, plan: Plan, group: CommGroup | None, own_loss: bool
 ) -> ChunkedHead | None:
-    """The head of `model` as the plan wants it; None where logits are made at once, or by another rank."""
+    """Installs the chunked head of the plan; None where logits are computed at once, or by another rank."""
     if plan.loss_chunks == 1:
         return None
     check_chunked_head(anatomy, plan, own_loss)
@@ -210,7 +209,8 @@ def install_chunked_head(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """x (N, H), weight (V, H) when `linear` else (H, V), labels (N): the sum of the losses of valid labels."""
+    """Computes the sum of the losses of valid labels, for x (N, H), weight (V, H) when `linear` else (H, V), and labels
+    (N)."""
 
     @staticmethod
     def forward(

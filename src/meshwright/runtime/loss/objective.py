@@ -29,16 +29,15 @@ DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
 
 
 class ZeroWeightBatch(dict[str, Any]):
-    """A micro-batch that counts in no loss: it passes so that all ranks do the same."""
+    """Is a micro-batch that counts in no loss. It passes so that all ranks run the same collectives."""
 
 
 class LossHead:
-    """Loss and count of a micro-batch.
+    """Computes the loss and the count of a micro-batch.
 
-    Three forms, tried in this order: `loss(output, batch)`, a mean over the rows of the batch, given by the user;
-    logits and labels (the
-    model's own loss is not computed; -100 is not valid; models that write one token after the other shift by one); the
-    model's own mean loss.
+    Three forms are tried in this order. The first is `loss(output, batch)` of the user, a mean over the rows of the
+    batch. The second is logits and labels: the model's own loss is not computed, -100 is not valid, and causal models
+    shift by one. The third is the model's own mean loss.
     """
 
     def __init__(
@@ -50,8 +49,8 @@ class LossHead:
         chunked: ChunkedHead | None = None,
         unreadable: ForwardAccessGuard | None = None,
     ) -> None:
-        """`piece` returns this rank's positions of labels, where context ranks divide a sequence. `chunked` computes
-        the loss instead of logits. `unreadable` guards parameters while a loss of the user runs."""
+        """Prepares the loss. `piece` returns this rank's positions of labels, where context ranks divide a sequence.
+        `chunked` computes the loss instead of logits. `unreadable` guards parameters while a loss of the user runs."""
         self.model, self.loss, self.piece, self.chunked = model, loss, piece, chunked
         self.group = vocabulary_group
         self.unreadable = unreadable or ForwardAccessGuard({}, None)
@@ -69,7 +68,7 @@ class LossHead:
         self.reads_shifted = is_encoder_decoder(model)
 
     def inputs(self, batch: Batch) -> Batch:
-        """What the model is called with: without labels, so that it makes logits and nothing more."""
+        """Returns the inputs of the model: without labels, so that it computes only logits."""
         if self.loss is not None:
             return batch
         if self.chunked is not None and "labels" in batch:
@@ -80,13 +79,13 @@ class LossHead:
         return found
 
     def count(self, batch: Batch) -> int:
-        """Valid labels, or rows when the loss is the user's."""
+        """Returns the number of valid labels, or of rows when the loss is the user's."""
         if self.loss is None and "labels" in batch:
             return count_valid_labels(batch["labels"], self.shift)
         return loss_weight(batch)
 
     def sum(self, output: Any, batch: Batch) -> torch.Tensor:
-        """The sum over valid labels (or rows) of the micro-batch."""
+        """Returns the sum over valid labels (or rows) of the micro-batch."""
         if self.loss is not None:
             with self.unreadable:
                 loss = self.loss(output, batch)
@@ -102,8 +101,8 @@ class LossHead:
         return sum_cross_entropy(logits, self._wanted(batch["labels"]), False, self.group)
 
     def _wanted(self, labels: torch.Tensor) -> torch.Tensor:
-        """What is held against the logits at each place. The label of a piece's last one may stand in another piece:
-        shift first."""
+        """Returns the label for the logits at each position. The label of a piece's last position may be in another
+        piece, so it shifts first."""
         labels = shift_labels(labels) if self.shift else labels
         return labels if self.piece is None else self.piece(labels)
 
@@ -127,7 +126,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    """What a decoder reads to write `labels`: each of them one place later, by the model's own rule."""
+    """Returns the decoder inputs for `labels`: each label one position later, by the model's own rule."""
     config: Any = model.config
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     rule = own or getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
@@ -145,7 +144,7 @@ def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.
 
 
 def num_rows(batch: Batch) -> int:
-    """Sequences (rows) in a batch: the first dimension that all its tensors share."""
+    """Returns the number of sequences (rows) in a batch: the common first dimension of all its tensors."""
     sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
     if not sizes:
         raise InputError("the batch holds no tensors")
@@ -155,7 +154,7 @@ def num_rows(batch: Batch) -> int:
 
 
 def loss_weight(batch: Batch) -> int:
-    """Rows that count in a mean over rows."""
+    """Returns the number of rows that count in a mean over rows."""
     return 0 if isinstance(batch, ZeroWeightBatch) else num_rows(batch)
 
 

@@ -35,7 +35,7 @@ from meshwright.runtime.zero.param_group import FlatParamGroup
 
 
 class StageExit(Exception):
-    """Leaves the model's forward with the message to the next stage (carry.py). Not an error."""
+    """Leaves the model's forward with the message to the next stage (boundary_tensors.py). It is not an error."""
 
     def __init__(self, message: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
@@ -68,33 +68,34 @@ class MultiStageParameters:
 
 @dataclass
 class StageCursor:
-    """Which stage is running: blocks [start, stop), and what arrives and leaves, where there are several stages."""
+    """Describes the running stage: blocks [start, stop), and the received and sent tensors, where there are several
+    stages."""
 
     start: int = 0
     stop: int = 0
     keeping: RecomputePolicy = field(default_factory=RecomputePolicy)
     carry: BoundaryState | None = None
     shared: MultiStageParameters = field(default_factory=MultiStageParameters)
-    """What several stages of this rank compute with."""
+    """The parameters that several stages of this rank use."""
     tried: bool = False
     """A dry run is in progress: blocks of other stages return NaN (preflight/step_checks.py)."""
     recording: tuple[Any, bool] | None = None
-    """Who keeps what backward needs, of a stage that is not the whole model."""
+    """The recorder of saved tensors of a stage that is not the whole model."""
     passes: int = 0
-    """Passes that have begun."""
+    """Number of passes that have begun."""
     entered: set[int] = field(default_factory=set)
-    """Blocks that ran in this one."""
+    """Blocks that ran in the current pass."""
     entered_first: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Those of the first pass, by where the stage begins."""
+    """Blocks of the first pass, by the start of the stage."""
 
     def uneven(self) -> int | None:
-        """A block that ran in this pass and not in the first one of its stage, or the other way round."""
+        """Returns a block that ran either in this pass or in the first one of its stage, but not in both."""
         ran = frozenset(self.entered)
         return min(ran ^ self.entered_first.setdefault(self.start, ran), default=None)
 
 
 class BlockWrapper:
-    """The forward of one module. `index` is its place among the blocks, None outside of them."""
+    """Wraps the forward of one module. `index` is its index among the blocks, None outside of them."""
 
     def __init__(self, module: nn.Module, run: StageCursor, index: int | None = None) -> None:
         self.inner: Callable[..., Any] = module.forward
@@ -105,12 +106,12 @@ class BlockWrapper:
         self.following: list[FlatParamGroup] = []
         self.needs_weights_backward = not isinstance(module, nn.Embedding)
         self.is_alone = False
-        """Nothing else reads the weights that this gate gathers."""
+        """Whether no other module reads the weights that this wrapper gathers."""
         self.called = 0
-        """The last pass that came by."""
+        """The last pass that called it."""
         self.is_tied = False
-        """Weights of another gate too: their gradient is whole, and they are closed for it, long after this one is
-        through with them."""
+        """Whether another wrapper has the same weights. Their gradient is complete, and they are resharded, long after
+        this one ends."""
         self.before: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.after: Callable[[torch.Tensor], torch.Tensor] | None = None
         module.forward = self  # type: ignore[method-assign]
@@ -177,7 +178,7 @@ class BlockWrapper:
 
 
 def _unshard(units: list[FlatParamGroup], ahead: list[FlatParamGroup]) -> None:
-    """Whole weights for `units` now; those needed next start to gather while these compute."""
+    """Unshards the weights of `units`, and starts to gather the next ones (`ahead`) in the background."""
     for unit in units:
         unit.unshard()
     for unit in ahead:

@@ -30,11 +30,13 @@ from meshwright.core.errors import InputError
 
 @dataclass(frozen=True)
 class BoundarySpec:
-    """`needs` of every block: places of arguments made of parameters. `firsts`: the first block of each stack. `early`:
-    what the entries of later
-    stacks need of no block. `returns`: values that a block returns, 0 for a bare tensor. `front`, `between`: parameters
-    outside of the blocks by
-    where they are used: before all of them, or (by stack) behind that stack's."""
+    """Describes the tensors of stage boundaries.
+
+    `needs`: for every block, the places of arguments that depend on parameters. `firsts`: the first block of each
+    stack. `early`: what the entries of later stacks need of no block. `returns`: the number of values that a block
+    returns, 0 for a bare tensor. `front`, `between`: parameters outside of the blocks, by use before all of them, or
+    (by stack) after that stack.
+    """
 
     needs: tuple[tuple[int, ...], ...]
     firsts: tuple[int, ...]
@@ -43,12 +45,12 @@ class BoundarySpec:
     front: frozenset[str]
     between: tuple[frozenset[str], ...]
     unsent: str = ""
-    """A block that is given a mask, or numbers of things, that is made of parameters: messages have none of these."""
+    """A block with an argument that depends on parameters and cannot be sent: a mask, or integers."""
     overwritten: frozenset[BlockArgument] = frozenset()
     """Arguments that the pass overwrites in place."""
 
     def message(self, block: int) -> tuple[BlockArgument, ...]:
-        """What a stage that begins with `block` is sent."""
+        """Returns the arguments that a stage starting with `block` receives."""
         later = [
             (first, place)
             for first in self.firsts
@@ -113,7 +115,7 @@ class BoundaryState:
         return leaves
 
     def leave(self, block: int, leaves: list[Any]) -> tuple[torch.Tensor, ...] | None:
-        """At the entry of a block that is not of the stage: the message to the next stage, once all of it is there."""
+        """Returns the message to the next stage at the entry of a block of another stage, once all of it exists."""
         if block < self.stop or self.stop >= len(self.wants.needs):
             return None
         wanted = self.wants.message(self.stop)
@@ -122,12 +124,16 @@ class BoundaryState:
         return tuple(self.leaving[key] for key in wanted) if len(self.leaving) == len(wanted) else None
 
     def skipped(self, block: int, hidden: torch.Tensor) -> Any:
-        """What a block that is not of the stage returns."""
+        """Returns the output of a block of another stage."""
         return (hidden, *[None] * (self.wants.returns[block] - 1)) if self.wants.returns[block] else hidden
 
 
 def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpec:
-    """What the blocks are given that is made of parameters. Raises InputError for a block that did not run."""
+    """Returns the block arguments that depend on parameters.
+
+    Raises:
+        InputError: a block did not run.
+    """
     paths = anatomy.block_paths
     entries: dict[int, BlockEntry] = {}
     returns: dict[int, int] = {}
@@ -184,10 +190,11 @@ def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpe
 
 
 def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, wants: BoundarySpec) -> list[tuple[str, list[str]]]:
-    """(layer, parameter names) in forward order, blocks numbered over all stacks; 'between.K' what follows the blocks
-    of stack K.
+    """Returns (layer, parameter names) in forward order, with blocks numbered over all stacks. 'between.K' follows the
+    blocks of stack K.
 
-    Raises InputError when a parameter has no place.
+    Raises:
+        InputError: a parameter has no layer.
     """
     found: dict[str, list[str]] = {"embedding": [], "front": []}
     for number in range(len(wants.needs)):

@@ -31,24 +31,25 @@ from meshwright.spec.schedules.action import ActionKind
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HEADER_LENGTH = 8
 _MAX_TAGGED_MICRO_BATCHES = 4096
-"""Micro-batches of a step whose messages of several tensors have tags of their own."""
+"""Micro-batches of a step with separate tags for messages of several tensors."""
 
 ExpectedMessages = dict[int, Iterable[tuple["P2PKey", Any]]]
-"""What comes from each pipeline rank, in the order in which it is sent, with the key of its shape."""
+"""The messages from each pipeline rank in the order of sending, with the key of their shape."""
 
 
 @dataclass(frozen=True)
 class P2PKey:
-    """A hidden state (F) that stage `stage` awaits from the stage before, or a gradient (B) from the stage after."""
+    """Identifies a message: a hidden state (F) for stage `stage` from the stage before, or a gradient (B) from the
+    stage after."""
 
     kind: ActionKind
     stage: int
     micro_batch: int
     part: int = 0
-    """Of a message of several tensors, which one."""
+    """The index of the tensor in a message of several tensors."""
 
     def tag(self, stages: int) -> int:
-        """Another number for each message of a step."""
+        """Returns a distinct number for each message of a step."""
         return ((self.part * _MAX_TAGGED_MICRO_BATCHES + self.micro_batch) * stages + self.stage) * 2 + (
             self.kind == ActionKind.B
         )
@@ -65,13 +66,13 @@ class P2P:
     posted: dict[P2PKey, tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
     lines: dict[int, deque[tuple[P2PKey, Any]]] = field(default_factory=dict)
     meter: CommTimer = field(default_factory=CommTimer)
-    """What was sent but for shapes."""
+    """Times sent messages, without shapes."""
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         return self.mesh.p2p_groups.get((source, target))
 
     def expect(self, lines: ExpectedMessages) -> None:
-        """All that will be received until the next call."""
+        """Sets all messages that will be received until the next call."""
         self.lines = {source: deque(line) for source, line in lines.items()}
 
     def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
@@ -93,7 +94,7 @@ class P2P:
             self.sending.append((dist.isend(tensor, rank, group=group), tensor))
 
     def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
-        """Start receiving it and what is sent before it; without `wait_for_shape` as far as shapes are known."""
+        """Starts to receive a message and those sent before it; without `wait_for_shape` as far as shapes are known."""
         line = self.lines[source]
         rank, group = self.mesh.pipeline_rank(source), self._group(source, self.mesh.coords.pp)
         while message not in self.posted:
@@ -134,7 +135,7 @@ def _is_sent(work: dist.Work | None) -> bool:
 
 
 RING_SLOTS = 128
-"""Messages of one direction that a rank can have sent before the receiver takes the first."""
+"""Messages in one direction that a rank can send before the receiver takes the first."""
 
 _POSTED_FIELD, _TAG_FIELD, _SEGMENT_FIELD, _FILE_FIELD, _DTYPE_FIELD, _NDIM_FIELD, _SHAPE_FIELD = range(7)
 _SLOT_FIELDS = 16
@@ -142,10 +143,11 @@ _TAKEN_OFFSET = P2P_FIRST_FIELD + 2 * RING_SLOTS * _SLOT_FIELDS
 
 
 class ShmP2P:
-    """[Note: ring] Message n of a direction (to the next rank, to the one before) is announced in place n % RING of the
-    sender's words; the receiver says n in its
-    own word of that place once it has copied it, and the sender's memory is free again. Message n waits until n - RING
-    is taken, no other.
+    """Sends messages through shared memory.
+
+    [Note: ring] Message n of a direction (to the next or to the previous rank) uses slot n % RING_SLOTS of the sender's
+    fields. The receiver writes n to its own field of that slot once it has copied the message, and the sender's memory
+    is free again. Message n waits until n - RING_SLOTS is taken, and for no other.
     """
 
     def __init__(self, mesh: ParallelContext, host: SharedMemory) -> None:
@@ -180,10 +182,10 @@ class ShmP2P:
         self.host.set_field(at + _POSTED_FIELD, number)
 
     def expect(self, lines: ExpectedMessages) -> None:
-        """Nothing to do: each message has its tag."""
+        """Does nothing: each message has its tag."""
 
     def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
-        """Nothing to do: what is sent can be read."""
+        """Does nothing: a sent message can be read."""
 
     def receive(self, message: P2PKey, source: int) -> torch.Tensor:
         """Returns a copy of the tensor in the sender's memory; waits for it."""
@@ -198,16 +200,16 @@ class ShmP2P:
         return tensor
 
     def flush(self) -> None:
-        """Nothing to do: what is sent stays where it is until it is taken."""
+        """Does nothing: a sent message remains in memory until it is taken."""
 
     def _way(self, kind: ActionKind, sender: int, receiver: int) -> int:
-        """Towards the next pipeline rank (0) or the one before (1); of two ranks, which are both to each other, forward
-        or back."""
+        """Returns the direction: to the next pipeline rank (0) or to the previous one (1). Two ranks are both to each
+        other, so there the kind decides."""
         pp = self.mesh.plan.pp
         return int(kind == ActionKind.B) if pp == 2 else int((receiver - sender) % pp != 1)
 
     def _hear(self, rank: int, way: int) -> None:
-        """The next message from `rank`, wanted now or later."""
+        """Receives the next message from `rank`, for use now or later."""
         number = self._heard[way] = self._heard[way] + 1
         at = self._place(way, number)
         self.host.wait_for_field(rank, at + _POSTED_FIELD, number)
@@ -223,8 +225,8 @@ class ShmP2P:
             self._free.append(segment)
 
     def _segment(self, size: int) -> ShmSegment:
-        """The tightest that is free, or a new one, a little longer than needed so that messages of many lengths share
-        few."""
+        """Returns the smallest free segment that fits, or a new one. It is slightly longer than needed, so that
+        messages of many lengths use few segments."""
         fitting = [segment for segment in self._free if segment.size >= size]
         if not fitting:
             step = max(PAGE_BYTES, 1 << size.bit_length() - 4)
@@ -241,7 +243,7 @@ class ShmP2P:
 
 
 def make_p2p(mesh: ParallelContext) -> P2P | ShmP2P:
-    """What carries the messages of this rank's pipeline."""
+    """Returns the transport of this rank's pipeline messages."""
     if mesh.shared_memory is not None and mesh.topology.shares_memory(mesh.grid.along(mesh.rank, "pp")):
         return ShmP2P(mesh, mesh.shared_memory)
     return P2P(mesh, meter=CommTimer(WaitTimer.of(mesh.device)))

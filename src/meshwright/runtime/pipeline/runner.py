@@ -26,15 +26,15 @@ from meshwright.spec.schedules.check import stage_messages
 from meshwright.spec.schedules.schedule_registry import schedule_orders
 
 StageTensors = tuple[torch.Tensor, ...]
-"""What goes from a stage to the next: the hidden state and the other boundary tensors (boundary_tensors.py)."""
+"""The tensors that go from a stage to the next: the hidden state and the other boundary tensors
+(boundary_tensors.py)."""
 
 BackwardRoots = tuple[torch.Tensor | GradientEdge | None, ...]
-"""What a backward begins at: the loss, or where the gradient of each tensor that went on enters; None where it has
-none."""
+"""The roots of a backward: the loss, or the gradient edge of each sent tensor; None where it has none."""
 
 
 class RankSchedule(NamedTuple):
-    """The actions of a rank, and by pipeline rank what comes from it, in the order of sending."""
+    """Stores the actions of a rank, and the messages from each pipeline rank in the order of sending."""
 
     order: Sequence[Action]
     lines: Sequence[tuple[int, Sequence[P2PKey]]]
@@ -42,9 +42,11 @@ class RankSchedule(NamedTuple):
 
 @dataclass
 class ScheduleRunner:
-    """`forward(stage, micro-batch, received) -> what the next stage is sent, or the loss sum on the last stage`;
-    `backward_done(action)` after
-    each B and W; `parts(stage)`: how many tensors a stage is sent."""
+    """Runs a schedule.
+
+    `forward(stage, micro-batch, received)` returns the tensors for the next stage, or the loss sum on the last stage.
+    `backward_done(action)` runs after each B and W. `parts(stage)` is the number of tensors that a stage receives.
+    """
 
     mesh: ParallelContext
     forward: Callable[[int, Batch, StageTensors], StageTensors]
@@ -53,11 +55,11 @@ class ScheduleRunner:
     exact: bool = False
     own: StepBackward = field(default_factory=StepBackward)
     labels: int = 0
-    """That count in the loss of the whole batch."""
+    """Number of labels in the loss of the whole batch."""
     wire: P2P | ShmP2P = field(init=False)
     one_by_one: bool = False
-    """Each micro-batch forward and backward through all stages before the next one begins, whatever the schedule: the
-    passes of a check."""
+    """Runs each micro-batch forward and backward through all stages before the next one, under any schedule: the passes
+    of a check."""
     here: dict[tuple[ActionKind, int, int], StageTensors] = field(default_factory=dict)
     """Messages of this rank to itself."""
     _plans: dict[tuple[int, bool, bool], RankSchedule] = field(default_factory=dict)
@@ -66,7 +68,7 @@ class ScheduleRunner:
         self.wire = make_p2p(self.mesh)
 
     def run(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
-        """Play all micro-batches; backward of `scale` x loss, or forward only when `scale` is None.
+        """Runs all micro-batches, with backward of `scale` x loss, or forward only when `scale` is None.
 
         Returns the sum of the losses of this rank's last-stage passes (float64 scalar, 0 on other ranks).
         """
@@ -93,7 +95,7 @@ class ScheduleRunner:
         return total
 
     def _planned(self, count: int, forward_only: bool) -> RankSchedule:
-        """What this rank does with `count` micro-batches, and what it is sent."""
+        """Returns the actions and the received messages of this rank for `count` micro-batches."""
         key = (count, forward_only, self.one_by_one)
         if key not in self._plans:
             plan, me = self.mesh.plan, self.mesh.coords.pp
@@ -115,7 +117,7 @@ class ScheduleRunner:
         return self._plans[key]
 
     def _single_micro_batch(self, rank: int, micro_batch: int) -> list[Action]:
-        """The actions of a pipeline rank where `micro_batch` passes by itself."""
+        """Returns the actions of a pipeline rank where `micro_batch` passes alone."""
         plan, stages = self.mesh.plan, self.mesh.plan.stages_of(rank)
         forwards = [Action(ActionKind.F, stage, micro_batch) for stage in stages]
         kinds = [
@@ -127,7 +129,8 @@ class ScheduleRunner:
         return forwards + [Action(kind, stage, micro_batch) for stage, kind in kinds]
 
     def _forwards(self, count: int) -> list[list[Action]]:
-        """Forward alone, of any number of micro-batches, on each rank: in rounds of pp, stage after stage."""
+        """Returns the forward actions of any number of micro-batches on each rank: in rounds of pp,
+        stage after stage."""
         plan = self.mesh.plan
         return [
             [
@@ -140,10 +143,9 @@ class ScheduleRunner:
         ]
 
     # --- messages
-    # -------------------------------------------------------------------------------------------------------------
 
     def _source(self, action: Action) -> tuple[P2PKey, int] | None:
-        """The message that `action` awaits and the pipeline rank it comes from."""
+        """Returns the message that `action` awaits, and the pipeline rank that sends it."""
         plan = self.mesh.plan
         if action.kind is ActionKind.F and action.stage > 0:
             return P2PKey(ActionKind.F, action.stage, action.micro_batch), plan.stage_to_rank(action.stage - 1)
@@ -158,7 +160,7 @@ class ScheduleRunner:
                 self.wire.post(part, source[1])
 
     def _each(self, message: P2PKey) -> list[P2PKey]:
-        """One for each tensor: a gradient has as many as what was sent forward."""
+        """Returns one message for each tensor. A gradient has as many as the forward message."""
         count = self.parts(message.stage + (message.kind is ActionKind.B))
         return [replace(message, part=part) for part in range(count)]
 
@@ -176,7 +178,6 @@ class ScheduleRunner:
         return tuple(self.wire.receive(part, source) for part in self._each(message))
 
     # --- actions
-    # --------------------------------------------------------------------------------------------------------------
 
     def _forward(
         self, action: Action, batches: Sequence[Batch], alive: dict[Any, Any], scale: float | None
@@ -216,13 +217,13 @@ class ScheduleRunner:
 
 
 def _outgoing_key(action: Action) -> P2PKey:
-    """What another rank is sent of `action`: its output to the stage behind, the gradient of its input to the stage
-    before."""
+    """Returns the key of the message after `action`: its output to the next stage, or the gradient of its input to the
+    previous stage."""
     return P2PKey(action.kind, action.stage + (1 if action.kind is ActionKind.F else -1), action.micro_batch)
 
 
 def _backward_roots(output: StageTensors) -> BackwardRoots:
-    """Where the gradients of `output` enter; what was sent need not live until then."""
+    """Returns the gradient edges of `output`, so that sent tensors can be freed before backward."""
     return tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in output)
 
 

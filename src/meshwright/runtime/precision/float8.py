@@ -28,11 +28,15 @@ of capabilities."""
 
 _FORWARD_DTYPE, _BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 _SIZE_MULTIPLE = 16
-"""Sizes that float8 products take on a device."""
+"""Sizes in float8 products must be multiples of this number on a device."""
 
 
 def check_precision_support(recipe: Recipe, device: torch.device) -> None:
-    """InputError where `device` has no products of the recipe; tf32 is switched on where it has."""
+    """Checks that `device` has the matrix products of the recipe, and enables tf32 where it has.
+
+    Raises:
+        InputError: the device has none.
+    """
     for kind in recipe.rates:
         least = MIN_COMPUTE_CAPABILITY.get(kind)
         if least is None:
@@ -49,8 +53,7 @@ def check_precision_support(recipe: Recipe, device: torch.device) -> None:
 
 
 def apply_float8(model: nn.Module, anatomy: ModelGraph, recipe: Recipe) -> None:
-    """Linear layers inside of blocks multiply as the recipe says from here on, but for sizes that no device takes in
-    float8."""
+    """Makes linear layers inside of blocks multiply as the recipe says, except for sizes without float8 support."""
     if recipe.products != "fp8" or anatomy.blocks is None:
         return
     for index in range(anatomy.count):
@@ -71,7 +74,7 @@ def _float8_forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 class Float8Matmul(torch.autograd.Function):
-    """x W^T of x (N, in) and W (out, in)."""
+    """Computes x W^T for x (N, in) and W (out, in)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -88,15 +91,15 @@ class Float8Matmul(torch.autograd.Function):
 
 
 def scaled_matmul(one: torch.Tensor, kind: torch.dtype, other: torch.Tensor, other_kind: torch.dtype) -> torch.Tensor:
-    """one (m, k) x other (k, n) with factors of the given float8 types; rows of the first and columns of the second lie
-    in memory."""
+    """Returns one (m, k) x other (k, n) with factors of the given float8 dtypes. Rows of the first and columns of the
+    second are contiguous."""
     left, left_scale = _to_float8(one, kind)
     right, right_scale = _to_float8(other.t(), other_kind)
     return torch._scaled_mm(left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=torch.bfloat16)
 
 
 def _to_float8(factor: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float8, rows in memory, and the float32 number that undoes the scaling."""
+    """Returns the factor in float8 with contiguous rows, and the float32 number that reverts the scaling."""
     largest = factor.abs().amax().float().clamp_min(1e-12)
     undo = largest / torch.finfo(kind).max
     return (factor.float() / undo).to(kind).contiguous(), undo

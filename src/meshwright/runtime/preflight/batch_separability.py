@@ -53,11 +53,11 @@ from meshwright.spec.enums import Recompute
 
 IGNORE_INDEX = -100
 GRADIENT_TOLERANCE_FACTOR = 10.0
-"""By how much more than losses gradients may differ in rounding."""
+"""How much more than losses gradients may differ by rounding."""
 
 
 class NoDropout(TorchFunctionMode):
-    """Dropout gives what it is given."""
+    """Disables dropout: it returns its input."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
@@ -133,8 +133,8 @@ def relative_difference(one: float, other: float) -> float:
 
 
 def joint_rows(batches: Sequence[Batch]) -> Batch:
-    """Rows that one device passes at once: those of the first micro-batch, or of the first two where each has one
-    row."""
+    """Returns the rows that one device passes at once: those of the first micro-batch, or of the first two where each
+    has one row."""
     first = batches[0]
     if num_rows(first) == 1 and len(batches) == 1:
         return repeat_first_row_rolled(first, 2)
@@ -162,7 +162,7 @@ def repeat_first_row_rolled(batch: Batch, count: int) -> Batch:
 
 
 def repeat_first_row(batch: Batch) -> Batch:
-    """The first row of `batch` two times."""
+    """Returns the first row of `batch` twice."""
     return {
         name: torch.cat([value[:1], value[:1]]) if isinstance(value, torch.Tensor) and value.ndim else value
         for name, value in batch.items()
@@ -170,8 +170,8 @@ def repeat_first_row(batch: Batch) -> Batch:
 
 
 def mask_first_row_labels(batch: Batch) -> Batch:
-    """Where some labels do not count: of the first row none but the last does, so that a mean over labels is none over
-    rows."""
+    """Returns `batch`, where some labels do not count, with only the last label of the first row valid. A mean over
+    labels then differs from a mean over rows."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not bool((labels == IGNORE_INDEX).any()):
         return batch
@@ -181,8 +181,8 @@ def mask_first_row_labels(batch: Batch) -> Batch:
 
 
 def repeat_rows(batch: Batch, rows: int, token: int | None) -> Batch:
-    """The rows of `batch` again and again, `rows` in all; with `token` in all places of inputs that are whole numbers
-    of (rows, places)."""
+    """Returns `rows` rows by repeating those of `batch`. With `token`, all positions of integer inputs (rows,
+    positions) have this token."""
 
     def more(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
@@ -225,7 +225,7 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
 
 
 def _split_in_half(whole: Batch) -> list[Batch]:
-    """A single row is its own half, twice: ranks with more rows pass as often."""
+    """Splits a batch into two halves. A single row is both halves, so that ranks with more rows pass equally often."""
     half = num_rows(whole) // 2
     if not half:
         return [whole, whole]
@@ -239,12 +239,12 @@ def _split_in_half(whole: Batch) -> list[Batch]:
 
 
 def _loss_tolerance(engine: Engine) -> float:
-    """Relative, of the loss; 16-bit products differ more with the rows that they are taken of."""
+    """Returns the relative tolerance of the loss. 16-bit products differ more with the rows of a product."""
     return {"float64": 1e-10, "float32": 1e-4}.get(engine.recipe.compute, 2e-2)
 
 
 class PassResult(NamedTuple):
-    """Of passes: the loss, summed over all ranks, and this rank's gradients."""
+    """Stores the result of passes: the loss summed over all ranks, and this rank's gradients."""
 
     loss: float
     gradients: GradientFingerprint
@@ -278,7 +278,7 @@ def _compares_gradients(engine: Engine) -> bool:
 
 
 def _largest_difference(engine: Engine, own: GradientDifference) -> GradientDifference:
-    """The largest difference of all ranks; its name is that of the first rank that has it."""
+    """Returns the largest difference of all ranks, with its name on the first rank that has it."""
     sizes = torch.zeros(
         dist.get_world_size() if dist.is_initialized() else 1, dtype=torch.float64, device=engine.mesh.device
     )
@@ -311,8 +311,8 @@ def _run_batches(engine: Engine, batches: Sequence[Batch], train: bool, backward
 def _total_loss(
     engine: Engine, batches: Sequence[Batch], train: bool, seed: int = 0, behind: Batch | None = None
 ) -> float:
-    """The sum over `batches`, each passed by itself and counted once, and over all ranks; `behind` passes before
-    each."""
+    """Returns the loss summed over `batches` and all ranks. Each batch passes separately and counts once; `behind`
+    passes before each."""
     found = []
     for batch in batches:
         with isolated_pass(engine, train):
@@ -330,9 +330,12 @@ def _total_loss(
 def isolated_pass(
     engine: Engine, train: bool, dropout: bool = False, every: bool = False
 ) -> Iterator[ParamWriteRecorder]:
-    """The model as it trains, without `dropout`, or in eval mode; afterwards it and the random state are those of
-    before. Gives the writes to its parameters,
-    to `every` one, or to those that a pass is known to write to (writes.py, which comes first)."""
+    """Runs the model in training mode without dropout (unless `dropout`), or in eval mode, and restores it and the
+    random state afterwards.
+
+    Yields the recorder of writes to its parameters: to `every` one, or to those that a pass is known to write to
+    (pass_writes.py, which runs first).
+    """
     model, device = engine.model, engine.mesh.device
     engine.mesh.error_propagator.report_alive()
     modes = [(module, module.training) for module in model.modules()]

@@ -32,8 +32,8 @@ NUMBERS = (bool, int, float)
 
 
 class Place(NamedTuple):
-    """Where the user's code calls a torch function; `code`: by identity, `at`: of its bytecode; `zeros`: of the plain
-    numbers that it gives."""
+    """Identifies a call of a torch function in the user's code: `code` by identity, `at` in its bytecode, and `zeros`
+    among its plain number arguments."""
 
     code: int
     at: int
@@ -44,20 +44,22 @@ Path = frozenset[Place]
 
 
 class CodePaths:
-    """Of one rank. `asks`: the user's code asks for values. `known`: sets of places that checks have run, by stage;
-    `unknown`: of this step, the number of the micro-batch that is not one
-    of them."""
+    """Records the code paths of one rank.
+
+    `asks`: the user's code reads values. `known`: sets of places that checks have run, by stage. `unknown`: the
+    micro-batches of this step with another set.
+    """
 
     def __init__(self) -> None:
         self.asks = False
         self.learns = False
         self.known: set[tuple[int, Path]] = set()
         self.places: set[Place] = set()
-        """That a check has come to."""
+        """Places that a check has reached."""
         self._taken: list[tuple[int, int, Path]] = []
-        """Of this step: the micro-batch by its identity, the stage, and the places."""
+        """The passes of this step: the identity of the micro-batch, the stage, and the places."""
         self._codes: dict[int, tuple[CodeType, int]] = {}
-        """Whose code it is: USERS, LAYERS or OURS."""
+        """The owner of each code object: USERS, LAYERS or OURS."""
 
     def begin_step(self) -> None:
         """Discards the passes of the step before, except in a proof of this step."""
@@ -66,7 +68,7 @@ class CodePaths:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Inside, passes are those of a check."""
+        """Treats passes inside as passes of a check."""
         before, self.learns = self.learns, True
         try:
             yield
@@ -74,7 +76,7 @@ class CodePaths:
             self.learns = before
 
     def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
-        """One pass of the user's code is recorded inside, where it has to be."""
+        """Records one pass of the user's code, where that is needed."""
         if not (self.learns or (self.asks and not compiles)):
             return nullcontext()
         return self._recorded(stage, batch)
@@ -95,8 +97,8 @@ class CodePaths:
                 self._taken.append((id(batch), stage, path))
 
     def unknown(self, batches: Sequence[Any]) -> tuple[str, int]:
-        """The place of a pass of this step that no check has run so, and its micro-batch by number; ('', -1) where
-        every pass is known."""
+        """Returns a place of a pass of this step that no check has run, and the index of its micro-batch; ('', -1)
+        where every pass is known."""
         for batch, stage, path in self._taken:
             if (stage, path) not in self.known:
                 new = path - self.places or path
@@ -104,16 +106,16 @@ class CodePaths:
         return "", -1
 
     def unrepeated(self) -> str:
-        """A place of this step that no check has come to; '' where there is none."""
+        """Returns a place of this step that no check has reached; '' where there is none."""
         new = {place for _, _, path in self._taken for place in path} - self.places
         return self._shown(frozenset(new)) if new else ""
 
     def accept(self) -> None:
-        """The passes of this step are checked."""
+        """Marks the passes of this step as checked."""
         self.known |= {(stage, path) for _, stage, path in self._taken}
 
     def _shown(self, places: Path) -> str:
-        """File and line of the first of `places`.
+        """Returns the file and line of the first of `places`.
 
         >>> CodePaths()._shown(frozenset())
         "the user's code"
@@ -125,8 +127,8 @@ class CodePaths:
 
 USERS, LAYERS, OURS = range(3)
 LAYERS_OF = ("torch.", "meshwright.runtime.tensor_parallel.")
-"""Whose functions are called in the place of the code that calls theirs: layers of torch, and those that take their
-place. All else of ours is no code of the user's."""
+"""Modules whose functions count at the place of their caller: the layers of torch, and those that replace them. All
+other code of this project is not user code."""
 
 
 class Recorder(TorchFunctionMode):
@@ -162,7 +164,7 @@ class Recorder(TorchFunctionMode):
 
 
 def line_of(code: CodeType, at: int) -> int:
-    """The line of the instruction at `at`.
+    """Returns the line of the instruction at `at`.
 
     >>> line_of(compile("1\\n2", "", "exec"), 0) in (0, 1)
     True

@@ -36,12 +36,12 @@ PROJECTION_COLUMNS = 1024
 """Elements that share one row factor."""
 
 MIN_RELATIVE_NORM = 1e-2
-"""Gradients are compared relative to their own norm, but to no less than this part of the norm of all: many are zero
-but for rounding."""
+"""Gradients are compared relative to their own norm, but at least to this fraction of the norm of all, because many are
+zero but for rounding."""
 
 
 class GradientDifference(NamedTuple):
-    """The largest relative difference of one parameter's gradient."""
+    """Stores the largest relative difference of one parameter's gradient."""
 
     size: float
     name: str
@@ -49,7 +49,7 @@ class GradientDifference(NamedTuple):
 
 @dataclass
 class GradientFingerprint:
-    """Projections of this rank's gradients by parameter, summed over passes."""
+    """Stores projections of this rank's gradients by parameter, summed over passes."""
 
     of: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -59,11 +59,12 @@ class GradientFingerprint:
         self.of[name] = found if name not in self.of else self.of[name] + found
 
     def over(self, times: int) -> GradientFingerprint:
-        """The mean, where the same pass was made so many times."""
+        """Returns the mean over equal passes."""
         return GradientFingerprint({name: found / times for name, found in self.of.items()})
 
     def difference(self, other: GradientFingerprint) -> GradientDifference:
-        """The largest difference, relative as `SMALLEST` says; of NaN nothing can be said, and it counts as none."""
+        """Returns the largest difference, relative as `MIN_RELATIVE_NORM` says. NaN is not comparable and counts as no
+        difference."""
         names = sorted(self.of.keys() | other.of.keys())
         if not names:
             return GradientDifference(0.0, "")
@@ -78,7 +79,7 @@ class GradientFingerprint:
 
 
 def random_projection(name: str, gradient: torch.Tensor) -> torch.Tensor:
-    """The projections of one gradient, float64 (DIRECTIONS,)."""
+    """Returns the projections of one gradient, float64 (NUM_DIRECTIONS,)."""
     gradient = gradient.detach()
     flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
@@ -87,14 +88,14 @@ def random_projection(name: str, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class ChunkedProjection:
-    """The projections of one tensor of real numbers whose elements come in parts, in order."""
+    """Projects one floating-point tensor whose elements arrive in parts, in order."""
 
     def __init__(self, name: str, elements: int) -> None:
         self.left = _row_factors(name, elements)
         self.found = torch.zeros(NUM_DIRECTIONS, dtype=torch.float64)
 
     def add(self, first: int, part: torch.Tensor) -> None:
-        """`first`: the number of the first element of `part`, a multiple of COLUMNS."""
+        """Adds a part; `first` is the index of its first element, a multiple of PROJECTION_COLUMNS."""
         flat = part.detach() if part.dtype == torch.float64 else part.detach().float()
         self.found += _project_flat(flat, self.left[first // PROJECTION_COLUMNS :].to(flat.device)).cpu()
 
@@ -122,23 +123,23 @@ def weight_fingerprints(model: nn.Module, compute: torch.dtype) -> dict[str, tor
 
 @lru_cache(maxsize=1)
 def _column_factors() -> torch.Tensor:
-    """Column factors, float64 (COLUMNS, DIRECTIONS): the same for all gradients, drawn once for the passes of one
-    check."""
+    """Returns the column factors, float64 (PROJECTION_COLUMNS, NUM_DIRECTIONS). They are the same for all gradients,
+    and drawn once for the passes of one check."""
     return torch.randn(
         PROJECTION_COLUMNS, NUM_DIRECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
 
 
 def _row_factors(name: str, elements: int) -> torch.Tensor:
-    """Row factors of the gradient of the parameter `name`, float64 (rows, DIRECTIONS)."""
+    """Returns the row factors of the gradient of parameter `name`, float64 (rows, NUM_DIRECTIONS)."""
     random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(-(-elements // PROJECTION_COLUMNS), NUM_DIRECTIONS, generator=random, dtype=torch.float64)
 
 
 @contextmanager
 def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
-    """Gradients of passes inside are projected, and neither summed nor sent nor counted: no check changes what a step
-    would find."""
+    """Projects the gradients of passes inside instead of summing, sending or counting them, so that no check changes a
+    step."""
     found = GradientFingerprint()
     pipeline, stages = engine.pipeline, engine.zero.stages.values()
     pipeline.one_by_one = pipeline.own.is_paused = True
@@ -154,18 +155,19 @@ def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
 
 
 ABSOLUTE_NOISE, RELATIVE_NOISE = 0.05, 0.1
-"""Largest change of a constant: this much, and this part of its absolute value."""
+"""Largest change of a constant: this absolute value, plus this fraction of its magnitude."""
 MIN_NOISE_FRACTION = 0.2
-"""Smallest part of that change of a vector or a number, which grows: a gain or a variance may have to be above zero."""
+"""Smallest fraction of that change for a vector or a scalar, which grows, because a gain or a variance may have to be
+positive."""
 PREFIX_ELEMENTS = 64
-"""Elements that are compared before all are."""
+"""Elements that are compared first."""
 CHUNK_ELEMENTS = 1 << 20
 """Elements whose indices are computed at a time."""
 
 
 @contextmanager
 def perturb_constants(engine: Engine) -> Iterator[list[str]]:
-    """Parameters that are constant have noise inside, and are as before afterwards, bit for bit. Gives their names; all
+    """Adds noise to constant parameters inside, and restores them afterwards, bit for bit. Yields their names. All
     ranks call it."""
     engine.zero.quiesce()
     engine.zero.reshard_all()
@@ -182,8 +184,8 @@ def perturb_constants(engine: Engine) -> Iterator[list[str]]:
 
 
 def _constant_parameters(engine: Engine) -> dict[str, float]:
-    """Floating-point parameters whose elements are all equal on all ranks, by name with their value; the same on every
-    rank."""
+    """Returns the floating-point parameters whose elements are all equal on all ranks, by name with their value; the
+    same on every rank."""
     names = {name: at for at, name in enumerate(engine.shapes)}
     bounds = torch.full((2, len(names)), -torch.inf, dtype=torch.float64, device=engine.mesh.device)
     for held in state_dict.weight_pieces(engine, saving=False):
@@ -242,7 +244,7 @@ def _fill_piece(held: LocalPiece, name: str, constant: float, noisy: bool) -> No
 
 
 def _hash_noise(index: torch.Tensor, seed: int) -> torch.Tensor:
-    """Numbers in -1 .. 1 by index: the integer hash of Wang, 2007, in 32 bits of 64."""
+    """Returns numbers in -1 .. 1 by index: the integer hash of Wang, 2007, in 32 bits of 64."""
     bits = (index + seed * 2654435761) & 0xFFFFFFFF
     for shift, multiplier in ((16, 0x45D9F3B), (16, 0x45D9F3B)):
         bits = (((bits >> shift) ^ bits) * multiplier) & 0xFFFFFFFF

@@ -40,13 +40,12 @@ from meshwright.runtime.shard.offloaded import OffloadedShard
 from meshwright.spec.enums import Recompute
 
 WRITE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Relative difference of what ranks write, by type; 2e-2 of shorter ones."""
+"""Relative tolerance for the writes of ranks, by dtype; 2e-2 for shorter dtypes."""
 
 
 class PassWrites(NamedTuple):
-    """What a pass made of parameters and buffers, by name; `backward`: buffers that its backward has moved; `replaced`:
-    parameters
-    that were given other memory."""
+    """Stores what a pass changes in parameters and buffers, by name. `backward`: buffers that its backward changes.
+    `replaced`: parameters with new storage."""
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
@@ -55,8 +54,8 @@ class PassWrites(NamedTuple):
 
 
 class WriteReport(NamedTuple):
-    """Of one tensor on one rank: its projections, whether other rows make the same of it, and the relative difference
-    that is rounding."""
+    """Describes one tensor on one rank: its projections, whether other rows lead to the same value, and the relative
+    rounding difference."""
 
     is_parameter: bool
     projected: list[float]
@@ -170,8 +169,8 @@ def _updates_in_place(engine: Engine) -> bool:
 
 
 def _checked_buffers(engine: Engine) -> set[str]:
-    """Saved buffers that are whole here, but for those of norms, whose statistics have a rule of their own
-    (tensor/statistics.py)."""
+    """Returns the saved buffers that are full on this rank, without those of norms, whose statistics have a separate
+    rule."""
     norms = (nn.modules.batchnorm._NormBase,)
     of_norms = {
         f"{path}.{name}"
@@ -207,8 +206,8 @@ def _record_writes(engine: Engine, batch: Batch) -> PassWrites:
 
 
 def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
-    """Values of parameters that were given other memory (`weight.data = ...`), which the update would not come to; they
-    have their own again."""
+    """Returns the values of parameters with a new storage (`weight.data = ...`), which the update would not reach, and
+    restores their original storage."""
     found = {}
     for unit in engine.zero.units:
         own = unit.weights.untyped_storage()._cdata
@@ -222,7 +221,12 @@ def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def check_replaced_storage(engine: Engine) -> None:
-    """After a pass of the one process that is one device, which no check has passed before. Raises PlanRefused."""
+    """Checks for replaced storage after a pass of one process that equals one device, because no earlier check runs
+    there.
+
+    Raises:
+        PlanRefused: a parameter has a new storage.
+    """
     for name in sorted(restore_replaced_storage(engine)):
         raise _replaced_error(engine, name)
 

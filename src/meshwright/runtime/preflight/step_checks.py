@@ -64,11 +64,12 @@ from meshwright.runtime.preflight.pass_writes import (
 )
 
 InputSignature = frozenset[tuple[str, str, int]]
-"""Of the inputs of a model: names, types, dimensions."""
+"""The inputs of a model: names, dtypes, and numbers of dimensions."""
 
 
 def input_signature(inputs: Mapping[str, Any]) -> InputSignature:
-    """
+    """Returns the signature of the inputs of a model.
+
     >>> sorted(input_signature({"ids": torch.zeros(2, 3, dtype=torch.long), "flag": True}))
     [('flag', 'bool', 0), ('ids', 'torch.int64', 2)]
     """
@@ -79,7 +80,8 @@ def input_signature(inputs: Mapping[str, Any]) -> InputSignature:
 
 
 def _shapes_and_values(example: ExampleInputs) -> dict[str, Any]:
-    """By name: type and shape of tensors, plain values; of anything else nothing that equals another."""
+    """Returns by name the dtype and shape of tensors, and plain values. Any other value becomes an object that equals
+    no other."""
 
     def size(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -91,9 +93,11 @@ def _shapes_and_values(example: ExampleInputs) -> dict[str, Any]:
 
 @dataclass
 class AnalysisGuard:
-    """`model` and `blocks`: what was run with `example` before the model was sharded. `wants` and `held`, by name the
-    stages that hold a parameter, and `reads`: what the plan was made by.
-    `derive` gives the first two for another record, or raises InputError."""
+    """Guards what a plan took from the analysis run.
+
+    `model`, `blocks` and `example` describe that run before sharding. `wants`, `held` (the stages of each parameter by
+    name) and `reads` are its results. `derive` computes the first two from another record, or raises InputError.
+    """
 
     plan: str
     model: nn.Module
@@ -104,10 +108,9 @@ class AnalysisGuard:
     reads: WeightUses
     derive: Callable[[DataflowRecord], tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]]
     forms: set[InputSignature] = field(default_factory=set)
-    """Of batches that the plan holds for."""
+    """Signatures of the batches for which the plan is valid."""
     skeleton: nn.Module | None = field(init=False, default=None)
-    """A copy of the model that runs by itself, made before it is sharded; None where none does, for the reason
-    `why`."""
+    """An independent copy of the model from before sharding; None where it cannot exist, for the reason `why`."""
     why: str = field(init=False, default="")
     was_training: bool = field(init=False, default=True)
 
@@ -141,8 +144,8 @@ class AnalysisGuard:
         self.forms.add(form)
 
     def _objection(self, inputs: Mapping[str, Any], is_training: bool) -> str:
-        """Why the plan does not hold for `inputs`; '' where it does. The copy runs with the example only to tell what
-        `inputs` change from what the copy does."""
+        """Returns why the plan is not valid for `inputs`; '' where it is. The copy also runs with the example, to
+        separate the effect of `inputs` from that of the copy."""
         objection, is_known = self._found(inputs, is_training)
         if not is_known and self.skeleton is not None:
             why, is_known = self._found(self.example, self.was_training)
@@ -184,7 +187,7 @@ class AnalysisGuard:
     def _difference(
         self, record: DataflowRecord, derived: tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]
     ) -> str:
-        """What the plan would have been made otherwise by; '' where it is the same."""
+        """Returns what would have made the plan different; '' where nothing does."""
         wants, held = derived
         if wants is not None and self.wants is not None:
             if (wants.needs, wants.returns) != (self.wants.needs, self.wants.returns):
@@ -201,8 +204,11 @@ class AnalysisGuard:
     def _analysed(
         self, inputs: Mapping[str, Any]
     ) -> tuple[DataflowRecord, tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]]:
-        """The record of a run with `inputs`, and what a plan takes from it. Raises InputError, also where the copy
-        leads to the model itself."""
+        """Returns the record of a run with `inputs`, and the results that a plan uses.
+
+        Raises:
+            InputError: the run fails, or the copy refers to the model itself.
+        """
         assert self.skeleton is not None
         with isolated_run(self.model) as apart:
             try:
@@ -214,7 +220,7 @@ class AnalysisGuard:
         return record, self.derive(record)
 
     def _new_readers(self, reads: WeightUses) -> list[tuple[str, str]]:
-        """Readers outside of the modules that were seen to read, and of the one that holds the parameter."""
+        """Returns readers of a parameter other than its own module and the known readers."""
         found = []
         for name, readers in reads.items():
             known = {reader.path for reader in self.reads.get(name, ())} | {name.rpartition(".")[0]}
@@ -273,7 +279,11 @@ def _probing_placeholders(model: nn.Module, run: StageCursor) -> Iterator[None]:
 def _run_stage(
     mesh: ParallelContext, forward: StageForward, stage: int, batch: dict[str, Any], forms: list[BoundaryShape]
 ) -> tuple[torch.Tensor, ...]:
-    """What the stage gives of noise. Raises InputError where a later one gives no numbers."""
+    """Returns the stage's output for noise.
+
+    Raises:
+        InputError: a stage after the first returns NaN.
+    """
     output = forward(stage, batch, tuple(torch.rand(shape, dtype=dtype, device=mesh.device) for shape, dtype in forms))
     if stage and any(bool(tensor.isnan().any()) for tensor in output):
         raise InputError(
@@ -305,15 +315,17 @@ CHECKED_STEPS = frozenset({1, 2, 3, 10, 100, 1000})
 """Training steps, counted from 1."""
 LAST_EARLY_STEP = 3
 CHECKS_ENV = "MESHWRIGHT_CHECKS"
-"""`never` in the environment leaves out the checks of rows and writes, where something else compares the run with one
-device."""
+"""`never` in this environment variable disables the checks of rows and writes, where another comparison with one device
+runs."""
 
 
 @dataclass
 class Preflight:
-    """`stages_run`: every stage has been seen to. `steps`: training steps that have begun. `checked`: the last step
-    before which rows were.
-    `once`: buffers that move once a step. `began`: passes of stages that were made before this step's."""
+    """Schedules the checks.
+
+    `stages_run`: every stage has run. `steps`: training steps that have begun. `checked`: the last step with a check of
+    the rows. `once`: buffers that change once a step. `began`: stage passes before those of this step.
+    """
 
     stages_run: bool = False
     steps: int = field(default_factory=lambda: LAST_EARLY_STEP if os.environ.get(CHECKS_ENV) == "never" else 0)
@@ -323,27 +335,30 @@ class Preflight:
     written: set[str] = field(default_factory=set)
     """Parameters that a pass of the model writes to."""
     paths: PassRecorder = field(default_factory=CodePaths)
-    """The code paths of models that ask for values."""
+    """The code paths of models that read values."""
     analysed: AnalysisGuard | None = None
-    """What the plan took from the analysis run, and the forms of batches that it holds for; None where the plan needs
-    no such run."""
+    """What the plan took from the analysis run, and the signatures for which it is valid; None where the plan needs no
+    such run."""
 
     def skip(self, stages: bool = True) -> None:
-        """What the first steps are checked for is known of them: others have been, or nothing but their own passes may
-        run. `stages`: of these too."""
+        """Skips the checks of the first steps, because another check covers them or only their own passes may run.
+        `stages`: the dry run of stages too."""
         self.stages_run |= stages
         self.steps = max(self.steps, LAST_EARLY_STEP)
 
     def before(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Before all micro-batches of a step pass, or of an evaluation. Raises PlanRefused on every rank. Every rank
-        calls it."""
+        """Runs the checks before all micro-batches of a step or of an evaluation. Every rank calls it.
+
+        Raises:
+            PlanRefused: a check fails; on every rank.
+        """
         self.check(engine, batches, trains)
         self.steps += trains
         self.began = engine.run.passes
         self.paths.begin_step()
 
     def check(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """What is due before the next step, which has not begun."""
+        """Runs the checks that are due before the next step."""
         if trains and self.analysed is not None:
             inputs = engine.objective.inputs(batches[0])
             self.analysed.check(inputs, engine.model.training, together=not self.steps)
@@ -371,8 +386,8 @@ class Preflight:
         self.once.made = {}
 
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
-        """Behind the passes of a step that is outside of what was checked, before its update; gradients stay where they
-        are."""
+        """Repeats the checks after the passes of a step with unchecked code paths, before its update. Gradients do not
+        change."""
         self.steps, self.checked, steps = 0, -1, self.steps
         try:
             self.check(engine, batches, True)
@@ -380,7 +395,7 @@ class Preflight:
             self.steps = self.checked = steps
 
     def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """After all micro-batches have passed."""
+        """Runs the checks after all micro-batches."""
         self.once.put_back(engine.model, len(batches))
         if trains and self.steps in CHECKED_STEPS and is_single_device_step(engine, len(batches)):
             check_replaced_storage(engine)

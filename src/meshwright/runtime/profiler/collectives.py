@@ -34,47 +34,48 @@ from meshwright.spec.measurement import CollectiveSample, LinkSample
 
 COLLECTIVE_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 COLLECTIVE_BYTES = (2**12, 2**16, 2**19, 2**21)
-"""Bytes of the whole tensor."""
+"""Bytes of the full tensor."""
 
 MIN_MESSAGE_BYTES, LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 8, 2**17, 2**25
-"""Bytes of the messages that a pair sends: the smallest, and larger and larger ones until one takes ENOUGH seconds."""
+"""Bytes of the messages that a pair sends: the smallest, and growing ones until one takes long enough to time."""
 
 MIN_TRANSFER_SECONDS = 0.01
 
 MAX_REPEATS, MIN_REPEATS, REPEAT_BUDGET_SECONDS = 24, 3, 0.06
-"""Repetitions at most and at least, and seconds that are enough."""
+"""Largest and smallest number of repetitions, and seconds that are enough."""
 
 LONG_COLLECTIVE_SECONDS, BANDWIDTH_BOUND_FACTOR = 0.1, 3.0
-"""Seconds of a collective from which on no larger one is tried, where it takes MOSTLY times what the smallest does: its
-bytes are what it waits for."""
+"""Seconds of a collective from which on no larger one is tried, where it takes BANDWIDTH_BOUND_FACTOR times the
+smallest: bandwidth then dominates."""
 
 LATENCY_BOUND_SECONDS = 0.01
-"""Seconds of the smallest collective from which on the next size takes as long: what it waits for is the way."""
+"""Seconds of the smallest collective from which on the next size takes as long: latency then dominates."""
 
 COMPUTE_SECONDS, MAX_SYNC_TURNS, SYNC_ROUNDS = 0.008, 16, 5
-"""Seconds that a rank computes between two meetings, how many follow one another at most, and how often these are
-timed, with and without."""
+"""Seconds that a rank computes between two collectives, the largest number of these in a row, and how often they are
+timed, with and without the collectives."""
 
 SYNC_BUDGET_SECONDS, MIN_SYNC_TURNS = 0.25, 4
-"""Seconds that so many turns may take, and how many there are at least."""
+"""Seconds that these turns may take, and their smallest number."""
 
 
 @dataclass
 class CollectiveProfiler:
-    """This rank's view. `hosts`: the ranks of each host, in order. All ranks make it and call its methods together."""
+    """Measures collectives on this rank. `hosts`: the ranks of each host, in order. All ranks create it and call its
+    methods together."""
 
     mesh: ParallelContext
     hosts: tuple[tuple[int, ...], ...]
     made: int = 0
     groups: dict[tuple[int, ...], CommGroup | None] = field(default_factory=dict)
     share: float = 1.0
-    """Part of a processor that this rank gets."""
+    """Fraction of a processor that this rank gets."""
 
     quota: float = 1.0
-    """Part of a processor that the control group of this rank leaves it, at most 1."""
+    """Fraction of a processor that the control group of this rank allows, at most 1."""
 
     def group(self, ranks: tuple[int, ...]) -> CommGroup | None:
-        """The group of `ranks`; None on the others. All ranks ask for all groups in the same order."""
+        """Returns the group of `ranks`; None on other ranks. All ranks request all groups in the same order."""
         if ranks not in self.groups:
             self.groups[ranks] = self._join(ranks)
         return self.groups[ranks]
@@ -103,11 +104,11 @@ class CollectiveProfiler:
         """Whether words are left for one more group of ranks that share memory."""
         return (self.made + 2) * FIELDS_PER_GROUP <= FIELDS_PER_RANK
 
-    # --- pairs ------------------------------------------------------------------------------------------------------------------
+    # --- pairs
 
     def pairs(self) -> list[LinkSample]:
-        """Every two hosts by ranks of theirs in turn, and of a host's cards the first with each other, one pair at a
-        time; cores have no wires."""
+        """Measures every two hosts by alternating ranks, and of a host the first accelerator with each other one, one
+        pair at a time. CPUs of one host have no links."""
         found = []
         for first, second in self._chosen():
             if not self.room:
@@ -133,21 +134,20 @@ class CollectiveProfiler:
         return sorted(chosen)
 
     def _pair(self, group: CommGroup | None, size: int) -> float:
-        """Seconds until both have the other's `size` bytes, on every rank."""
+        """Returns the seconds until both have the other's `size` bytes, on every rank."""
         out, sent = self.messages(size)
         return self._time(lambda: all_to_all(out, sent, group).wait(), group)
 
     def messages(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of `size` bytes to each of two, and room for theirs, where training has what it sends: messages of cores take
-        another way."""
+        """Returns two messages of `size` bytes and their receive buffers, in the memory that training sends from. CPU
+        tensors take another path."""
         sent = torch.ones(2 * size // 4, device=self.mesh.device)
         return torch.empty_like(sent), sent
 
     # --- collectives
-    # ------------------------------------------------------------------------------------------------------------
 
     def timings(self) -> list[CollectiveSample]:
-        """Every collective by size on each kind of group."""
+        """Measures every collective by size on each kind of group."""
         found = []
         for members, stride in self._sets():
             if not self.room:
@@ -159,7 +159,8 @@ class CollectiveProfiler:
         return found
 
     def meetings(self) -> list[CollectiveSample]:
-        """[Note: meetings]; devices that are not cores need no core to meet."""
+        """Measures synchronisation overhead ([Note: meetings]); accelerators compute without a CPU
+        core and have none."""
         found: list[tuple[int, int, int]] = []
         ways: list[tuple[Callable[[], None], int]] = [(lambda: None, MAX_SYNC_TURNS)]
         for members, stride in self._sets() if backend_of(self.mesh.device).memory_is_host else ():
@@ -184,7 +185,7 @@ class CollectiveProfiler:
         ]
 
     def _computing(self, meet: Callable[[], None], turns: int = MAX_SYNC_TURNS) -> float:
-        """Seconds in which the slowest rank computes for a while and meets others, once of so many times."""
+        """Returns the seconds in which the slowest rank computes for a while and synchronises, per repetition."""
         matrix, world, flag = torch.ones(128, 128), self.mesh.world, torch.zeros(1, dtype=torch.float64)
         all_reduce(flag, world).wait()
         for turn in range(-1, turns):
@@ -210,7 +211,7 @@ class CollectiveProfiler:
         return found
 
     def _sets(self) -> list[tuple[list[tuple[int, ...]], int]]:
-        """Groups that run at once, all of one length, and the stride between their ranks."""
+        """Returns groups that run at once, all of one length, and the stride between their ranks."""
         least = min(map(len, self.hosts))
         lengths = sorted({length for length in (2, 4, 8, least) if 1 < length <= least})
         sets = [
@@ -223,7 +224,8 @@ class CollectiveProfiler:
         return sets
 
     def _collective(self, kind: str, numel: int, ranks: int, group: CommGroup | None) -> Callable[[], None]:
-        """As the runtime calls it: tensors that other ranks read are in shared memory where there is any."""
+        """Returns a collective as the runtime calls it: tensors that other ranks read are in shared memory where there
+        is any."""
         place = (
             self.mesh.shared_memory.zeros
             if self.mesh.shared_memory is not None
@@ -241,10 +243,11 @@ class CollectiveProfiler:
         }[kind]
 
     def _time(self, action: Callable[[], None], group: CommGroup | None) -> float:
-        """Seconds of `action`, of the slowest rank: the lower quartile of several. All ranks call it; those outside of
-        the group wait. All meet to agree
-        on how many there are; between two of them those of the group alone do, for a meeting of all may take longer
-        than what is timed."""
+        """Returns the seconds of `action` on the slowest rank: the lower quartile of several.
+
+        All ranks call it; those outside of the group wait. All ranks synchronise to agree on the number of repetitions.
+        Between two repetitions only the group does, because a barrier of all may take longer than the timed action.
+        """
         self._once(action, group)
         first = self._slowest([self._once(action, group) for _ in range(2)])
         more = min(max(int(REPEAT_BUDGET_SECONDS / max(min(first), 1e-9)), MIN_REPEATS), MAX_REPEATS) - len(first)
@@ -252,7 +255,7 @@ class CollectiveProfiler:
         return sorted(spent)[len(spent) // 4]
 
     def _once(self, action: Callable[[], None], group: CommGroup | None) -> float:
-        """Seconds of `action` on this rank, which then rests for as long as its quota asks of it."""
+        """Returns the seconds of `action` on this rank, which then rests for as long as its quota requires."""
         if group is None:
             return 0.0
         all_reduce(torch.zeros(1, dtype=torch.float64), group).wait()
@@ -265,7 +268,7 @@ class CollectiveProfiler:
         return passed + rest
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """The largest of all ranks, one by one."""
+        """Returns the element-wise maximum over all ranks."""
         found = torch.tensor(seconds, dtype=torch.float64)
         all_reduce(found, self.mesh.world, use_max=True).wait()
         return [float(each) for each in found]

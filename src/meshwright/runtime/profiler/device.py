@@ -32,7 +32,7 @@ from meshwright.spec.plan import Plan
 
 PRECISION_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_MATMUL_SECONDS = 0.03
-"""Seconds of one product beyond which none is tried: the next one takes eight times as long."""
+"""Seconds of one product after which no larger one is tried, because the next one takes eight times as long."""
 
 NUM_BURSTS, BURST_SECONDS, CPU_SHARE_WINDOW_SECONDS = 5, 0.01, 0.25
 STREAM_ROW_ELEMENTS = 2**10
@@ -47,7 +47,7 @@ STORAGE_FILE_BYTES, STORAGE_PIECE_BYTES = 32 * 2**20, 2 * 2**20
 
 
 def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> DeviceProfile:
-    """`device` as `rank` finds it, one of `neighbours` ranks of this machine. All ranks call it at once."""
+    """Measures `device` from `rank`, one of `neighbours` ranks of this machine. All ranks call it at once."""
     on_cpu = backend_of(device).memory_is_host
     name, memory = backend_of(device).name_and_memory(device)
     share, own = 1.0, 1.0
@@ -74,9 +74,10 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
 
 
 def tensor_factory(kind: str) -> Callable[..., torch.Tensor]:
-    """What a device of this kind is given to work on. Cores take as long for any; of an accelerator, which is as fast
-    as its power allows, equal
-    bits draw less of it, and it would be faster than in training.
+    """Returns the function that fills operands on a device of this kind.
+
+    CPUs take equally long for any values. Accelerators are limited by power: equal bits draw less of it, so constants
+    would be faster than training.
 
     >>> tensor_factory("cpu") is torch.ones, tensor_factory("cuda") is torch.randn
     (True, True)
@@ -85,7 +86,8 @@ def tensor_factory(kind: str) -> Callable[..., torch.Tensor]:
 
 
 def measure_matmuls(device: torch.device) -> Iterator[MatmulSample]:
-    """Square products of each type, larger and larger; a type that the device multiplies slowly is measured small."""
+    """Measures square products of each dtype, with growing sizes. A dtype with slow products is measured at small
+    sizes."""
     sizes = backend_of(device).profiling
     for name in sizes.matmul_dtypes:
         dtype = PRECISION_DTYPES[name]
@@ -99,8 +101,8 @@ def measure_matmuls(device: torch.device) -> Iterator[MatmulSample]:
 
 
 def measure_layer_training(device: torch.device) -> float:
-    """FLOP/s of a layer that is trained: its output, the gradient of its input and of its weights, each in new memory
-    and as it is laid out."""
+    """Returns the FLOP/s of a layer in training: its output, and the gradients of its input and its weights, each in
+    new memory and in the usual layout."""
     sizes = backend_of(device).profiling
     tokens, inputs, outputs = sizes.layer
     hidden, weight, gradient = (
@@ -117,8 +119,8 @@ def measure_layer_training(device: torch.device) -> float:
 
 
 def measure_stream_bandwidth(device: torch.device) -> float:
-    """Bytes/s of element-wise work: a sum, a SiLU and a softmax, read and written. On cores an exponential costs more
-    than the memory."""
+    """Returns the bytes/s of element-wise work: a sum, a SiLU and a softmax, read and written. On CPUs an exponential
+    costs more than the memory."""
     size = backend_of(device).profiling.stream_bytes
     first, second = (
         tensor_factory(device.type)(size // 4 // STREAM_ROW_ELEMENTS, STREAM_ROW_ELEMENTS, device=device)
@@ -143,9 +145,8 @@ def measure_attention(device: torch.device) -> float:
 
 
 def measure_launch_overhead() -> float:
-    """Seconds of the processor for one of OPERATIONS operations of a block, forward, a third of what it takes with its
-    gradients: on tensors so small
-    that starting an operation is all there is to it."""
+    """Returns the processor seconds of one of BLOCK_OPERATIONS operations of a block, forward. With gradients it takes
+    three times as long. The tensors are so small that only the start of an operation counts."""
     narrow, positions = 8, 4
     weights = [torch.ones(2 * narrow, 2 * narrow, requires_grad=True) for _ in range(7)]
     hidden, turn = torch.ones(1, positions, 2 * narrow), torch.ones(positions, narrow)
@@ -171,7 +172,7 @@ def measure_launch_overhead() -> float:
 
 
 def cgroup_cpu_quota() -> float:
-    """Processors that the control group of this process may use; infinite where it has no limit."""
+    """Returns the processors that the control group of this process may use; infinite without a limit."""
     folder = Path("/sys/fs/cgroup")
     places = (
         [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()] if folder.is_dir() else []
@@ -190,7 +191,8 @@ def cgroup_cpu_quota() -> float:
 
 
 def measure_host_bandwidth(device: torch.device) -> float:
-    """Bytes/s between the device and its host's memory; a core's are one and the same: a copy."""
+    """Returns the bytes/s between the device and its host's memory. For a CPU they are the same memory, and a copy is
+    measured."""
     size = backend_of(device).profiling.stream_bytes
     if not backend_of(device).memory_is_host:
         far = torch.empty(size // 16, dtype=torch.uint8).pin_memory()
@@ -237,7 +239,7 @@ def measure_storage_bandwidth() -> float:
 
 
 def time_action(action: Callable[[], object], device: torch.device) -> float:
-    """Seconds of `action` in the fastest of some bursts, on cores in the middle one, of the device's own time."""
+    """Returns the seconds of `action` in the fastest of some bursts (on CPUs the median), in device time."""
     backend = backend_of(device)
     on_cpu, clock = backend.memory_is_host, time.thread_time if backend.memory_is_host else time.perf_counter
     action()
@@ -259,8 +261,8 @@ def time_action(action: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_cpu_share() -> float:
-    """Seconds of the processor that this rank gets in a second while it does nothing but multiply: the most of some
-    windows."""
+    """Returns the processor seconds per wall second of this rank while it only multiplies: the largest
+    of some windows."""
     matrix = torch.ones(128, 128)
     most = 0.0
     for _ in range(3):
@@ -272,7 +274,7 @@ def measure_cpu_share() -> float:
 
 
 def measure_cluster() -> ClusterProfile:
-    """All ranks of the default process group, or this process alone, measured. All of them call it; the answer is that
+    """Measures all ranks of the default process group, or this process alone. All of them call it, and get the result
     of rank 0."""
     began, ours, all_before = time.perf_counter(), time.process_time(), machine_busy_seconds()
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -306,7 +308,7 @@ def _gather_from_all(mine: Any, world: int) -> list[Any]:
 
 
 def machine_busy_seconds() -> float:
-    """Seconds that all processors of this machine have worked since it started; 0 where nobody counts them."""
+    """Returns the busy seconds of all processors of this machine since it started; 0 where they are not counted."""
     try:
         user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
     except (OSError, ValueError):

@@ -24,16 +24,16 @@ from meshwright.spec.measurement import SLOW_LINK_RATIO, LinkSample, find_networ
 
 NUM_EXCHANGES = 3
 SIMILAR_RATE_FACTOR = 2.0
-"""Links that carry up to so many times as much as the slowest are named with it; others lag behind for a moment, as
-ranks do on busy cores."""
+"""Links with up to this many times the rate of the slowest are reported with it. Others are slow only for a moment, as
+ranks on busy CPUs are."""
 
 MAX_ROUNDS = 32
-"""Rounds at most: of many hosts each is measured with so many others."""
+"""Largest number of rounds. With many hosts each is measured with this many others."""
 
 
 def measure_links(mesh: ParallelContext, beat: Callable[[], None] = lambda: None) -> list[LinkSample]:
-    """Pairs of hosts by their first ranks, on every rank; none where all ranks are on one host. All ranks call it;
-    `beat` is a sign of life."""
+    """Measures pairs of hosts by their first ranks, on every rank; none where all ranks are on one host. All ranks call
+    it; `beat` is a sign of life."""
     hosts: list[Any] = list(mesh.topology.shm_host_ids)
     if mesh.plan.world > 1 and not all(hosts or [""]):
         hosts = [None] * mesh.plan.world
@@ -55,7 +55,7 @@ def measure_links(mesh: ParallelContext, beat: Callable[[], None] = lambda: None
 
 
 def pair_rounds(hosts: int) -> Iterator[list[tuple[int, int]]]:
-    """Disjoint pairs of hosts; every two meet in one of the rounds.
+    """Yields rounds of disjoint pairs of hosts; every two are a pair in one of the rounds.
 
     >>> list(pair_rounds(4))
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -102,7 +102,7 @@ def describe_slow_links(pairs: Sequence[LinkSample], ranks: int) -> list[tuple[t
 
 
 def _measure_pair(first: int, second: int, mesh: ParallelContext) -> LinkSample:
-    """What both of a pair agree on: the slower direction."""
+    """Returns the result that both of a pair agree on: the slower direction."""
     other = second if mesh.rank == first else first
     latency, size, large = _exchange_seconds(other, 1, mesh), LARGE_MESSAGE_BYTES, 0.0
     while large - latency < MIN_TRANSFER_SECONDS and size <= MAX_MESSAGE_BYTES:
@@ -111,7 +111,7 @@ def _measure_pair(first: int, second: int, mesh: ParallelContext) -> LinkSample:
 
 
 def _exchange_seconds(other: int, numel: int, mesh: ParallelContext) -> float:
-    """The quickest of TRIES in which both have the other's numbers, of the slower of the two."""
+    """Returns the quickest of NUM_EXCHANGES exchanges, timed on the slower of the two."""
     sent = torch.ones(numel, device=mesh.device)
     out = torch.empty_like(sent)
     tries = torch.zeros(NUM_EXCHANGES, dtype=torch.float64, device=mesh.device)
@@ -126,7 +126,7 @@ def _exchange_seconds(other: int, numel: int, mesh: ParallelContext) -> float:
 
 
 def _exchange(sent: torch.Tensor, out: torch.Tensor, other: int) -> None:
-    """Both ways at once."""
+    """Exchanges data in both directions at once."""
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, out, other)]):
         work.wait()
     backend_of(sent.device).synchronize(sent.device)

@@ -1,9 +1,9 @@
 """Offloads saved activations to host memory or to a file between forward and backward.
 
-[Note: beside] The activations of a block go to the host while the next block runs, and the device frees them when that
-block ends. While a block runs backward, the activations of the block before it come back. So at most the activations of
-two blocks are on the device, which planner/cost/offload.py prices. Those of the last block of a pass are resident until
-another pass begins, which is mostly their own backward.
+[Note: overlapped offload] The activations of a block go to the host while the next block runs, and the device frees
+them when that block ends. While a block runs backward, the activations of the block before it come back. So at most the
+activations of two blocks are on the device, which planner/cost/offload.py prices. Those of the last block of a pass are
+resident until another pass begins, which is mostly their own backward.
 
 On an accelerator copies use separate streams and pinned memory, and threads write files. CPU ranks write the activation
 itself, because their memory is the host's.
@@ -37,8 +37,8 @@ from meshwright.runtime.offload.swap_file import PAGE_BYTES
 
 
 class ActivationOffload:
-    """Of one rank, whose blocks run on `device`. `weights`: storages that stay where they are. `depot`: its file; None
-    where host memory is meant."""
+    """Offloads the activations of one rank, whose blocks run on `device`. `weights`: storages that are never offloaded.
+    `depot`: its file; None for host memory."""
 
     def __init__(self, device: torch.device, weights: Collection[int], depot: ActivationStore | None = None) -> None:
         self.device, self.weights, self.depot = device, weights, depot
@@ -49,7 +49,7 @@ class ActivationOffload:
 
     @contextmanager
     def kept_by(self, place: int) -> Iterator[BlockActivations]:
-        """Around the forward of the block number `place` of its stage."""
+        """Collects the saved activations of block number `place` of its stage during its forward."""
         before = self._last()
         if before is not None:
             before.leave()
@@ -64,7 +64,7 @@ class ActivationOffload:
         self._last = weakref.ref(block)
 
     def open(self, block: BlockActivations) -> None:
-        """`block` runs backward: the one that did before needs nothing any more, the next one's comes."""
+        """Starts the backward of `block`: frees the block before, and fetches the next one."""
         opened, last = self._opened(), self._last()
         if opened is block:
             return
@@ -81,7 +81,7 @@ class ActivationOffload:
 
 
 class BlockActivations:
-    """What one block keeps of one pass. Alive as long as its backward needs it."""
+    """Stores the saved activations of one block and one pass, as long as its backward needs them."""
 
     def __init__(self, rank: ActivationOffload, before: BlockActivations | None, place: int) -> None:
         self.rank, self.place = rank, place
@@ -91,11 +91,11 @@ class BlockActivations:
 
     @property
     def parcels(self) -> list[OffloadedTensor]:
-        """Those that backward still needs."""
+        """Returns the tensors that backward still needs."""
         return [parcel for each in self._parcels if (parcel := each()) is not None]
 
     def keep(self, tensor: torch.Tensor) -> Any:
-        """What autograd holds instead of `tensor`."""
+        """Returns what autograd saves in place of `tensor`."""
         if not self._goes(tensor):
             return tensor
         if tensor.nbytes * 2 < tensor.untyped_storage().nbytes():  # a small part of something
@@ -122,7 +122,7 @@ class BlockActivations:
         return large and storage_id(tensor) not in self.rank.weights
 
     def finish(self) -> None:
-        """Its forward is over."""
+        """Marks the end of its forward."""
         self._seen.clear()
         if self.rank.depot is None and not self.rank.beyond:
             self.let_go()
@@ -133,18 +133,18 @@ class BlockActivations:
             parcel.leave()
 
     def let_go(self) -> None:
-        """The device needs it no more for now."""
+        """Frees the device memory of its tensors until backward."""
         for parcel in self.parcels:
             parcel.let_go()
 
     def fetch(self) -> None:
-        """Begin to bring it up, unless it is here."""
+        """Starts to copy its tensors back to the device, unless they are there."""
         for parcel in self.parcels:
             parcel.fetch()
 
 
 class TensorMeta(NamedTuple):
-    """Type, size, stride and offset of a tensor in its storage."""
+    """Stores the dtype, size, stride and offset of a tensor in its storage."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -163,8 +163,8 @@ class TensorMeta(NamedTuple):
 
 
 class OffloadedTensor:
-    """One storage that a block keeps: on the device (`here`), in the host's memory, in a room of the file, or on its
-    way between them."""
+    """Stores one storage that a block saves: on the device (`here`), in host memory, in an extent of the file, or in
+    transit."""
 
     def __init__(self, block: BlockActivations, tensor: torch.Tensor) -> None:
         self.block, self.rank, self.depot = block, block.rank, block.rank.depot
@@ -174,16 +174,15 @@ class OffloadedTensor:
         self._room: int | None = None
         self._going: Future[None] | None = None
         self._coming: Future[CopyEvent] | None = None
-        """To and from the file."""
+        """The transfer to or from the file."""
         self._landing = COPY_DONE
-        """Of the last copy between device and host."""
+        """The last copy between device and host."""
         self._version_probe: torch.Tensor | None = version_probe(tensor)
         self._version, self._is_written = tensor._version, False
         if self.depot is None and not self.rank.beyond:
             self.leave()
 
     # --- forward
-    # --------------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Starts the copy to host memory or to the file."""
@@ -218,7 +217,7 @@ class OffloadedTensor:
             self.here = self._version_probe = None
 
     def _arrive(self) -> None:
-        """What is on its way to or from the file is there. Raises what went wrong."""
+        """Waits for the transfer to or from the file, and raises its error."""
         going, coming, self._going, self._coming = self._going, self._coming, None, None
         if (going is None and coming is None) or self.depot is None:
             return
@@ -236,7 +235,6 @@ class OffloadedTensor:
         )
 
     # --- backward
-    # -------------------------------------------------------------------------------------------------------------
 
     def fetch(self) -> None:
         """Starts the copy back to the device."""
@@ -257,7 +255,7 @@ class OffloadedTensor:
             self._landing = rank.ferry.copy(self.here, self._host)
 
     def take(self) -> torch.Tensor:
-        """Its bytes on the device."""
+        """Returns its bytes on the device."""
         self.rank.open(self.block)
         self.fetch()
         if self._coming is not None:
@@ -288,21 +286,22 @@ class OffloadedTensor:
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All of its storage."""
+    """Returns the whole storage of a tensor as bytes."""
     found: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     storage = tensor.untyped_storage()
     return found.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[no-any-return]
 
 
 def version_probe(tensor: torch.Tensor) -> torch.Tensor:
-    """It has the version of `tensor`, and no memory."""
+    """Returns an empty tensor with the version counter of `tensor`."""
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The same number as long as the storage lives, also when it is emptied and filled again (ZeRO 3)."""
+    """Returns an identity that is constant over the life of the storage, also when it is freed and filled again (ZeRO
+    3)."""
     return tensor.untyped_storage()._cdata
 
 

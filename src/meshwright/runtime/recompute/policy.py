@@ -49,7 +49,7 @@ from meshwright.spec.memory_policy import offloads_block, recompute_at
 
 
 class BufferSnapshot(NamedTuple):
-    """A buffer before a pass: where it is registered, and its value, where it is known to move."""
+    """Stores a buffer before a pass: where it is registered, and its value, where it is known to change."""
 
     holder: dict[str, torch.Tensor | None]
     name: str
@@ -59,21 +59,21 @@ class BufferSnapshot(NamedTuple):
 
     @property
     def has_moved(self) -> bool:
-        """Batch norms write their means past the version."""
+        """Returns whether the buffer has changed. Batch norms write their means without a new version."""
         written = self.holder.get(self.name) is not self.buffer or self.buffer._version != self.version
         return written or (self.value is not None and not torch.equal(self.buffer, self.value))
 
 
 class MutatedBuffers:
-    """The buffers of one block."""
+    """Tracks the buffers of one block."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = [each for each in module.modules() if each._buffers]
         self._moved: set[tuple[int, str]] | None = None
-        """Those that move; None before the first pass."""
+        """The buffers that change; None before the first pass."""
 
     def before(self) -> list[BufferSnapshot]:
-        """All of them; values of those that move, as far as that is known."""
+        """Returns snapshots of all buffers, with the values of those that are known to change."""
         found = [
             (each._buffers, name, buffer)
             for each in self._modules
@@ -91,7 +91,11 @@ class MutatedBuffers:
         return self._moved is None or (id(holder), name) in self._moved
 
     def moved(self, before: list[BufferSnapshot]) -> list[BufferSnapshot]:
-        """Those that the pass has moved, or that an earlier one did. Raises InputError for one that did not before."""
+        """Returns the buffers that this pass or an earlier one has changed.
+
+        Raises:
+            InputError: a buffer changes that did not change before.
+        """
         if self._moved is None:
             self._moved = {(id(each.holder), each.name) for each in before if each.has_moved}
         late = next((each.name for each in before if each.value is None and each.has_moved), None)
@@ -104,7 +108,7 @@ class MutatedBuffers:
 
 
 class RestoredBuffers:
-    """A context in which buffers are as they were before a pass. Behind it they are what they are now."""
+    """Restores buffers to their values before a pass inside the context, and their current values afterwards."""
 
     def __init__(self, moved: list[BufferSnapshot]) -> None:
         self.moved = moved
@@ -124,7 +128,7 @@ class RestoredBuffers:
 BlockForward = Callable[..., Any]
 
 FUNCTORCH_HOOK_ERROR = "don't yet support saved tensor hooks"
-"""What torch.func says where others keep what backward needs."""
+"""The error of torch.func where saved-tensor hooks are active."""
 
 
 def _no_recompute(place: int) -> Recompute:
@@ -133,10 +137,12 @@ def _no_recompute(place: int) -> Recompute:
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """For all blocks of a rank. `how`: what the block of a place in its stage computes again. `away`: where what it
-    keeps waits, if it `sends` it; None
-    where all of it stays. `cuts`: what was decided of forms of blocks, by operation. `weights`: storages that are
-    gathered anew."""
+    """Applies recompute and offload to all blocks of a rank.
+
+    `how`: the recompute of a block, by its index in the stage. `away`: the activation offload, for blocks that it
+    `sends`; None without offload. `cuts`: the decisions of selective recompute, by form of block. `weights`: storages
+    that are gathered again.
+    """
 
     how: Callable[[int], Recompute] = _no_recompute
     away: ActivationOffload | None = None
@@ -146,9 +152,11 @@ class RecomputePolicy:
 
     @classmethod
     def of(cls, mesh: ParallelContext, weights: Collection[int]) -> RecomputePolicy:
-        """`weights`: storages that stay where they are. Context ranks, who compute attention by other means, see to its
-        core themselves (context/setup.py),
-        the compiler to what follows by operation (compiled.py)."""
+        """Returns the policy of a plan. `weights`: storages that are never offloaded.
+
+        Two other modules implement a part of recompute. Attention over context ranks recomputes its
+        core itself (context_parallel/setup.py), and the compiler does selective recompute (compile.py).
+        """
         plan = mesh.plan
         elsewhere = {Recompute.attn} if plan.cp > 1 else set()
         elsewhere |= {Recompute.sac} if plan.compile else set()
@@ -166,7 +174,7 @@ class RecomputePolicy:
     def __call__(
         self, forward: BlockForward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: MutatedBuffers
     ) -> Any:
-        """The block's `forward`; it is the block number `place` of its stage. `moving`: its buffers."""
+        """Runs the block's `forward`, with index `place` in its stage. `moving`: its buffers."""
         try:
             if self.away is None or not self.sends(place):
                 return self._run(forward, place, moving, None, args, kwargs)
@@ -238,8 +246,8 @@ def _recompute_full(
 def with_function_modes(
     modes: Sequence[TorchFunctionMode], buffers: AbstractContextManager[Any] | None = None
 ) -> Iterator[None]:
-    """What is recomputed runs under the function modes of its forward, such as one without dropout: torch leaves them
-    while a backward runs."""
+    """Recomputes under the function modes of the forward, such as one without dropout, because torch leaves them during
+    a backward."""
     with buffers or nullcontext(), ExitStack() as stack:
         for mode in modes:
             if mode not in function_modes():
@@ -249,8 +257,8 @@ def with_function_modes(
 
 @contextmanager
 def preserve_buffers(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """What happens inside leaves `buffers` as they are; past autograd, which keeps them for backward and does not read
-    them."""
+    """Restores `buffers` afterwards, without the version check of autograd, which saves them for backward but does not
+    read them."""
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -274,9 +282,8 @@ def _recompute_attention(forward: BlockForward) -> BlockForward:
 
 
 class RecomputeAttention(TorchFunctionMode):
-    """Attention called inside keeps its inputs alone; where the model's own code computes it again anyway, as a whole,
-    it does. The compiler reads this
-    too, and makes attention again where it would have been kept."""
+    """Makes attention save its inputs alone. Attention that the model's own code recomputes as a whole does so already.
+    The compiler reads this mode too, and recomputes attention instead of saving it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,8 +26,8 @@ from meshwright.runtime.comm.linear_map import linear_map
 
 
 def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
-    """Out of a region whose weights are cut by rows: the sum over ranks. `x` is overwritten: nothing else may hold
-    it."""
+    """Leaves a region whose weights are cut by rows: returns the sum over ranks. `x` is overwritten, so nothing else
+    may hold it."""
     if group is None:
         return x
     return linear_map(
@@ -36,7 +36,7 @@ def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor
 
 
 def reduce_scatter_from_region(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
-    """`leave` under sequence parallelism: this rank's slice along `dim` of the sum."""
+    """Leaves a region under sequence parallelism: returns this rank's slice along `dim` of the sum."""
     return (
         x
         if group is None
@@ -47,7 +47,7 @@ def reduce_scatter_from_region(x: torch.Tensor, group: CommGroup | None, dim: in
 
 
 def scatter_sequence(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
-    """This rank's slice along `dim` of an `x` that every rank has."""
+    """Returns this rank's slice along `dim` of an `x` that every rank has."""
     return (
         x
         if group is None
@@ -56,8 +56,8 @@ def scatter_sequence(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> 
 
 
 def gather_replicated(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
-    """All-gathers the slices along `dim` for something that every rank computes identically, so that its gradient is the
-    same on all ranks."""
+    """All-gathers the slices along `dim` for a computation that every rank repeats identically, so that its gradient is
+    equal on all ranks."""
     return (
         x
         if group is None
@@ -70,14 +70,14 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
 
 
 def all_reduce_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
-    """The sum of `x` over `group`, in the memory of `x` where that is contiguous."""
+    """Returns the sum of `x` over `group`, in the memory of `x` where that is contiguous."""
     x = x.contiguous()
     async_collectives.all_reduce(x, group).wait()
     return x
 
 
 def all_gather_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
-    """The slices of all ranks along `dim`, in order of rank."""
+    """Returns the slices of all ranks along `dim`, in order of rank."""
     ranks = group.size
     full = torch.empty(ranks, *x.shape, dtype=x.dtype, device=x.device)
     async_collectives.all_gather(full.view(-1), x.contiguous().view(-1), group).wait()
@@ -86,13 +86,13 @@ def all_gather_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
 
 
 def stack_slices(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
-    """`x` cut along `dim` into one slice a rank, the slices one after the other: (ranks, ...)."""
+    """Cuts `x` along `dim` into one slice a rank, and stacks the slices: (ranks, ...)."""
     ranks = group.size
     return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
-    """This rank's slice along `dim` of the sum of `x` over `group`."""
+    """Returns this rank's slice along `dim` of the sum of `x` over `group`."""
     full = stack_slices(x, group, dim)
     out = torch.empty_like(full[0])
     async_collectives.reduce_scatter(full.view(-1), out.view(-1), group).wait()
@@ -100,6 +100,6 @@ def reduce_scatter_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Ten
 
 
 def slice_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
-    """A copy of this rank's slice of `x` along `dim`."""
+    """Returns a copy of this rank's slice of `x` along `dim`."""
     each = x.shape[dim] // group.size
     return x.narrow(dim, group.index * each, each).contiguous()

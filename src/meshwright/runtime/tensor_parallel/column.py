@@ -29,7 +29,7 @@ from meshwright.runtime.wgrad.deferred import WgradSink, matmul_forward
 
 
 class RegionInput:
-    """One forward pass into a region, and the way back."""
+    """Handles one forward pass into a region, and its backward."""
 
     def __init__(self, hidden: torch.Tensor, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
@@ -42,17 +42,17 @@ class RegionInput:
         self.pending: CollectiveWork | None = None
 
     def kept(self) -> torch.Tensor | None:
-        """What a column layer saves for backward."""
+        """Returns what a column layer saves for backward."""
         return self.hidden if self.sequence_parallel else self.entered
 
     def read(self) -> None:
-        """One column layer has read."""
+        """Counts one read by a column layer."""
         self.unread -= 1
         if not self.unread:
             self.hidden = self.entered = None
 
     def input_again(self, kept: torch.Tensor) -> torch.Tensor:
-        """In backward, the tensor that the columns had read."""
+        """Returns, in backward, the tensor that the column layers have read."""
         if not self.sequence_parallel:
             return kept
         if self.whole is None:
@@ -60,8 +60,8 @@ class RegionInput:
         return self.whole
 
     def add(self, gradient: torch.Tensor, weight: torch.Tensor, shape: torch.Size) -> None:
-        """Add gradient (N, out) x weight (out, in) to that of the entered tensor; after the last reader begin its
-        reduction."""
+        """Adds gradient (N, out) x weight (out, in) to the gradient of the entered tensor; after the last reader it
+        starts the reduction."""
         if self.buffer is None:
             self.buffer = gradient @ weight
         else:
@@ -80,7 +80,7 @@ class RegionInput:
         self.pending = async_collectives.reduce_scatter(parts.view(-1), self.reduced.view(-1), self.group)
 
     def finish(self, brought: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-        """The gradient of the hidden state. `brought` comes from readers of another kind, by way of autograd."""
+        """Returns the gradient of the hidden state. `brought` comes from readers of another kind, through autograd."""
         result = self._finished()
         if self.buffer is not None and result is None:  # not all are column layers, or nothing used the output of one
             total = self.buffer.view(shape)
@@ -101,8 +101,8 @@ class RegionInput:
 
 
 class RegionEntryHook:
-    """A forward pre-hook: the hidden state that a module is given crosses into the region, once for all modules given
-    the same tensor."""
+    """Is a forward pre-hook: the hidden state that a module receives enters the region, once for all modules with the
+    same tensor."""
 
     def __init__(self, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
         self.group, self.sequence_parallel, self.readers = group, sequence_parallel, readers
@@ -119,7 +119,7 @@ class RegionEntryHook:
         }
 
     def was_read(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook of a reader with a forward of its own, whose gradient autograd brings."""
+        """Is a forward hook of a reader with its own forward, whose gradient comes through autograd."""
         if self.crossing is not None:
             self.crossing.read()
 
@@ -131,7 +131,7 @@ class RegionEntryHook:
 
 
 class ReplicatedInputHook:
-    """A forward hook of a layer that stays whole: its output crosses into the region, which alone uses it."""
+    """Is a forward hook of a replicated layer: its output enters the region, which alone uses it."""
 
     def __init__(self, group: CommGroup, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
@@ -145,7 +145,7 @@ class ReplicatedInputHook:
 
 
 class ColumnLinear:
-    """The forward of a column layer: its share of the product, and its share of the bias."""
+    """Replaces the forward of a column layer: computes its local part of the product, and of the bias."""
 
     def __init__(self, module: nn.Module, entry: RegionEntryHook, linear: bool) -> None:
         self.module, self.entry, self.linear = module, entry, linear
@@ -181,7 +181,7 @@ class _EnterRegion(torch.autograd.Function):
 
 
 class _ColumnMatmul(torch.autograd.Function):
-    """x W^T + b when `linear`, else x W + b. The gradient of x goes to the crossing."""
+    """Computes x W^T + b when `linear`, else x W + b. The gradient of x goes to the region input."""
 
     @staticmethod
     def forward(
@@ -195,7 +195,7 @@ class _ColumnMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.crossing, ctx.linear, ctx.shape, ctx.leave = crossing, linear, x.shape, leave
         ctx.save_for_backward(crossing.kept(), weight)
-        # No view for autograd, which some products are: what follows may write to it in place.
+        # Not an autograd view, which some products return: later code may write to it in place.
         return F.linear(x, weight if linear else weight.t(), bias).data
 
     @staticmethod

@@ -39,10 +39,11 @@ from meshwright.runtime.wgrad.deferred import matmul_forward
 
 
 def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, sequence_parallel: bool) -> None:
-    """Shard `model` in place over `group`. Its parameters must be whole and the same on every rank; it must be called
+    """Shards `model` in place over `group`. Its parameters must be full and the same on every rank; it must be called
     once.
 
-    Raises InputError before anything is changed.
+    Raises:
+        InputError: the model cannot be sharded; nothing is changed then.
     """
     if group is None:
         return
@@ -78,7 +79,7 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
 
 
 def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_parallel: bool) -> None:
-    """Every size that `ranks` tensor ranks must divide; one InputError that names them all."""
+    """Checks every size that `ranks` tensor ranks must divide, and reports all of them in one InputError."""
     wrong = [
         f"{name} ({size})"
         for name, size in anatomy.divisible.items()
@@ -102,7 +103,7 @@ def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_
 
 
 def with_full_logits(model: nn.Module, anatomy: ModelGraph) -> ModelGraph:
-    """For a loss of one's own, which reads logits: no rank holds a share of them."""
+    """Returns the structure for a loss of the user, which reads logits: the vocabulary head is not sharded."""
     if not anatomy.shards_vocabulary(anatomy.head):
         return anatomy
     table = None if anatomy.tied else model.get_submodule(anatomy.embedding or "").weight
@@ -111,14 +112,14 @@ def with_full_logits(model: nn.Module, anatomy: ModelGraph) -> ModelGraph:
 
 
 def _vocab_sharded_names(model: nn.Module, anatomy: ModelGraph) -> set[str]:
-    """Parameters and buffers that are cut by words."""
+    """Returns the parameters and buffers that are cut by words."""
     inside = tuple(f"{path}." for path in find_block_lists(model))
     outside = {name: split for name, split in anatomy.splits.items() if not name.startswith(inside)}
     return {name for name, split in outside.items() if _get_tensor(model, name).shape[split.dim] == anatomy.vocabulary}
 
 
 def _get_tensor(model: nn.Module, name: str) -> torch.Tensor:
-    """A parameter or a buffer."""
+    """Returns a parameter or a buffer."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     found = module._parameters.get(last)
@@ -126,11 +127,11 @@ def _get_tensor(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def partial_grad_names(model: nn.Module, anatomy: ModelGraph, sequence_parallel: bool = True) -> set[str]:
-    """Replicated parameters whose gradient is only a part on each tensor rank and must be summed over them.
+    """Returns replicated parameters whose gradient is partial on each tensor rank and must be summed over them.
 
-    Under sequence parallelism everything whole inside the blocks (norms, biases of row layers) and between them sees a
-    slice of the sequence; without it
-    only parameters that work on shared features (a norm of each head) are partial.
+    Under sequence parallelism everything replicated inside the blocks (norms, biases of row layers) and between them
+    sees a slice of the sequence. Without it only parameters that work on sharded features (a norm of each head) are
+    partial.
     """
     inside = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
     names = [name for name, _ in model.named_parameters() if name not in anatomy.splits]
@@ -143,7 +144,7 @@ def partial_grad_names(model: nn.Module, anatomy: ModelGraph, sequence_parallel:
 
 
 def _shard_parameters(model: nn.Module, anatomy: ModelGraph, index: int, ranks: int) -> None:
-    """Every parameter that splits becomes this rank's share, under all of its names: tied weights stay tied."""
+    """Replaces every parameter that splits by this rank's shard, under all of its names: tied weights remain tied."""
     by_identity = {
         id(tensor): anatomy.splits[name] for name, tensor in model.named_parameters() if name in anatomy.splits
     }
@@ -191,7 +192,7 @@ def _make_column(module: nn.Module, entry: RegionEntryHook, split: TpSplit) -> N
 
 
 def _make_column_subset(module: nn.Module, entry: RegionEntryHook | None, split: TpSplit, group: CommGroup) -> None:
-    """A layer that every rank holds whole computes the outputs that this rank uses."""
+    """Makes a replicated layer compute only the outputs that this rank uses."""
     if not is_linear_like(module):
         raise InputError(
             f"tp({group.size}): {type(module).__name__} has a forward of its own and too few key-value heads: choose a smaller tp"
@@ -221,7 +222,7 @@ def _make_row(module: nn.Module, split: TpSplit, group: CommGroup, sequence_para
 
 
 class RowLinear:
-    """The forward of a row layer: a product of shares, summed over the ranks, and the bias once."""
+    """Replaces the forward of a row layer: a local product, summed over the ranks, plus the bias once."""
 
     def __init__(self, module: nn.Module, linear: bool, leave: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.module, self.linear, self.leave = module, linear, leave
@@ -233,7 +234,8 @@ class RowLinear:
 
 
 class RowLayer:
-    """The forward of a row layer that is no matrix product, by its rule: the sum over the ranks, then the bias."""
+    """Replaces the forward of a row layer that is no matrix product, by its rule: the sum over the ranks, then the
+    bias."""
 
     def __init__(self, module: nn.Module, rule: LayerRule, group: CommGroup) -> None:
         self.module, self.rule, self.group = module, rule, group
@@ -245,7 +247,7 @@ class RowLayer:
 
 
 class VocabParallelEmbedding:
-    """Hooks around an embedding that holds the rows `held`: other ids give zeros, and the ranks' outputs are summed."""
+    """Hooks an embedding that holds the rows `held`: other ids become zeros, and the ranks' outputs are summed."""
 
     def __init__(self, module: nn.Module, held: tuple[int, int], group: CommGroup) -> None:
         self.held, self.group = held, group
@@ -269,15 +271,19 @@ class VocabParallelEmbedding:
 
 
 class SequenceParallelRegion:
-    """Between `enter` (before the first block) and `leave` (after the last one) each tensor rank holds its slice of the
-    sequence."""
+    """Keeps the hidden state cut along the sequence on each tensor rank, from `enter` (before the first block) to
+    `leave` (after the last one)."""
 
     def __init__(self, group: CommGroup | None) -> None:
         self.group = group
         self.ranks = 1 if group is None else group.size
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, T, C) to (B, T / ranks, C). Raises InputError before any collective when T does not divide."""
+        """Cuts (B, T, C) to (B, T / ranks, C).
+
+        Raises:
+            InputError: T does not divide; before any collective.
+        """
         if hidden.shape[1] % self.ranks:
             raise InputError(
                 f"sequence ({hidden.shape[1]}) is not a multiple of tp({self.ranks}), which sequence parallelism needs: "
@@ -286,5 +292,5 @@ class SequenceParallelRegion:
         return collectives.scatter_sequence(hidden, self.group)
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, T / ranks, C) to (B, T, C)."""
+        """Gathers (B, T / ranks, C) to (B, T, C)."""
         return collectives.gather_replicated(hidden, self.group)

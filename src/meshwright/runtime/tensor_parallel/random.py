@@ -33,7 +33,7 @@ from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
 
 RANK_SEED_STRIDE = 1_000_003
-"""Distance between the seeds of two ranks that are made of one number."""
+"""Distance between the seeds of two ranks that derive from one number."""
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -53,7 +53,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def install_tp_rng(model: nn.Module, anatomy: ModelGraph, group: CommGroup, sequence_parallel: bool) -> None:
-    """Hooks on every region (on every block, with sequence parallelism) of a model that drops anything."""
+    """Installs hooks on every region (on every block, with sequence parallelism) of a model with dropout."""
     if not has_dropout(model):
         return
     if sequence_parallel:
@@ -69,7 +69,7 @@ def install_tp_rng(model: nn.Module, anatomy: ModelGraph, group: CommGroup, sequ
 
 
 class TensorParallelRng:
-    """A rank's own random state between the first entry and the last of `exits`."""
+    """Gives a rank its own random state between the first entry and the last of `exits`."""
 
     def __init__(self, group: CommGroup, exits: int) -> None:
         self.group, self.exits = group, exits
@@ -82,14 +82,14 @@ class TensorParallelRng:
         self.first = entries[0]
         for module in entries:
             module.register_forward_pre_hook(self.enter, prepend=True)
-        for module in exits:  # always: the last block of a stage is left by an exception (pipeline/gates.py, StageDone)
+        for module in exits:  # always: the last block of a stage is left by an exception (StageExit)
             module.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Saves the common random state and sets a state of this rank's own."""
         if (self.common is not None and module is not self.first) or not module.training:
-            # what the first one finds is of a recomputation that was broken off, behind which checkpoint mended the
-            # state
+            # the state of the first entry comes from an aborted recompute, after which torch's checkpoint has restored
+            # the state
             return
         number = int(torch.randint(1 << 40, (), device="cpu"))
         own = [(each, state) for each in initialized_accelerators() if (state := each.rng_state()) is not None]
@@ -129,7 +129,7 @@ def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
 
 
 def seed_all_generators(seed: int) -> None:
-    """Torch's generators, Python's and numpy's."""
+    """Seeds the generators of torch, Python and NumPy."""
     set_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -138,7 +138,7 @@ def seed_all_generators(seed: int) -> None:
 
 @contextmanager
 def preserve_python_rng() -> Iterator[None]:
-    """Python's and numpy's generators go on afterwards as if nothing had been drawn."""
+    """Restores the generators of Python and NumPy afterwards, as if nothing had been drawn."""
     numpy = sys.modules.get("numpy")
     own, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
@@ -150,7 +150,7 @@ def preserve_python_rng() -> Iterator[None]:
 
 
 def _python_rng_states() -> dict[str, Any]:
-    """Of the generators that may be used."""
+    """Returns the states of the generators that may be in use."""
     found: dict[str, Any] = {"Python's random": hash(random.getstate())}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
