@@ -113,8 +113,7 @@ def failure_cause(failure: RankExit) -> str:
                 "outside of the module that holds them)"
             ),
             "SIGBUS": (
-                ": a mapped file was cut, its disk (--offload-to) cannot be read any more, or that of "
-                "/dev/shm is full"
+                ": a mapped file was cut, its disk (--offload-to) cannot be read any more, or that of /dev/shm is full"
             ),
         }.get(name, "")
         return f"killed by {name}{hint}"

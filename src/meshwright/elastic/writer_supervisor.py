@@ -134,9 +134,7 @@ class WriterSupervisor:
         if (signs.moved, signs.computed) != (self._before.moved, self._before.computed):
             self._before, self._moved, self._said = signs, now, False
             return
-        silent = (
-            now - self._moved - (signs.in_line - self._before.in_line)
-        )  # a process in the run queue is not stuck
+        silent = now - self._moved - (signs.in_line - self._before.in_line)  # a process in the run queue is not stuck
         step = self._asked.get("step", 0)
         if silent > NO_PROGRESS_SECONDS and not self._said:
             self._said = True

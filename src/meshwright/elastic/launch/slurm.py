@@ -132,7 +132,7 @@ def _srun_lines(start: JobSubmission, job: str, queue: SlurmRequest) -> list[str
     if queue.image:  # the folder of the job is always mounted, because relative paths start in it
         mounts = f'"$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR"{"," + shell_word(queue.mounts) if queue.mounts else ""}'
         container = (
-            f' --container-image={shell_word(queue.image)} --container-mounts={mounts} '
+            f" --container-image={shell_word(queue.image)} --container-mounts={mounts} "
             '--container-workdir="$SLURM_SUBMIT_DIR"'
         )
     step, command = f"srun --kill-on-bad-exit=0 --label{container}", shell_command(start.command(job))

@@ -31,7 +31,7 @@ def node_script(start: JobSubmission, job: str) -> str:
         *start.exports(),
         (
             f'exec torchrun --nnodes={start.nodes} --nproc-per-node=1 --node-rank="$NUMBER" --master-addr="$FIRST" '
-            f'--master-port={DEFAULT_PORT} \\'
+            f"--master-port={DEFAULT_PORT} \\"
         ),
         f"    --max-restarts=0 --no-python {command}",
     ]
