@@ -385,7 +385,7 @@ def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
         unlike = [tensor for tensor in model.parameters() if tensor.is_meta and later.seen(tensor) is None]
         if not unlike and not any(buffer.is_meta for buffer in model.buffers()):
             return model
-    except Exception:  # what is wrong with the model itself is said by building it whole
+    except Exception:  # the full build raises the model's own errors
         pass
     torch.manual_seed(seed)
     return make()

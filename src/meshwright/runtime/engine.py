@@ -211,7 +211,7 @@ class StageExecutor:
             total = self.objective.sum(output, batch)
         if balance is not None:
             sums = balance.end()
-            total = total + balance.loss(sums) if torch.is_grad_enabled() else total  # evaluation is of labels only
+            total = total + balance.loss(sums) if torch.is_grad_enabled() else total  # evaluation uses labels only
         return (total,)
 
     def _buffers_of_other_stages(self, stage: int) -> list[torch.Tensor]:

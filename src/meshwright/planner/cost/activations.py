@@ -79,20 +79,20 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     derived = at_once + tokens[:, None] * ((layer.derived_whole * size + layer.derived_fixed_whole) / divided)
     fused = box.compile * tokens[:, None] * _compiled_away_bytes(layer, size, box.tp, divided)
     pieces = box.tp > 1 or layer.routed > 0
-    if box.compile and pieces:  # layers of ours keep their inputs
+    if box.compile and pieces:  # the project's own layers save their inputs
         derived, at_once = fused, 0.0 * at_once
-    elif box.compile:  # steps of one function are made within a kernel
+    elif box.compile:  # a kernel fuses the steps of one function
         at_once = at_once - tokens[:, None] * ((layer.fused_split - layer.fused_gates) * size)
     copied = (tokens * (box.ulysses_ranks > 1) * (layer.query_width * size / box.tp))[
         :, None
-    ]  # outputs, as attended and as exchanged
+    ]  # outputs, before and after the exchange
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None] + copied
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     alive = layer.transient
     if box.compile and layer.fused_split and not (pieces and (layer.fused_gates or layer.routed)):
         alive = (
             layer.transient + layer.output
-        ) / 2.0  # of two gradients of the inner width a kernel writes one in the place of the other
+        ) / 2.0  # a kernel writes one of two gradients of the inner width over the other
     own = alive * size * local_fraction(layer, size, box.tp, sequence_parallel)
     across = (cp_backward_elements(setting, box, layer) * size / box.tp)[:, None]
     passing = tokens[:, None] * np.maximum(

@@ -177,7 +177,7 @@ def _compute_seconds(
     context = setting.job.workload.sequence
     forward_products, backward_products = matmul_seconds(setting, parts, tokens, layer.name == BLOCK)
     frozen = any(parameter.frozen for parameter in layer.parameters)
-    if frozen:  # gradients of inputs alone
+    if frozen:  # input gradients alone
         backward_products = backward_products / 2.0
     rate = sustained_flops(setting, setting.recipe.rate) * device.attention * practice.attention
     attention = layer.attention_flops / tp * context * tokens / rate

@@ -152,7 +152,7 @@ class RankClasses(NamedTuple):
 
 
 class CostModel:
-    """Prices boxes of plans of one job. Remembers what boxes share: what the ranks of an order hold, seconds of
+    """Prices grids of plans of one job. It caches what grids have in common: the contents of ranks, and the seconds of
     layers."""
 
     def __init__(self, job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME, like: CostModel | None = None) -> None:
@@ -273,7 +273,7 @@ class CostModel:
             )
             weights = _sum_recomputed_layers(rest, one.weights[None])[0]
             sent = [offloads_activations(choice) for choice in box.offload]
-            if any(sent):  # what was fetched does not wait for W
+            if any(sent):  # fetched activations do not wait for W
                 stay = np.minimum(rest, (ranks.layers * self._blocks - ranks.first(box, self._blocks))[..., None])
                 weights = np.where(
                     broadcast_to_axis(sent, "f"), _sum_recomputed_layers(stay, one.weights[None])[0], weights

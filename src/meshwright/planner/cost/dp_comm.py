@@ -99,7 +99,7 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
     if setting.on_host:
         forward, backward = forward * 0.0, backward * 0.0
     zero = box.zero
-    dense = size * box.weight  # of unequal shards the largest is waited for
+    dense = size * box.weight  # of uneven shards the largest determines the time
     coded = dp_group_rates(setting, box, setting.wire)
     plain = coded if setting.wire == UNCOMPRESSED else dp_group_rates(setting, box)
     volumes = [

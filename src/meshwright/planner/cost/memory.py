@@ -212,7 +212,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     wide = setting.recipe.gradient_size / size
     in_slots, borrowed = staging_buffers(setting, box, states)
     copies = np.where(shards > 1, constants.GLOO_REDUCE_BUFFERS if sent_whole else 1 - in_slots, 1)
-    pending = shard_fraction(box) * (shards > 1)  # the sum of a later micro-batch, before it is added
+    pending = shard_fraction(box) * (shards > 1)  # the sum of a later micro-batch, before its addition
     left = states.opening * before * (copies + pending * (again > 1)) * wide
     filling = np.maximum(states.filling, states.expert)
     waiting = np.maximum(left, states.closing * (copies + pending * (again > 0)) * wide) + filling * wide * (
@@ -240,7 +240,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     gone = there + where.parameters_files * (not setting.recipe.master)
     some = np.minimum(largest, constants.CHUNK_ELEMENTS) if setting.on_host else largest * (1.0 - there)
     at_once = some if updates_in_chunks(setting) else np.where(gone > 0, some, largest)
-    back = where.gradients * (1.0 - there) * largest * setting.gradient  # sums that waited, of states that do not
+    back = where.gradients * (1.0 - there) * largest * setting.gradient  # waiting sums of resident states
     master = (
         at_once * update_temp_bytes(setting)
         + back
@@ -308,7 +308,7 @@ def activation_peak(
     whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
     split_backward = any_split_backward(
         box.orders
-    )  # then blocks that recompute keep nothing until W (runtime/wgrad/deferred.py)
+    )  # recomputed blocks then save nothing until W (runtime/wgrad/deferred.py)
     until_b = [at for at in whole_choices if split_backward and box.recompute[at].kind in PER_BLOCK_RECOMPUTE]
     groups = [group for group in ([at for at in whole_choices if at not in until_b], until_b) if group] + [
         [at] for at, again in enumerate(box.recompute) if again.some
@@ -397,7 +397,7 @@ def _uniform_activation_peak(
     sent = where.activations + where.activations_files
     left = (
         plain + deferred_wgrad_bytes(box, layers, table, waiting & ~blocks, len(chosen)) - resting
-    )  # what was fetched does not wait for W
+    )  # fetched activations do not wait for W
     if has_until_w:
         behind = (table[..., 2 * columns :] * blocks).reshape(len(count), -1, columns)
         left = left - (behind @ weights[:, 2 * columns :]).reshape(shape)
@@ -408,10 +408,11 @@ def _uniform_activation_peak(
     copied, passing, gone = (
         _max_moment(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting)
     )
-    gone = gone if box.pp == 1 else copied  # the last block of a pass goes where another pass comes before its backward
+    # the last block of a pass is offloaded where another pass precedes its backward
+    gone = gone if box.pp == 1 else copied
     by_host = (
         not setting.on_host and setting.host_memory > 0
-    )  # what goes to a file goes by the host's memory, where it is known
+    )  # data for a file passes through host memory, where that is known
     pinned = where.activations_files * passing * by_host
     return ActivationPeak(head, others, where.activations * gone + pinned, where.activations_files * gone)
 

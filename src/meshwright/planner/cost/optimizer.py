@@ -68,13 +68,13 @@ def update_temp_bytes(setting: CostContext) -> float:
     lower = recipe.size < UPDATE_ELEMENT_BYTES
     gradient = (
         UPDATE_ELEMENT_BYTES if lower != (recipe.reduced > 0) else 0
-    )  # low, and not held in float32; or float32 with gradients held low
+    )  # low precision without a float32 copy; or float32 with low-precision gradients
     widened = rule.states * UPDATE_ELEMENT_BYTES if recipe.rounds or rule.state else 0
     return gradient + widened + (UPDATE_ELEMENT_BYTES if recipe.rounds else 0)
 
 
 def updates_in_chunks(setting: CostContext) -> bool:
-    """Whether an update goes a few runs at a time where not all of it is kept in its type."""
+    """Returns whether an update proceeds in chunks, where its dtype differs from that of the stored tensors."""
     return setting.on_host and not full_tensor_fraction(setting)
 
 

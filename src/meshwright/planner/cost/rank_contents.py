@@ -19,7 +19,7 @@ from meshwright.planner.cost.plan_grid import Array, ScheduleChoice, TpEpShape
 from meshwright.planner.cost.rank_classes import RankClass, recomputing_layers, split_recomputing
 
 StoredUntilW = tuple[bool, bool]
-"""Whether the first blocks of a stage, and those behind them, keep what they keep until W, where the order has it."""
+"""Whether the first blocks of a stage, and the later ones, store their activations until W, where the order has it."""
 
 
 class PeakMoments(NamedTuple):

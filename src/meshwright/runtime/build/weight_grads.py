@@ -26,8 +26,10 @@ def install_deferred_wgrad(
     bounds: Mapping[int, tuple[int, int]],
     flat: Mapping[int, Sequence[FlatParamGroup]],
 ) -> None:
-    """Makes matrix layers of blocks defer their weight gradients to W, where the schedule has one; see [Note: not put
-    off]."""
+    """Makes matrix layers of blocks defer their weight gradients to W, where the schedule has one.
+
+    See [Note: not deferred] in runtime/wgrad/deferred.py for the exceptions.
+    """
     for stage, held in flat.items():
         unit_of = {name: unit for unit in held if not unit.frozen for name in unit.parameters}
         for place, index in (

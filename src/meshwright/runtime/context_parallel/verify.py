@@ -215,7 +215,7 @@ def _capture_runs(
             )
             return first, second
         except InputError:
-            raise  # it says what is wrong itself
+            raise  # the error message explains itself
         except Exception as error:
             reason = error_summary(error)
     inputs = f"{2 * SIMULATED_RANKS * CHUNK_LENGTHS[-1][0]} token ids {f'and {sorted(others)}' if others else 'alone'}"

@@ -114,7 +114,7 @@ def shard_experts(
         if mesh.tp is not None and not mesh.plan.sequence_parallel and has_dropout(module):
             TensorParallelRng(mesh.tp, 1).attach(
                 [module], [module]
-            )  # tensor ranks drop other features or other pairs each
+            )  # each tensor rank drops other features or other pairs
         found.append(ExpertDispatcher(module, experts, ranks, mesh.plan.sequence_parallel, capacity))
     return found
 
@@ -225,7 +225,7 @@ class ExpertDispatcher:
         given[hidden] = given[hidden].reshape(-1, shape[-1])
         given[weights] = given[weights].to(
             torch.promote_types(given[weights].dtype, given[hidden].dtype)
-        )  # parts of its gradient are summed
+        )  # gradients of the ranks are partial sums
         given = self._enter(given, (hidden, weights))
         if self.ranks.ranks == 1:
             output = self._compute(given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True)))
@@ -313,7 +313,7 @@ class ExpertDispatcher:
         counts = _gather_counts(own, group)
         order = chosen.argsort(stable=True)[
             : int(counts[group.index].sum())
-        ]  # without pairs of no expert: dropped, or a number beyond all
+        ]  # without pairs of no expert: dropped, or an index beyond all
         rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
         received = _all_to_all_rows(hidden[order // index.shape[1]], rows, group)
         mine = counts.view(group.size, group.size, -1)[:, group.index].flatten()
@@ -324,7 +324,7 @@ class ExpertDispatcher:
         else:
             computed = _ZeroGradients.apply(received, *self.module.parameters())
         back = _all_to_all_rows(computed, tuple(zip(*rows, strict=True)), group)
-        place = torch.full_like(chosen, len(order))  # pairs of no expert get the zeros behind the last
+        place = torch.full_like(chosen, len(order))  # pairs of no expert get the zeros after the last row
         place[order] = torch.arange(len(order), device=order.device)
         back = F.pad(back, (0, 0, 0, 1)) if len(order) < len(chosen) else back
         pairs = back[place].view(*index.shape, hidden.shape[1])

@@ -131,9 +131,9 @@ def _reduce_over_ranks(
     count, width = logits.shape
     highest = F.pad(
         share, (0, 1), value=width
-    )  # rank 0 has the full width: so each rank learns where its vocabulary begins
+    )  # rank 0 has the full width, so each rank learns the start of its vocabulary
     async_collectives.all_reduce(highest, group, use_max=True).wait()
-    local = labels - group.index * highest[count].to(labels.dtype)  # read on the device: no synchronisation
+    local = labels - group.index * highest[count].to(labels.dtype)  # read on the device, without synchronisation
     mine = valid & (local >= 0) & (local < width)
     local = torch.where(mine, local, 0)
     top = highest[:count]

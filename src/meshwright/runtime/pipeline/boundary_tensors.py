@@ -93,7 +93,7 @@ class BoundaryState:
         self.arrived = dict(zip(self.wants.message(start), received, strict=True)) if received else {}
         for key in (
             self.wants.overwritten & self.arrived.keys()
-        ):  # a leaf cannot be, and what stays on this rank is read there
+        ):  # a leaf cannot be changed, and a tensor of this rank is read directly
             self.arrived[key] = self.arrived[key].clone()
         wanted = self.wants.message(stop) if stop < len(self.wants.needs) else ()
         self.leaving = {key: self.arrived[key] for key in wanted if key[0] != stop and key in self.arrived}

@@ -210,7 +210,7 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
     after = _total_loss(engine, [whole], True, behind=whole)
     near = (
         abs(first) * 1e-2 * _loss_tolerance(engine)
-    )  # what the equality of one device promises; kernels may differ in the last bit
+    )  # the guarantee of equality with one device; kernels may differ in the last bit
     if abs(after - first) > near:
         near = max(near, 10 * abs(_total_loss(engine, [whole], True) - first))
     if not abs(after - first) > near:
@@ -267,7 +267,7 @@ def _find_difference(engine: Engine, whole: Batch, backward: bool) -> tuple[floa
             not by_loss
             and _largest_difference(engine, once.gradients.difference(again.gradients)).size > 1e-3 * gradient.size
         )
-        if not drawn:  # else it draws, and drew otherwise
+        if not drawn:  # otherwise the model draws numbers, and drew others
             return once.loss, apart.loss, GradientDifference(0.0, "") if by_loss else gradient
     return None
 

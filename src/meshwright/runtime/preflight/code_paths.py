@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.analysis.dataflow import VALUE_EXTRACTING_OPS
 
 MODELS = "meshwright.models."
-"""Models of ours are users' code here."""
+"""This project's own models count as users' code here."""
 NUMBERS = (bool, int, float)
 
 

@@ -151,7 +151,7 @@ def _check_max_norm(engine: Engine) -> set[str]:
     found = [
         path for path, each in engine.model.named_modules() if isinstance(each, kinds) and each.max_norm is not None
     ]
-    found = [path for each in gather_objects(found) for path in each]  # the stage that has the table refuses for all
+    found = [path for each in gather_objects(found) for path in each]  # the stage with the table refuses for all ranks
     if found and not (plan.world == 1 and _updates_in_place(engine)):
         raise PlanRefused(
             f"plan {plan.name}: {found[0]} has max_norm, which writes to the rows of the table that a pass reads: ranks would cut other rows each: "
@@ -212,7 +212,8 @@ def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
     for unit in engine.zero.units:
         own = unit.weights.untyped_storage()._cdata
         for name, parameter in unit.parameters.items() if unit.shared is None else ():
-            with torch._C.DisableTorchFunctionSubclass():  # closed parameters of ZeRO 3 refuse to say where they lie
+            # resharded parameters of ZeRO 3 refuse access to their storage
+            with torch._C.DisableTorchFunctionSubclass():
                 if parameter.untyped_storage()._cdata != own:
                     found[name] = parameter.data.clone()
                     if unit.zero_stage < 3:

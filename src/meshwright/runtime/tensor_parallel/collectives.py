@@ -32,7 +32,7 @@ def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor
         return x
     return linear_map(
         x, lambda x: all_reduce_sum(x, group).data, _identity
-    )  # not a view for autograd: what follows may add to it in place
+    )  # not an autograd view: later code may add to it in place
 
 
 def reduce_scatter_from_region(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:

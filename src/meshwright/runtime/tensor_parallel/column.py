@@ -82,7 +82,8 @@ class RegionInput:
     def finish(self, brought: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
         """Returns the gradient of the hidden state. `brought` comes from readers of another kind, through autograd."""
         result = self._finished()
-        if self.buffer is not None and result is None:  # not all are column layers, or nothing used the output of one
+        # some readers are no column layers, or nothing used the output of one
+        if self.buffer is not None and result is None:
             total = self.buffer.view(shape)
             self._start(total if brought is None else total.add_(brought))
             result, brought = self._finished(), None
@@ -113,7 +114,7 @@ class RegionEntryHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = (kwargs.get("hidden_states"), *args, *kwargs.values())
         hidden = next(value for value in given if isinstance(value, torch.Tensor))
-        entered = self._cross(hidden)  # queries, keys and values may each be given the same tensor
+        entered = self._cross(hidden)  # queries, keys and values may each receive the same tensor
         return tuple(entered if value is hidden else value for value in args), {
             name: entered if value is hidden else value for name, value in kwargs.items()
         }

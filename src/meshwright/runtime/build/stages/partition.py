@@ -210,7 +210,7 @@ def _boundary_spec(
 
 def _check_boundary(plan: Plan, graph: ModelGraph, boundary: BoundarySpec | None) -> None:
     plan.stage_layers(max(graph.count, 1))
-    sequence = plan.sequence_parallel and not graph.against_sequence  # else shard_model says why
+    sequence = plan.sequence_parallel and not graph.against_sequence  # otherwise shard_model reports the reason
     if boundary is not None and boundary.is_more and (sequence or plan.cp > 1):
         part = f"cp{plan.cp}" if plan.cp > 1 else "sp"
         raise InputError(
