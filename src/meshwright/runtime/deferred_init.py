@@ -92,7 +92,7 @@ class StorageRecipe:
 
     @property
     def known(self) -> bool:
-        """Whether anything was written to the storage."""
+        """Returns whether anything was written to the storage."""
         return self.kept is not None or self.made is not None or bool(self.steps)
 
     def play(self, memo: ReplayMemo) -> torch.Tensor:
@@ -465,7 +465,11 @@ def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def check_unchanged_after_recording(model: nn.Module, later: DeferredInit) -> None:
-    """Raises InputError where a parameter of `model` is no longer what `later` has notes of."""
+    """Checks that every parameter of `model` is as `later` recorded it.
+
+    Raises:
+        InputError: a parameter was written to or converted afterwards.
+    """
     ended, origin = later.notes.ended, later.notes.origin
     for name, parameter in model.named_parameters() if ended else ():
         _, version = ended.get(id(parameter), (parameter, parameter._version))

@@ -81,11 +81,11 @@ class GatherService:
         return found
 
     def gradients(self, names: Sequence[str], take: TensorSink) -> None:
-        """Gives `take` the whole gradients as the last backward left them, times the loss scale."""
+        """Passes the full gradients of the last backward, times the loss scale, to `take`."""
         self._request(REQUEST_GRADIENTS, self._whole(REQUEST_GRADIENTS, names), take)
 
     def gradient_range(self, wanted: ElementRange, take: TensorSink) -> None:
-        """Gives `take` some elements of a gradient, as `gradients` does."""
+        """Passes some elements of a gradient to `take`, as `gradients` does."""
         self._request(REQUEST_GRADIENTS, [wanted], take)
 
     def live_buffers(self) -> dict[str, torch.Tensor]:

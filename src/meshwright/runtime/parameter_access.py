@@ -147,7 +147,11 @@ def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> I
 
 
 def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int]]) -> None:
-    """Raises InputError on every rank where ranks made different changes, or changed a shape."""
+    """Checks that all ranks made the same change and kept all shapes.
+
+    Raises:
+        InputError: they did not; on every rank.
+    """
     found = gather_objects(after)
     for rank, other in enumerate(found):
         for name, (shape, bits) in other.items():

@@ -215,7 +215,11 @@ class CostContext:
 
 
 def build_cost_context(job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME) -> CostContext:
-    """Raises InputError when no device of the cluster computes at the job's precision."""
+    """Builds the context of a job.
+
+    Raises:
+        InputError: no device of the cluster computes at the job's precision.
+    """
     recipe = job.workload.recipe
     practice = practice._replace(gradient=EXACT_GRAD_BYTES, reduced=EXACT_GRAD_BYTES) if recipe.exact else practice
     recipe = recipe if practice.master < 0 else recipe.but(master=practice.master)

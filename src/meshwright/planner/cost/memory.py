@@ -253,7 +253,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
 
 
 def shared_on_host(setting: CostContext, box: PlanGrid) -> Array:
-    """Whether ranks of one host need gather no weights at ZeRO 3, 0 or 1 over AXES. Source:
+    """Returns whether ranks of one host share one copy of the weights at ZeRO 3, 0 or 1 over AXES. Source:
     runtime/zero/shared_weights.py."""
     where = offload_fractions(box)
     stay = where.parameters + where.parameters_files == 0

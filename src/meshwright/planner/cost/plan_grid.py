@@ -125,7 +125,7 @@ class RecomputeChoice(NamedTuple):
 
     @property
     def some(self) -> bool:
-        """Whether of a stage some blocks recompute, and others do less."""
+        """Returns whether only some blocks of a stage recompute, and the others do less."""
         return bool(self.layers or self.part)
 
     def blocks(self, order: ScheduleChoice) -> int:
@@ -138,7 +138,8 @@ class RecomputeChoice(NamedTuple):
 
 
 def is_distinct_recompute(orders: Sequence[ScheduleChoice], recompute: Sequence[RecomputeChoice]) -> Array:
-    """Whether a part is another plan of an order than a smaller part, or the whole (o, c)."""
+    """Returns whether a choice of recompute gives an order another plan than a smaller part or the
+    whole does (o, c)."""
     most = np.array([max(order.stage_layers) for order in orders])[:, None]
     part = np.array([again.part for again in recompute], dtype=int)
     count, smaller = -(-most * part // RECOMPUTE_PARTS_PER_STAGE), -(-most * (part - 1) // RECOMPUTE_PARTS_PER_STAGE)

@@ -113,7 +113,7 @@ class ContextState:
 
 
 def is_attention_mask(shape: torch.Size, length: int) -> bool:
-    """Whether it may be a mask of queries by keys."""
+    """Returns whether a tensor of this shape may be a mask of queries by keys."""
     return len(shape) == 4 and shape[-1] == length and shape[-2] in (1, length)
 
 

@@ -62,7 +62,11 @@ class SdpaCall:
         return ""
 
     def check(self, length: int) -> None:
-        """Raises InputError with the objection."""
+        """Checks that pieces can compute this call.
+
+        Raises:
+            InputError: they cannot; with the objection.
+        """
         if why := self.objection(length):
             raise InputError(f"cp: {why}: use cp1")
 
@@ -141,13 +145,12 @@ class PartialAttention(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether torch's fused CPU kernel applies."""
+        """Returns whether torch's fused CPU kernel applies."""
         return backend_of(self.query.device).memory_is_host and self.value.shape[-1] == self.query.shape[-1]
 
     @property
     def flash(self) -> bool:
-        """Whether CUDA's kernels take it; torch knows which devices have them, and whether somebody has turned them
-        off."""
+        """Returns whether CUDA's kernels apply. torch knows which devices have them, and whether they are disabled."""
         backend = backend_of(self.query.device)
         return supports_flash(self) and backend.supports_flash_attention(self.query, self.key, self.value, self.causal)
 

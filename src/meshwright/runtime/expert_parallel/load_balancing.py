@@ -223,7 +223,7 @@ def _find_routers(model: nn.Module, config: Any) -> RouterSpec | None:
 
 
 def _is_same_formula(theirs: Any, routing: RouterSpec) -> bool:
-    """Whether the model's function is the formula, with and without a mask."""
+    """Returns whether the model's function is the formula, with and without a mask."""
     generator = torch.Generator().manual_seed(0)
     layers = tuple(torch.randn(6, routing.experts, generator=generator) for _ in range(2))
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])

@@ -166,7 +166,7 @@ def summarize_loads(loads: Sequence[Sequence[float]]) -> tuple[tuple[float, ...]
 
 
 def is_expert_tensor_split(ranks: EpGroups, name: str) -> bool:
-    """Whether the ranks that share an expert each hold a share of its parameter `name`."""
+    """Returns whether the ranks of an expert each hold a shard of its parameter `name`."""
     experts = ranks.dealt[name]
     return name.removeprefix(f"{experts.path}.") in experts.splits
 

@@ -108,10 +108,11 @@ class LossHead:
 
 
 def predicts_next_token(model: nn.Module) -> bool:
-    """Whether the logits at a position are those of the next token.
+    """Returns whether the logits at a position are those of the next token.
 
-    The model states it (`shift_labels`), or its name does, or it generates without an encoder (LLaVA, Qwen3-VL). Adapters of
-    peft around a model do not change it."""
+    The model states it (`shift_labels`), or its name does, or it generates without an encoder (LLaVA, Qwen3-VL).
+    Adapters of peft around a model do not change it.
+    """
     inner: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model  # type: ignore[operator]
     name = type(inner).__name__
     alone = not getattr(getattr(inner, "config", None), "is_encoder_decoder", True)
@@ -120,7 +121,7 @@ def predicts_next_token(model: nn.Module) -> bool:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether a decoder generates from the output of an encoder (T5, BART, Whisper)."""
+    """Returns whether a decoder generates from the output of an encoder (T5, BART, Whisper)."""
     asks = inspect.signature(model.forward).parameters
     return "decoder_input_ids" in asks and bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 

@@ -66,12 +66,12 @@ class BoundarySpec:
 
     @property
     def is_over_stacks(self) -> bool:
-        """Whether stages cut more than one stack of blocks."""
+        """Returns whether stages cut more than one stack of blocks."""
         return len(self.firsts) > 1
 
     @property
     def is_more(self) -> bool:
-        """Whether stages send more than a hidden state."""
+        """Returns whether stages send more than a hidden state."""
         return self.is_over_stacks or any(len(places) > 1 for places in self.needs)
 
 

@@ -66,7 +66,7 @@ class WriteReport(NamedTuple):
 
 
 def is_single_device_step(engine: Engine, passes: int) -> bool:
-    """Whether a step is one pass of one process, whose weights are updated where they lie."""
+    """Returns whether a step is one pass of one process with an update in place."""
     return (
         engine.mesh.plan.world == 1
         and passes == 1
@@ -161,7 +161,7 @@ def _check_max_norm(engine: Engine) -> set[str]:
 
 
 def _updates_in_place(engine: Engine) -> bool:
-    """Whether all weights that a pass reads are those that the update writes."""
+    """Returns whether all weights that a pass reads are those that the update writes."""
     trained = engine.zero.trainable
     return engine.mesh.plan.zero < 3 and not any(
         unit.has_main_params or isinstance(unit.optim_shard, OffloadedShard) for unit in trained

@@ -160,8 +160,8 @@ class AnalysisGuard:
         return f"with {given} the model runs otherwise than with {known}, which it was analysed with ({objection}): {remedy}"
 
     def _is_example(self, inputs: Mapping[str, Any], is_training: bool) -> bool:
-        """Whether the run before the model was sharded was made with the same types and sizes, so that another would be
-        the same."""
+        """Returns whether the analysis run before sharding had the same dtypes and sizes, so that another run would be
+        equal."""
         if self.skeleton is None or is_training != self.was_training:
             return False
         return _shapes_and_values(make_example(self.skeleton, inputs)) == _shapes_and_values(
@@ -244,8 +244,11 @@ def dry_run_stages(
     batch: dict[str, Any],
     loss: Any = None,
 ) -> None:
-    """Raises PlanRefused on every rank with what the first stage that cannot run says. Every rank calls it; what `loss`
-    holds is restored."""
+    """Runs every stage once with one row and noise. Every rank calls it; the contents of `loss` are restored.
+
+    Raises:
+        PlanRefused: a stage cannot run; on every rank, with the error of the first such stage.
+    """
     forms: list[BoundaryShape] = []
     batch = {
         name: value[:1] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()

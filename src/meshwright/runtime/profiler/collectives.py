@@ -101,7 +101,7 @@ class CollectiveProfiler:
 
     @property
     def room(self) -> bool:
-        """Whether words are left for one more group of ranks that share memory."""
+        """Returns whether there is shared memory for one more group of ranks."""
         return (self.made + 2) * FIELDS_PER_GROUP <= FIELDS_PER_RANK
 
     # --- pairs

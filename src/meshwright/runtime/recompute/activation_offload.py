@@ -44,7 +44,7 @@ class ActivationOffload:
         self.device, self.weights, self.depot = device, weights, depot
         self.ferry = CopyStreams(device) if depot is None else depot.copy_streams
         self.beyond = backend_of(device).has_streams
-        """Whether the device has memory of its own."""
+        """Whether the device has separate memory."""
         self._last = self._opened = _no_block
 
     @contextmanager

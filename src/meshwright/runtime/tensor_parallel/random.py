@@ -37,7 +37,7 @@ RANK_SEED_STRIDE = 1_000_003
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether anything in `model` can be dropped: a module, or a rate that a forward method reads."""
+    """Returns whether `model` has dropout: a module, or a rate that a forward method reads."""
     for module in model.modules():
         rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -111,9 +111,12 @@ class TensorParallelRng:
 
 @contextmanager
 def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
-    """Raises PlanRefused where the forward inside drew such numbers and `plan` lets several ranks, or two passes,
-    compute the same rows. Nothing is done
-    where that was `checked` before."""
+    """Checks that the forward inside draws no numbers from the generators of Python or NumPy. They are permitted where
+    `plan` lets only one rank and one pass compute each row. Nothing is done where it was `checked` before.
+
+    Raises:
+        PlanRefused: the forward draws such numbers.
+    """
     together = plan.tp > 1 or plan.cp > 1 or plan.stages > 1
     if checked or not (together or plan.recompute != Recompute.none):
         yield
