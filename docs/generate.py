@@ -107,7 +107,7 @@ def api_page(language: str) -> str:
     for name in sorted(set(meshwright.__all__) - {"__version__"}, key=str.lower):
         value = getattr(meshwright, name)
         fields = getattr(value, "model_fields", None)
-        header = None if fields else f"```python\n{signature_of(f'mw.{name}', value)}\n```"
+        header = None if fields else f"```text\n{signature_of(f'mw.{name}', value)}\n```"
         parts += [f"## {name}", header, described(value), fields and field_table(fields)]
     from meshwright.train.trainer import Trainer
 
@@ -116,7 +116,7 @@ def api_page(language: str) -> str:
         if not name.startswith("_") and inspect.isfunction(value):
             parts += [
                 f"### trainer.{name}",
-                f"```python\n{signature_of(f'trainer.{name}', value)}\n```",
+                f"```text\n{signature_of(f'trainer.{name}', value)}\n```",
                 described(value),
             ]
     return "\n\n".join(part for part in parts if part) + "\n"

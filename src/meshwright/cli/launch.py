@@ -159,8 +159,8 @@ def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Calla
     if on == "torchrun":
         return lambda start, where, said: torchrun.node_script(start, where)
     if on == "slurm":
-        asked = slurm.SlurmRequest(queue.partition, queue.hours, queue.account, queue.qos, pods.image, queue.mounts)
-        return lambda start, where, said: slurm.batch_script(start, where, asked)
+        requested = slurm.SlurmRequest(queue.partition, queue.hours, queue.account, queue.qos, pods.image, queue.mounts)
+        return lambda start, where, said: slurm.batch_script(start, where, requested)
     if not (pods.image and pods.claim):
         raise InputError(
             "launch --on kubernetes needs --image (a container image with meshwright) and --claim (a volume that all "

@@ -61,11 +61,11 @@ def build_application(tokens: Sequence[str]) -> App:
         console=console,
         suppress_keyboard_interrupt=False,
     )
-    asked = [name for name, _ in COMMANDS if [name] == list(tokens[:1])]
+    requested = [name for name, _ in COMMANDS if [name] == list(tokens[:1])]
     for name, line in COMMANDS:
-        if name in asked:
+        if name in requested:
             app.command(f"meshwright.cli.{name}:{name}", name=name)
-        elif not asked:
+        elif not requested:
             app.command(f"meshwright.cli.{name}:{name}", name=name, help=line, sort_key=len(COMMANDS))
     return app
 
@@ -100,7 +100,7 @@ def _localized_error(line: str, tokens: list[str]) -> str:
     from meshwright.core.i18n.line_patterns import translate_line
     from meshwright.core.i18n.messages import choose_language
 
-    asked = next(
+    requested = next(
         (
             word
             for before, word in pairwise(word for token in tokens for word in token.split("=", 1))
@@ -109,7 +109,7 @@ def _localized_error(line: str, tokens: list[str]) -> str:
         None,
     )
     try:
-        return translate_line(line, choose_language(asked, os.environ))
+        return translate_line(line, choose_language(requested, os.environ))
     except InputError:
         return line
 

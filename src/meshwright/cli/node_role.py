@@ -161,8 +161,8 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
     from meshwright.core.errors import InputError
     from meshwright.planner.inputs.job import resolve_cluster
 
-    asked = environment.get(NODE_VARIABLE) == "1"
-    if not asked and int(environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", 1))) > 1:
+    requested = environment.get(NODE_VARIABLE) == "1"
+    if not requested and int(environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", 1))) > 1:
         return None
     file = job()
     cluster = resolve_cluster(file.cluster)
@@ -171,14 +171,14 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
     else:
         devices = [group.devices for group in cluster.groups for _ in range(group.nodes)]
         fewer = me.world < len(devices) and file.run.min_ranks
-        if asked and len(devices) != me.world and not fewer:
+        if requested and len(devices) != me.world and not fewer:
             raise InputError(
                 f"{NODE_VARIABLE}: {me.world} nodes were started and cluster {cluster.name!r} has {len(devices)}: "
                 "start one process on each, or let "
                 "the run go on with fewer: --set run.min_ranks=RANKS"
             )
-        asked = asked or (len(devices) == me.world != cluster.devices)
-    if not asked or me.world == 1:
+        requested = requested or (len(devices) == me.world != cluster.devices)
+    if not requested or me.world == 1:
         return None
     port = int(environment.get("MASTER_PORT", DEFAULT_PORT)) + (
         "TORCHELASTIC_RUN_ID" in environment
@@ -390,12 +390,12 @@ def stop_together(rank: int, early: str) -> Iterator[None]:
 
     Ranks receive the request one after another, so that some lose a peer first.
     """
-    asked: list[str] = []
+    requested: list[str] = []
     left = False
 
     def heard(number: int, _: Any) -> None:
-        asked.append(signal.Signals(number).name)
-        if len(asked) == 1 and not left:
+        requested.append(signal.Signals(number).name)
+        if len(requested) == 1 and not left:
             raise KeyboardInterrupt
 
     with stop_signal_handler(heard):
@@ -403,14 +403,14 @@ def stop_together(rank: int, early: str) -> Iterator[None]:
             yield
         except (KeyboardInterrupt, RuntimeError, TimeoutError, MeshwrightError):
             left = True
-            if not asked:
+            if not requested:
                 time.sleep(SETTLE_SECONDS)
-            if not asked:
+            if not requested:
                 raise
             atexit.register(_exit_process)
             if rank:
                 raise SystemExit(Interrupted.exit_code) from None
-            raise Interrupted(f"stopped by {asked[0]} {early}; the same command starts again") from None
+            raise Interrupted(f"stopped by {requested[0]} {early}; the same command starts again") from None
 
 
 def _exit_process() -> None:

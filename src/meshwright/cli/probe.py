@@ -65,7 +65,7 @@ def probe(
     if me is None and sum(group.nodes for group in known.groups) > 1:
         raise InputError(
             f"cluster {cluster!r} has several nodes: start this command on each of them, with torchrun, "
-            "Slurm or `meshwright emulate`")  # fmt: skip
+            "Slurm or `python -m bench.emulation`")  # fmt: skip
     if me is None:
         _check_ranks(known)
     if me is not None and known.name.startswith("local"):  # ranks of another launcher without a cluster description
@@ -75,11 +75,11 @@ def probe(
         return 0
     result = calibrate(found, known)
     if me is None and known.name.startswith("local"):
-        kept = save_local_cluster(result.cluster) if found.busy <= MAX_BUSY_PROCESSORS else None
+        saved = save_local_cluster(result.cluster) if found.busy <= MAX_BUSY_PROCESSORS else None
         why = (
             "other programs were busy meanwhile" if found.busy > MAX_BUSY_PROCESSORS else "the cache cannot be written"
         )
-        print_note(f"kept in {kept}: --cluster local is this from now on" if kept else f"not kept: {why}", language)
+        print_note(f"kept in {saved}: --cluster local is this from now on" if saved else f"not kept: {why}", language)
     if json:
         print_json(
             {

@@ -286,11 +286,11 @@ def _prepared_run(
         raise InputError(f"run folder {str(folder)!r} cannot be made: {error.strerror}") from None
     with RunLock(folder, number):
         longer = write_run_folder(folder, launch, choice)
-        away = Path(launch.run.offload_to or folder)
+        offloaded = Path(launch.run.offload_to or folder)
         blocks = choice.question.model.blocks if choice.question is not None else 0
         room = (
-            disk_space_warnings(choice.plan, choice.estimate, away, disk_usage(away).free, blocks)
-            if choice.estimate and away.is_dir()
+            disk_space_warnings(choice.plan, choice.estimate, offloaded, disk_usage(offloaded).free, blocks)
+            if choice.estimate and offloaded.is_dir()
             else ""
         )
         other = cluster_mismatches(choice.question) if choice.question is not None and world is None else []
@@ -333,10 +333,10 @@ def _run_external_rank(
             connection.tell(launch.to_json())
             channel.hear = _event_listener(folder, me.world, screen)
         else:
-            told = parse_text(connection.tell(""), "rank 0")
-            if "wrong" in told:
-                raise SystemExit(told["wrong"])
-            launch = validate_data(LaunchSpec, told)
+            sent = parse_text(connection.tell(""), "rank 0")
+            if "wrong" in sent:
+                raise SystemExit(sent["wrong"])
+            launch = validate_data(LaunchSpec, sent)
             folder = Path(launch.run.folder)
         from meshwright.cli.replanning import lower_memory_hint
         from meshwright.train.loop import TrainLoop

@@ -49,7 +49,7 @@ def run_trials(
         raise InputError(
             f"--trials runs plans here, and cluster {question.cluster.name!r} has several nodes: start this command on "
             "each rank, with torchrun, "
-            "Slurm or `meshwright emulate`"
+            "Slurm or `python -m bench.emulation`"
         )
     return _run_supervised_trials(question, launch, most, note)
 
@@ -114,10 +114,10 @@ def conduct_trials(
     ground, trials = TrialRunner(launch), list[Trial]()
     while True:
         chosen = next_trial(question, trials, most) if connection.rank == 0 else None
-        told = connection.tell(chosen[0].to_json(None) if chosen else "")
-        if not told:
+        sent = connection.tell(chosen[0].to_json(None) if chosen else "")
+        if not sent:
             return trials
-        plan = validate_data(Plan, parse_text(told, "rank 0"))
+        plan = validate_data(Plan, parse_text(sent, "rank 0"))
         timed = ground.try_plan(plan)
         trials.append(
             Trial(
@@ -168,10 +168,10 @@ def job_from_trials(
     if max((trial.busy for trial in trials), default=0.0) > MAX_BUSY_PROCESSORS:
         remark("other programs were busy meanwhile: what was measured is not kept")
     elif again.cluster.name.startswith("local") and best_trial(trials) is not None:
-        kept = save_local_cluster(again.cluster)
+        saved = save_local_cluster(again.cluster)
         remark(
-            f"the cluster that explains them is kept in {kept}: --cluster local is this from now on"
-            if kept
+            f"the cluster that explains them is kept in {saved}: --cluster local is this from now on"
+            if saved
             else "not kept: no cache"
         )
     return again, best_trial(trials)

@@ -50,14 +50,14 @@ def verify(
     from meshwright.core.i18n.messages import render_message as said
 
     language = choose_language(lang, os.environ)
-    asked = prepare_verification(read_job_file(job, shared), pin, dtype)
-    small, source, choice = asked.small, asked.source, asked.choice
+    requested = prepare_verification(read_job_file(job, shared), pin, dtype)
+    small, source, choice = requested.small, requested.source, requested.choice
     plan = make_message("verify.plan", plan=choice.plan.name)
     what = plan if small.name == choice.plan.name else make_message("verify.reduced", plan=plan, small=small.name)
     print_note(said(make_message("verify.small", model=source.name, what=what, ranks=small.world), language))
-    for line in asked.lossy:
+    for line in requested.lossy:
         print_note(line, language)
-    findings = run_verification(asked)
+    findings = run_verification(requested)
     if json:
         equal = all(finding["equal"] for finding in findings)
         print_json(

@@ -142,6 +142,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     ''
     """
     near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
-    alike = [difflib.SequenceMatcher(None, name, word).ratio() for name in near]
-    near = [name for name, share in zip(near, alike, strict=True) if share > alike[0] - MAX_SIMILARITY_GAP]
+    similarity = [difflib.SequenceMatcher(None, name, word).ratio() for name in near]
+    near = [name for name, share in zip(near, similarity, strict=True) if share > similarity[0] - MAX_SIMILARITY_GAP]
     return "; did you mean " + " or ".join(repr(name) for name in near) + "?" if near else ""

@@ -215,9 +215,9 @@ def collective_environment(address: str) -> dict[str, str]:
     >>> collective_environment("127.0.0.1") in ({"GLOO_SOCKET_IFNAME": "lo"}, {"GLOO_SOCKET_IFNAME": "lo0"})
     True
     """
-    name, alone = network_interface_of(address), ip_address(socket.gethostbyname(address)).is_loopback
+    name, single = network_interface_of(address), ip_address(socket.gethostbyname(address)).is_loopback
     gloo = {"GLOO_SOCKET_IFNAME": name or ("lo0" if sys.platform == "darwin" else "lo")}
-    return gloo if alone or not name else gloo | {"NCCL_SOCKET_IFNAME": f"={name}"}
+    return gloo if single or not name else gloo | {"NCCL_SOCKET_IFNAME": f"={name}"}
 
 
 def local_address_towards(host: str, port: int) -> str:

@@ -134,11 +134,11 @@ class SnapshotHeader:
     def take(self, most: int | None = None) -> int:
         """Returns the slot to write next, among the first `most` slots: the oldest one that is not pinned. The slot
         has no step until `name` is called."""
-        kept = set(self.words[PINNED_STEPS_FIELD : PINNED_STEPS_FIELD + 2]) - {0}
+        saved = set(self.words[PINNED_STEPS_FIELD : PINNED_STEPS_FIELD + 2]) - {0}
         free = [
             slot
             for slot in self.slots[:most]
-            if not self._slot(slot)[_PINNED_FIELD] and self._slot(slot)[_STEP_FIELD] not in kept
+            if not self._slot(slot)[_PINNED_FIELD] and self._slot(slot)[_STEP_FIELD] not in saved
         ]
         slot = min(free, key=lambda slot: self._slot(slot)[_STEP_FIELD])
         self._slot(slot)[_STEP_FIELD] = 0
@@ -215,8 +215,8 @@ class SnapshotClient:
         self._read(out)
 
     def _ask(self, begin: int, size: int) -> int:
-        asked = {"key": self.key, "rank": self.rank, "begin": begin, "size": size}
-        self._end.sendall(json.dumps(asked).encode() + b"\n")
+        requested = {"key": self.key, "rank": self.rank, "begin": begin, "size": size}
+        self._end.sendall(json.dumps(requested).encode() + b"\n")
         answer = self._lines.readline(MAX_UNAUTHENTICATED_BYTES)
         if not answer:
             raise ConnectionResetError("the node that lends these copies is gone")

@@ -118,8 +118,8 @@ class DeviceIds:
         [(None, 0), (None, 1), (None, 2), (None, 3)]
         """
         if slots:
-            held = {slot: node for node in nodes for slot in range(node.first, node.first + node.devices)}
-            return [(node := held.get(slot), slot - (node.first if node else 0)) for slot in slots]
+            stored = {slot: node for node in nodes for slot in range(node.first, node.first + node.devices)}
+            return [(node := stored.get(slot), slot - (node.first if node else 0)) for slot in slots]
         seats: list[tuple[NodeT | None, int]] = [(None, device) for device in range(self.devices)]
         seats += [(node, device) for node in nodes if not node.leaving for device in range(node.devices)]
         return seats[:world] + [(None, rank) for rank in range(len(seats), world)]
@@ -332,7 +332,9 @@ class ClusterAgent(LocalAgent):
 
     def hold(self, holdings: SharedFileStore) -> None:
         """Registers the snapshots of this machine that the snapshot server may serve."""
-        self._shared = {key: held for key, held in self._shared.items() if held.is_open} | {holdings.key: holdings}
+        self._shared = {key: stored for key, stored in self._shared.items() if stored.is_open} | {
+            holdings.key: holdings
+        }
         self._mirrors.begin(holdings)
 
     def released(self) -> None:

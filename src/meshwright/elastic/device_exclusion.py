@@ -262,11 +262,11 @@ class DeviceExclusion:
         if rested:
             self.come_back(rested, "it has rested: tried again")
             return None
-        asked = [slot for slot, out in there.items() if out.times]
-        if not self.leaving.probe or not asked or self._measuring or now < self._measured + self.leaving.every:
+        requested = [slot for slot, out in there.items() if out.times]
+        if not self.leaving.probe or not requested or self._measuring or now < self._measured + self.leaving.every:
             return None
         self._measured, self._measuring = now, True
-        return asked[int(now / self.leaving.every) % len(asked)]
+        return requested[int(now / self.leaving.every) % len(requested)]
 
     def heed(self, event: IpcMessage) -> None:
         """Handles the messages and the end of the probe process."""

@@ -240,23 +240,23 @@ class HangDetector:
             return None  # no rank has sent a heartbeat yet: these ranks may never send any
         _, *running = self._limits
         shortest = min(running)
-        late = {
+        delayed = {
             rank: seconds
             for rank, seconds in silent.items()
             if (seconds > shortest or signs(living[rank]).state == "T") and seconds > self._limit(rank, living[rank])
         }
-        late = {
+        delayed = {
             rank: own
-            for rank in late
-            if (own := late[rank] - (self.signs(living[rank]).in_line - self._seen[rank].in_line))
+            for rank in delayed
+            if (own := delayed[rank] - (self.signs(living[rank]).in_line - self._seen[rank].in_line))
             > self._limit(rank, living[rank])
         }
-        return self._judge(late, silent, living) if late else None
+        return self._judge(delayed, silent, living) if delayed else None
 
     def _excuse(self, living: Mapping[int, int], now: float) -> None:
         """Resets the silence of the ranks that do not train while one of them, which waits for no other, is at work
         ([Note: at work])."""
-        beside: dict[int, ProcStats] = {}
+        extra: dict[int, ProcStats] = {}
         at_work = False
         first, last = RankPhase.data, self.terms.last
         idle = [
@@ -268,7 +268,7 @@ class HangDetector:
             pulse, signs = self.holdings.pulse(rank), self.signs(living[rank])
             if signs.state == "T":
                 continue
-            beside[rank], before = signs, self._work.setdefault(rank, signs)
+            extra[rank], before = signs, self._work.setdefault(rank, signs)
             moved, since = self._disk.get(rank, (signs.moved, now))
             if signs.state != "D" or signs.moved - moved > BUSY_IO_BYTES:
                 moved, since = signs.moved, now
@@ -282,7 +282,7 @@ class HangDetector:
                 computes or waits_for_disk or signs.moved - before.moved > BUSY_IO_BYTES
             ):
                 at_work = True
-        for rank, signs in beside.items() if at_work else ():
+        for rank, signs in extra.items() if at_work else ():
             self._seen[rank] = _ObservedField(self._seen[rank].word, now, signs.in_line)
             self._work[rank] = signs
 

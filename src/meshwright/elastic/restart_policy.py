@@ -52,8 +52,8 @@ class RestartPolicy:
         """Records `failure`, which occurred after `step` had ended. Returns why a retry is hopeless, or an empty
         string."""
         why = "want of memory" if starved else failure_cause(failure)
-        is_told = bool(failure.error or failure.message or failure.words) or failure.rank == self._rank
-        same = step == self._step and why == self._cause and (starved or (failure.status >= 0 and is_told))
+        is_sent = bool(failure.error or failure.message or failure.words) or failure.rank == self._rank
+        same = step == self._step and why == self._cause and (starved or (failure.status >= 0 and is_sent))
         self.in_row = self.in_row + 1 if step == self._step else 1
         self._step, self._cause, self._rank = step, why, failure.rank
         self._culprits.append(failure.rank)

@@ -40,8 +40,8 @@ class SnapshotLocations:
         """Records that ranks start at `homes` with snapshots under `key`. Returns where those of `source` are read."""
         found = self._found(source) or [""] * len(homes)
         at_first = [at or home for at, home in zip(found, homes, strict=True)] if key == source else homes
-        self._homes = {kept: lived for kept, lived in self._homes.items() if kept == source} | {key: at_first}
-        self._mirrors = {kept: mirrors for kept, mirrors in self._mirrors.items() if kept in (key, source)}
+        self._homes = {saved: lived for saved, lived in self._homes.items() if saved == source} | {key: at_first}
+        self._mirrors = {saved: mirrors for saved, mirrors in self._mirrors.items() if saved in (key, source)}
         self._written &= {key, source}
         self._next = key, homes
         return [(at, len(list(ranks))) for at, ranks in itertools.groupby(found)]

@@ -162,13 +162,13 @@ class SnapshotReplicator:
                 self._done(order.number, whole, self._seconds)
 
     def _copy(self, order: ReplicationRequest, rank: int, file: int) -> bool:
-        lent = self._reached(order, rank)
-        there = self._await(order, lent)
+        shared_fds = self._reached(order, rank)
+        there = self._await(order, shared_fds)
         if there is None:
             return False
         began = time.monotonic()
         try:
-            return self._fill(order, rank, file, lent, there)
+            return self._fill(order, rank, file, shared_fds, there)
         finally:
             self._seconds += time.monotonic() - began
 
@@ -213,7 +213,7 @@ class SnapshotReplicator:
     def _reached(self, order: ReplicationRequest, rank: int) -> SnapshotClient:
         place = order.address, order.key, rank
         if place not in self._lent:
-            self._lent = {kept: lent for kept, lent in self._lent.items() if kept[:2] == place[:2]}
+            self._lent = {saved: shared_fds for saved, shared_fds in self._lent.items() if saved[:2] == place[:2]}
             self._lent[place] = SnapshotClient(order.address, self._token, order.key, rank)
         return self._lent[place]
 
@@ -293,10 +293,10 @@ class ReplicationCoordinator:
         if not others or sum(len(node.ranks) for node in holders) != others:
             return
         self._seconds, self._step, self._failed, self._where = 0.0, newest + self._ahead, False, {}
-        kept = [self._whole, self._step]
-        holdings.keep(kept)
+        saved = [self._whole, self._step]
+        holdings.keep(saved)
         for node in nodes:
-            self._tell(node, do="keep", key=holdings.key, steps=kept)
+            self._tell(node, do="keep", key=holdings.key, steps=saved)
         for node, behind in zip(holders, [*holders[1:], None], strict=True):
             number, ranks = next(self._numbers), sorted(node.ranks)
             self._waits.add(number)

@@ -285,10 +285,10 @@ class Supervisor:
     def _heals(self, now: Attempt) -> bool:
         """Whether another generation is to be tried ([Note: giving up])."""
         if self._nursery.ended and now.living and not now.guilty:
-            gone = self._nursery.status()
+            removed = self._nursery.status()
             if self._killed or not self._begun or not self.care.retries:
-                raise fork_server_error(gone, self._nursery.log)
-            first = now.failures[-1] = fork_server_exit(gone, self._nursery.log)
+                raise fork_server_error(removed, self._nursery.log)
+            first = now.failures[-1] = fork_server_exit(removed, self._nursery.log)
         elif self._world is not None and not now.failures and not self._killed:
             return True
         elif not now.failures or self._killed:

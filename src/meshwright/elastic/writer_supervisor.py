@@ -162,7 +162,7 @@ class WriterSupervisor:
         requested."""
         self.lives, seconds, self._seconds = False, self._seconds, 0.0
         if self._next is not None:
-            asked, self._next = self._next, None
-            self.begin(self._start, asked)
+            requested, self._next = self._next, None
+            self.begin(self._start, requested)
         else:
             holdings.written(seconds)

@@ -130,9 +130,9 @@ def _replace_split_with_slices(graph: Any, node: Any) -> None:
 
 def _disable_compiler(module: nn.Module, block: nn.Module) -> None:
     """Excludes the project's own forwards and hooks from the compiler."""
-    held: Any = vars(module)
-    if module is not block and "forward" in held:
-        module.forward = torch.compiler.disable(held["forward"])  # type: ignore[method-assign]
+    stored: Any = vars(module)
+    if module is not block and "forward" in stored:
+        module.forward = torch.compiler.disable(stored["forward"])  # type: ignore[method-assign]
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in hooks.items():
             hooks[number] = torch.compiler.disable(hook)

@@ -382,8 +382,8 @@ def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     try:
         with deferred_init() as later:
             model = make()
-        unlike = [tensor for tensor in model.parameters() if tensor.is_meta and later.seen(tensor) is None]
-        if not unlike and not any(buffer.is_meta for buffer in model.buffers()):
+        different = [tensor for tensor in model.parameters() if tensor.is_meta and later.seen(tensor) is None]
+        if not different and not any(buffer.is_meta for buffer in model.buffers()):
             return model
     except Exception:  # the full build raises the model's own errors
         pass

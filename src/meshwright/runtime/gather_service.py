@@ -184,13 +184,13 @@ class GatherService:
     ) -> None:
         at = 0
         for index, start, stop in window.spans:
-            for held in parts:
-                if held.piece.name.partition("/")[2] == ranges[index].name:
+            for stored in parts:
+                if stored.piece.name.partition("/")[2] == ranges[index].name:
                     write_piece(
                         bucket[at : at + stop - start],
                         ranges[index].start + start,
-                        held.piece,
-                        held.data.detach().view(-1),
+                        stored.piece,
+                        stored.data.detach().view(-1),
                     )
             at += stop - start
 
@@ -210,16 +210,18 @@ class GatherService:
         if what != REQUEST_BUFFERS:
             kind = "model" if what == REQUEST_WEIGHTS else "gradient"
             return (
-                held for held in selected_pieces(engine, kind, names) if not held.piece.name.startswith(REPLICA_PREFIX)
+                stored
+                for stored in selected_pieces(engine, kind, names)
+                if not stored.piece.name.startswith(REPLICA_PREFIX)
             )
         place = engine.mesh.coords
         first = engine.mesh.replica == 0 and place.cp == 0
         return (
-            held
-            for held in buffer_pieces(engine, saving=True)
+            stored
+            for stored in buffer_pieces(engine, saving=True)
             if first
-            and held.piece.name.removeprefix(BUFFER_PREFIX) in names
-            and (held.piece.split is not None or place.tp == 0)
+            and stored.piece.name.removeprefix(BUFFER_PREFIX) in names
+            and (stored.piece.split is not None or place.tp == 0)
         )
 
 

@@ -94,16 +94,16 @@ def _parameter_names(engine: Engine, module: nn.Module | None) -> list[str]:
 def _gather_parameters(engine: Engine, names: list[str]) -> dict[str, torch.Tensor]:
     """Returns full tensors on every rank."""
     wanted = set(names)
-    held = [
+    stored = [
         (item.piece, item.data.detach())
         for item in state_dict.weight_pieces(engine, saving=True)
         if item.piece.name.removeprefix(MODEL_PREFIX) in wanted
     ]
     if engine.mesh.world is None:
         return {
-            name: tensor.clone() for name, tensor in state_dict.assemble_tensors(held).items()
+            name: tensor.clone() for name, tensor in state_dict.assemble_tensors(stored).items()
         } | state_dict.empty_parameters(engine)
-    found = gather_objects([(piece, data.to("cpu", copy=True)) for piece, data in held])
+    found = gather_objects([(piece, data.to("cpu", copy=True)) for piece, data in stored])
     return state_dict.assemble_tensors(item for part in found for item in part) | state_dict.empty_parameters(engine)
 
 
@@ -124,8 +124,8 @@ def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> I
         second.setdefault(one, []).append(name)
     try:
         for name, parameter in full.items():
-            held = [unit.parameters[name] for unit in units if name in unit.parameters]
-            for each in held:
+            stored = [unit.parameters[name] for unit in units if name in unit.parameters]
+            for each in stored:
                 swapped.append((each, each.data))
                 each.data = parameter.data
             installed[name] = own.get(name, parameter)
@@ -249,7 +249,7 @@ def guard_stale_parameters(engine: Engine, before: ParameterRefs) -> None:
     """Invalidates parameters that were taken from the model before sharding and are no part of it any more."""
     present = {id(parameter) for unit in engine.zero.units for parameter in unit.parameters.values()}
     present |= {id(parameter) for parameter in engine.model.parameters()}
-    gone = {
+    removed = {
         name: parameter for name, there in before if (parameter := there()) is not None and id(parameter) not in present
     }
-    AccessGuard(gone, stale_parameter_message(engine.mesh.plan.name)).deny()
+    AccessGuard(removed, stale_parameter_message(engine.mesh.plan.name)).deny()

@@ -79,10 +79,13 @@ def _param_group_pieces(
         split, before = spec.tp_split, spec.expert_offset(unit.parameters[name].numel())
         if name in but or (saving and split is None and spec.tp_index):
             continue
-        shape, held = tuple(spec.global_shape), spec.intervals()
-        lies = unit.shard_range.start
+        shape, stored = tuple(spec.global_shape), spec.intervals()
+        location = unit.shard_range.start
         for part in parts:
-            begin, end = max(offset, first, lies), min(offset + unit.parameters[name].numel(), last, lies + len(part))
+            begin, end = (
+                max(offset, first, location),
+                min(offset + unit.parameters[name].numel(), last, location + len(part)),
+            )
             if begin < end:
                 dtype = str(part.dtype).removeprefix("torch.")
                 piece = ShardMetadata(
@@ -90,12 +93,12 @@ def _param_group_pieces(
                     shape,
                     dtype,
                     split.dim if split else None,
-                    held,
+                    stored,
                     before + begin - offset,
                     before + end - offset,
                 )
-                yield LocalPiece(piece, part[begin - lies : end - lies])
-            lies += len(part)
+                yield LocalPiece(piece, part[begin - location : end - location])
+            location += len(part)
 
 
 def _replica_prefix(unit: FlatParamGroup) -> str:
@@ -154,9 +157,9 @@ def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[Loca
         if names.isdisjoint(unit.layout.offsets) or (kind == "gradient" and unit.frozen):
             continue
         parts = unit.optim_shard.parts if kind == "model" else [unit.grad_shard]
-        for held in _param_group_pieces(engine, kind, unit, parts, True):
-            if held.piece.name.rpartition(f"{kind}/")[2] in names:
-                yield held
+        for stored in _param_group_pieces(engine, kind, unit, parts, True):
+            if stored.piece.name.rpartition(f"{kind}/")[2] in names:
+                yield stored
 
 
 def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:

@@ -42,9 +42,9 @@ def write(channel: RankControl, payload: dict[str, Any]) -> int:
         data = memory.data(step)
         for name, shape, dtype, split, intervals, start, stop, offset in memory.index["pieces"]:
             kind = DTYPE_BY_NAME[dtype]
-            held = data[offset : offset + (stop - start) * kind.itemsize].view(kind)
+            stored = data[offset : offset + (stop - start) * kind.itemsize].view(kind)
             pieces.append(
-                (ShardMetadata(name, tuple(shape), dtype, split, tuple(map(tuple, intervals)), start, stop), held)
+                (ShardMetadata(name, tuple(shape), dtype, split, tuple(map(tuple, intervals)), start, stop), stored)
             )  # type: ignore[arg-type]
     state = merge_scalar_states([json.loads(memory.state(step)) for memory in memories])
     state["extra"].pop("record", None)

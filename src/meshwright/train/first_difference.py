@@ -224,16 +224,16 @@ def _local_difference(trainer: Trainer, path: str, mine: torch.Tensor, whole: to
         if mine.shape[0] != size:
             return None  # rows and positions are flattened into one dimension
         whole = whole[first : first + size]
-    unlike = [dim for dim in range(mine.ndim) if whole.shape[dim] != mine.shape[dim]]
-    if not unlike:
+    different = [dim for dim in range(mine.ndim) if whole.shape[dim] != mine.shape[dim]]
+    if not different:
         return _relative_norm(mine, whole) if plan.cp == 1 else None
-    if len(unlike) > 1 or plan.tp == 1:
+    if len(different) > 1 or plan.tp == 1:
         return None
     split = anatomy.splits.get(f"{path}.weight")
     columns = {column for region in anatomy.regions for column in region.columns} | {anatomy.head}
     if path in columns and split is not None:
-        whole = local_shard(whole, TpSplit(unlike[0], split.parts, split.ways), place.tp, plan.tp)
-    elif plan.sequence_parallel and unlike == [1] and mine.shape[1] * plan.tp == whole.shape[1]:
+        whole = local_shard(whole, TpSplit(different[0], split.parts, split.ways), place.tp, plan.tp)
+    elif plan.sequence_parallel and different == [1] and mine.shape[1] * plan.tp == whole.shape[1]:
         whole = whole.chunk(plan.tp, 1)[place.tp]
     return _relative_norm(mine, whole) if whole.shape == mine.shape else None
 

@@ -249,8 +249,8 @@ class ForkServer:
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self.woken.recv(4096)
-        gone, status = os.waitpid(self.store, os.WNOHANG)
-        if gone:
+        removed, status = os.waitpid(self.store, os.WNOHANG)
+        if removed:
             self.store = 0
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
             self._end(

@@ -98,13 +98,13 @@ class TrainLoop:
             part.quarantine = lambda line: self.channel.say("bad_data", line=line)
         self.dataset, self.loader = dataset, build_loader(dataset, self.objective, model, work)
         rule, kind = launch.workload.optimizer, precision_recipe(launch.workload, launch.plan)
-        beside = ParallelizeOptions(
+        extra = ParallelizeOptions(
             offload_to=launch.run.offload_to or self.folder,
             predicted=launch.predicted,
             prove=configured_proof_mode(launch),
         )
         self.trainer = parallelize(
-            model, optimizer_factory(rule), launch.plan, precision=kind, clip=rule.clip, seed=work.seed, **beside
+            model, optimizer_factory(rule), launch.plan, precision=kind, clip=rule.clip, seed=work.seed, **extra
         )
         self.device, self.memories = self.trainer.mesh.device, MemoryRecorder(self.trainer, self.folder)
         self.control = (
@@ -153,17 +153,17 @@ class TrainLoop:
         if self.channel.rank == 0 and self.dataset.tokenizer is not None:
             (self.folder / "tokenizer").mkdir(exist_ok=True)
             self.dataset.tokenizer.save(self.folder / "tokenizer")
-        held_out = list(self.loader.validation_batches(VALIDATION_BATCH_ROWS))
-        if began == 0 and held_out:
-            loss = self._evaluate(held_out)
+        stored_out = list(self.loader.validation_batches(VALIDATION_BATCH_ROWS))
+        if began == 0 and stored_out:
+            loss = self._evaluate(stored_out)
             self._report(
                 records, StepRecord(step=0, loss=loss, tokens=0, gradient_norm=0, lr=0, seconds=0, held_out_loss=loss)
             )
         self.recovery.catch_up()
-        late = self.recovery.unreported(records.last if records is not None else 0)
-        for record in chain([late] if late is not None else [], self._steps(began)):
-            if held_out and self._due(record.step, self.launch.run.evaluate_every):
-                record = record.model_copy(update={"held_out_loss": self._evaluate(held_out)})
+        delayed = self.recovery.unreported(records.last if records is not None else 0)
+        for record in chain([delayed] if delayed is not None else [], self._steps(began)):
+            if stored_out and self._due(record.step, self.launch.run.evaluate_every):
+                record = record.model_copy(update={"held_out_loss": self._evaluate(stored_out)})
             self._report(records, record)
             if self.stopping or self.recovery.due(record.step):
                 self.recovery.save(must=self.stopping or record.step == self.steps)
@@ -189,8 +189,8 @@ class TrainLoop:
         tell = lambda kind, **entries: self._say(kind, last=self.steps, **entries)
         engine, work, note = self.trainer.engine, self.launch.workload, lambda line: self._say("note", line=line)
         halves = not (work.exact or work.local or engine.balance or engine.statistics)
-        asked = lambda: find_slow_links(self.trainer.mesh, lambda: self.pulse.at(RankPhase.evaluate))
-        done, watch = began, StragglerMonitor(self.launch.plan, work.batch, note, tell, halves, asked)
+        requested = lambda: find_slow_links(self.trainer.mesh, lambda: self.pulse.at(RankPhase.evaluate))
+        done, watch = began, StragglerMonitor(self.launch.plan, work.batch, note, tell, halves, requested)
         guard = self.recovery.guard
         while done < self.steps or guard.is_spike:
             done = self.recovery.go_back() if guard.is_spike else done
@@ -229,9 +229,9 @@ class TrainLoop:
                     self.pulse.at(RankPhase.compare)
                     self.trainer.mend()
                 self.recovery.copy(record)
-                asked = (float(bool(self.channel.stop)), *self.recovery.flags)
+                requested = (float(bool(self.channel.stop)), *self.recovery.flags)
                 read = account_batches(batch, ranges, number * rows)
-                record, (stop, *flags), phases, by_rank = agree_on_step(record, asked, self.control, read.numbers)
+                record, (stop, *flags), phases, by_rank = agree_on_step(record, requested, self.control, read.numbers)
                 record = record.model_copy(update=combine_accounts(by_rank, self.trainer.mesh.grid, step + 1).fields)
                 self.stopping = stop > 0
                 self.recovery.agreed(record, flags)
@@ -267,10 +267,11 @@ class TrainLoop:
             )
         if self.launch.run.sdc_check_every and (why := recompute_obstacle(self.trainer)):
             self._say("note", line=f"run.sdc_check_every: gradients are not computed twice: {why}")
-        asked, units = self.launch.workload.compression, self.trainer.engine.zero.trainable
-        if asked is not None and not any(way is not None for unit in units for way in unit.compressors):
+        requested, units = self.launch.workload.compression, self.trainer.engine.zero.trainable
+        if requested is not None and not any(way is not None for unit in units for way in unit.compressors):
             self._say(
-                "note", line=f"compression {asked.kind}: no gradients leave this machine, so that nothing is compressed"
+                "note",
+                line=f"compression {requested.kind}: no gradients leave this machine, so that nothing is compressed",
             )
 
     def _sample(self) -> None:

@@ -57,17 +57,17 @@ class StepMemoryTrace:
 
     def timeline(self, trainer: Trainer) -> MemoryTimeline:
         """Returns the timeline of `trainer`'s last step, which was traced."""
-        held = trainer.held()
+        stored = trainer.held()
         left = self.kept - (
             trainer.passing if backend_of(self.device).memory_is_host else 0
         )  # data in transit to or from an accelerator is in host memory
-        held["passing"] = float(max(-left, 0))
+        stored["passing"] = float(max(-left, 0))
         if (
             left > 0 and trainer.steps == 1
         ):  # the first step makes the states; later ones leave only what other threads free untraced
-            held["optimizer"] = max(held["optimizer"] - left, 0.0)
+            stored["optimizer"] = max(stored["optimizer"] - left, 0.0)
         return MemoryTimeline(
-            rank=trainer.mesh.rank, step=trainer.steps, seconds=self.seconds, held=held,
+            rank=trainer.mesh.rank, step=trainer.steps, seconds=self.seconds, held=stored,
             moments=tuple(self.moments), peak=self.highest, place=self.place
         )  # fmt: skip
 

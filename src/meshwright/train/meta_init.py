@@ -163,8 +163,8 @@ def load_sharded_weights(trainer: Trainer, path: Path | str) -> None:
     pieces = map(
         state_dict.strip_replica_prefix, state_dict.weight_pieces(engine, saving=False)
     )  # local SGD replicas all start from the same weights
-    held = (item for item in pieces if item.piece.name.removeprefix(WEIGHT_PREFIX) in engine.unfilled)
-    named = ((item.piece._replace(name=item.piece.name.replace(LORA_BASE_INFIX, ".")), item.data) for item in held)
+    stored = (item for item in pieces if item.piece.name.removeprefix(WEIGHT_PREFIX) in engine.unfilled)
+    named = ((item.piece._replace(name=item.piece.name.replace(LORA_BASE_INFIX, ".")), item.data) for item in stored)
     with torch.no_grad():
         load_weights(path, named, weights)
         for unit in engine.zero.units:

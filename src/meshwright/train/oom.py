@@ -79,19 +79,23 @@ def oom_message(holder: MemoryReport, doing: str, error: str) -> str:
 
 
 def _memory_breakdown(holder: MemoryReport, error: str) -> str:
-    asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+) ([KMGT]?)i?B", error)
-    more = 0.0 if asked is None else float(asked[1] or float(asked[2]) * 1024.0 ** " KMGT".index(asked[3] or " "))
-    held = dict(holder.held())
-    rest = "activations and all else" if held else "all that it holds"
+    requested = re.search(r"allocate (\d+) bytes|allocate ([\d.]+) ([KMGT]?)i?B", error)
+    more = (
+        0.0
+        if requested is None
+        else float(requested[1] or float(requested[2]) * 1024.0 ** " KMGT".index(requested[3] or " "))
+    )
+    stored = dict(holder.held())
+    rest = "activations and all else" if stored else "all that it holds"
     on_device = (
         allocated
         if (allocated := backend_of(holder.device).allocated_bytes(holder.device)) is not None
         else psutil.Process().memory_info().rss
     )
-    held[rest] = max(on_device - sum(held.values()), 0.0)
-    kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in held.items())
+    stored[rest] = max(on_device - sum(stored.values()), 0.0)
+    kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in stored.items())
     size = f"{show_bytes(more)} more were" if more else "more was"
-    return f"{size} asked for beside {kinds}; {_largest_excess(holder, {**held, rest: held[rest] + more}, rest)}"
+    return f"{size} asked for beside {kinds}; {_largest_excess(holder, {**stored, rest: stored[rest] + more}, rest)}"
 
 
 def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str) -> str:

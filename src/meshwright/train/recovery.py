@@ -86,12 +86,12 @@ class Recovery:
 
     def resume(self) -> int:
         """Restores the newest state and returns the completed steps. `source` becomes 'memory', 'disk' or ''."""
-        kept = memory_checkpointer.newest_memory_checkpoint(
+        saved = memory_checkpointer.newest_memory_checkpoint(
             self.channel.memory.sources, rank_exchange(self.trainer.mesh)
         )
-        if kept is not None and not self._is_passed(kept.step):
+        if saved is not None and not self._is_passed(saved.step):
             self.source = "memory"
-            self._fill(kept)
+            self._fill(saved)
             self._forget()
             return self.trainer.steps
         chosen = newest_checkpoint(self.folder, say=self._note) if self.channel.rank == 0 else None
@@ -349,9 +349,9 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
 def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callable[[str], None]) -> None:
     """Frees disk space between two tries of the last possible save: it removes all checkpoints except the newest valid
     one. Then it waits `pause` seconds, so that a person can act."""
-    gone = prune_checkpoints(folder, 1, say=say)
-    if gone:
-        say(f"removed {', '.join(path.name for path in gone)}, so that the last checkpoint finds room")
+    removed = prune_checkpoints(folder, 1, say=say)
+    if removed:
+        say(f"removed {', '.join(path.name for path in removed)}, so that the last checkpoint finds room")
     say(f"the last checkpoint is tried again in {pause:.0f} s")
     end = time.perf_counter() + pause
     while time.perf_counter() < end:

@@ -62,11 +62,11 @@ def compare_replicas(trainer: Trainer) -> list[ReplicaRepair]:
     """Compares the replicas between two steps and repairs them by majority. Every rank calls it. Raises ReplicaMismatch
     on all ranks without a majority."""
     trainer.engine.zero.quiesce()
-    held = list(_replicated_states(trainer))
+    stored = list(_replicated_states(trainer))
     ranks = rank_exchange(trainer.mesh)
     answers = [
         json.loads(text)
-        for text in ranks.all_gather(json.dumps({each.key: tensors_digest(each.tensors) for each in held}))
+        for text in ranks.all_gather(json.dumps({each.key: tensors_digest(each.tensors) for each in stored}))
     ]
     votes: dict[str, dict[int, str]] = defaultdict(dict)
     for rank, answer in enumerate(answers):
@@ -84,7 +84,7 @@ def compare_replicas(trainer: Trainer) -> list[ReplicaRepair]:
                 "a bit has flipped; the same command goes on from the last checkpoint"
             )
         mended.append(ReplicaRepair(key, wrong, trainer.steps))
-        mine = next((each for each in held if each.key == key), None)
+        mine = next((each for each in stored if each.key == key), None)
         if mine is not None:
             source = next(rank for rank, digest in by_rank.items() if digest == right)
             _repair_tensors(mine, trainer.mesh.rank in wrong, trainer.mesh.rank == source)
@@ -110,8 +110,10 @@ def _replicated_states(trainer: Trainer) -> Iterator[_ReplicatedState]:
     for sharing in {id(unit.placement): unit.placement for unit in units}.values():
         own = [unit for unit in units if unit.placement is sharing]
         if sharing.replicate_group is not None:
-            kept = [(unit.optim_shard.parts, *unit.optim_shard.state_parts(trainer.optimizer).values()) for unit in own]
-            states = [tensor for kinds in kept for parts in kinds for tensor in parts]
+            saved = [
+                (unit.optim_shard.parts, *unit.optim_shard.state_parts(trainer.optimizer).values()) for unit in own
+            ]
+            states = [tensor for kinds in saved for parts in kinds for tensor in parts]
             yield _ReplicatedState("states", sharing.replicate_group, states)
         if sharing.shard_group is not None and trainer.plan.zero < 3:
             yield _ReplicatedState("weights", sharing.shard_group, [unit.weights for unit in own])

@@ -59,13 +59,13 @@ class OptimizerGuard:
                 "update nothing of this rank's parts: give "
                 "parallelize what makes it, `lambda params: ...`"
             )
-        held, given = (
+        stored, given = (
             sum(len(group["params"]) for group in optimizer.param_groups),
             max(sum(map(_count_optimizer_parameters, zero.trainable)), 1),
         )
-        if held != given:
+        if stored != given:
             raise InputError(
-                f"the optimizer's groups have {held} parameters and parallelize has given it {given}: groups are "
+                f"the optimizer's groups have {stored} parameters and parallelize has given it {given}: groups are "
                 "made before anything is sharded; freeze with "
                 "requires_grad_(False), and let what is trained later be a parameter of the model from the start"
             )
@@ -207,7 +207,7 @@ class StepGuards:
                 return f"the batch has other keys, types or dimensions: {', '.join(str(each[0]) for each in form)}"
             if numbers not in self._forms[form] and len(self._forms[form]) <= MAX_CHECKED_VALUES:
                 return f"the batch has other numbers: {', '.join(map(str, numbers))}"
-        now = [held.get(key) for _, held, key in self._places]
+        now = [stored.get(key) for _, stored, key in self._places]
         if now == self._values:
             return ""
         at = next(at for at, (one, other) in enumerate(zip(now, self._values, strict=True)) if one != other)
@@ -221,11 +221,11 @@ class StepGuards:
         engine.preflight.paths.accept()
         before = {name: value for (name, _, _), value in zip(self._places, self._values, strict=True)}
         places = [each for each in _guarded_values(engine) if self._times.get(each[0], 0) <= MAX_CHECKED_VALUES]
-        for name, held, key in places:
-            if name in before and before[name] != held.get(key):
+        for name, stored, key in places:
+            if name in before and before[name] != stored.get(key):
                 self._times[name] = self._times.get(name, 0) + 1
         self._places = [each for each in places if self._times.get(each[0], 0) <= MAX_CHECKED_VALUES]
-        self._values = [held.get(key) for _, held, key in self._places]
+        self._values = [stored.get(key) for _, stored, key in self._places]
 
 
 def _group_parameters(engine: Engine) -> list[tuple[str, nn.Parameter]]:
@@ -262,9 +262,9 @@ def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], st
             )
     loss: Any = engine.objective.loss
     for holder in (loss, getattr(loss, "__self__", None)):
-        held = getattr(holder, "__dict__", {})
+        stored = getattr(holder, "__dict__", {})
         yield from (
-            (f"{key} of the loss", held, key) for key, value in held.items() if isinstance(value, GUARDED_TYPES)
+            (f"{key} of the loss", stored, key) for key, value in stored.items() if isinstance(value, GUARDED_TYPES)
         )
     code = getattr(loss, "__code__", None)
     if code is not None:

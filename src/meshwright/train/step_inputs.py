@@ -228,15 +228,15 @@ def check_example(model: nn.Module, example: Any) -> None:
 
 def check_argument_names(model: nn.Module, names: Any, what: str) -> None:
     """Raises InputError where `names`, the keys of `what`, include one that the model's forward does not take."""
-    asked = inspect.signature(model.forward).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in asked.values()) or "" in names:
+    requested = inspect.signature(model.forward).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in requested.values()) or "" in names:
         return
-    unknown = sorted(set(names) - asked.keys())
+    unknown = sorted(set(names) - requested.keys())
     if unknown:
         raise InputError(
             f"{what} has {unknown[0]!r}, which {type(model).__name__}.forward does not take (it takes "
-            f"{', '.join(asked)})"
-            f"{did_you_mean(unknown[0], asked)}: leave it out, or give forward a parameter of that name"
+            f"{', '.join(requested)})"
+            f"{did_you_mean(unknown[0], requested)}: leave it out, or give forward a parameter of that name"
         )
 
 

@@ -259,12 +259,12 @@ def _replica_checksums(trainer: Trainer, labels: int) -> torch.Tensor:
     factors: list[list[float]] = []
     for unit in engine.zero.units:
         sharing = unit.placement
-        alike = sharing.shards * sharing.replicas
+        similarity = sharing.shards * sharing.replicas
         width = unit.weights.element_size() + unit.grad_shard.element_size()
         parts = window_count(elements, labels / (plan.dp * plan.cp), width, trainer.mesh.device.type)
-        if plan.zero < 3 and alike > 1:
+        if plan.zero < 3 and similarity > 1:
             sums.append(_window_checksum(unit.weights, step, parts))
-            factors.append([_cancelling_factor(alike, sharing.shard + sharing.replica), 1.0, 0.0, 0.0])
+            factors.append([_cancelling_factor(similarity, sharing.shard + sharing.replica), 1.0, 0.0, 0.0])
         if not unit.frozen and unit.host_grads is None and sharing.replicas > 1:
             sums.append(_window_checksum(unit.grad_shard, step, parts))
             factors.append([0.0, 0.0, _cancelling_factor(sharing.replicas, sharing.replica), 1.0])

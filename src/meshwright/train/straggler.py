@@ -168,8 +168,8 @@ class StragglerMonitor:
         )  # the straggler may have become slower or faster
         better = self.better() if balance and (found is not None or again) else None
         if better is None or (again and better[1] < 1.0 + 2 * MIN_GAIN_FRACTION):
-            if balance and again and (asked := self.asks()) is not None:
-                self.tell("slow", step=step, plan=self.plan.name, **asked._asdict())
+            if balance and again and (requested := self.asks()) is not None:
+                self.tell("slow", step=step, plan=self.plan.name, **requested._asdict())
             return None
         plan, times = better
         self.say(f"step {step}: {plan.name} from here on, {times:.2f} times as fast predicted")
@@ -218,7 +218,9 @@ class StragglerMonitor:
             return None
         busy = self._middle("computing")
         usual = [
-            max(busy[other] for other in held) if (held := set(self._peers(rank)) - slow) else busy[rank] / now[rank]
+            max(busy[other] for other in stored)
+            if (stored := set(self._peers(rank)) - slow)
+            else busy[rank] / now[rank]
             for rank in slow
         ]
         seconds = self._seconds()
@@ -238,11 +240,11 @@ class StragglerMonitor:
             for replica in range(self.plan.dp)
         ]
         end = lambda rows: max(count * seconds for count, seconds in zip(rows, replicas, strict=True))
-        held = self._rows(self.plan)
+        stored = self._rows(self.plan)
         shared = self._shared(replicas, 1)
         if self.halves and end(finer := self._shared(replicas, 2)) < (1.0 - MIN_GAIN_FRACTION) * end(shared):
             shared = finer
-        before, after = end(held), end(shared)
+        before, after = end(stored), end(shared)
         step = before + median(
             self._middle("waiting")[rank]
             for rank in range(self.plan.world)
@@ -277,13 +279,15 @@ class StragglerMonitor:
         few micro-batches as possible, none larger than in the first plan."""
         most = [self.first.micro_batch_of(replica) for replica in range(self.first.dp)]
         sizes = [
-            max(size for size in range(1, limit + 1) if held % size == 0)
-            for held, limit in zip(rows, most, strict=True)
+            max(size for size in range(1, limit + 1) if stored % size == 0)
+            for stored, limit in zip(rows, most, strict=True)
         ]
-        counts = [held // size for held, size in zip(rows, sizes, strict=True)]
-        unlike = [values if len(set(values)) > 1 else () for values in (sizes, counts)]
+        counts = [stored // size for stored, size in zip(rows, sizes, strict=True)]
+        different = [values if len(set(values)) > 1 else () for values in (sizes, counts)]
         try:
-            return self.first.but(micro_batch=max(sizes), micro_batch_sizes=tuple(unlike[0]), shares=tuple(unlike[1]))
+            return self.first.but(
+                micro_batch=max(sizes), micro_batch_sizes=tuple(different[0]), shares=tuple(different[1])
+            )
         except InputError:
             return None
 
@@ -327,16 +331,16 @@ class StragglerMonitor:
         self._before = self._before or each
         relative = [now / usual for now, usual in zip(each, self._usually(), strict=True)]
         step = max(
-            seconds * count + late + wait
-            for seconds, count, late, wait in zip(each, self.counts, data, waiting, strict=True)
+            seconds * count + delayed + wait
+            for seconds, count, delayed, wait in zip(each, self.counts, data, waiting, strict=True)
         )
-        alone = self._alone(each)
+        single = self._alone(each)
         for rank in range(self.plan.world):
             peers = [other for other in self._peers(rank) if other != rank]
             if not peers:
-                more = (each[rank] - each[rank] / alone[rank]) * self.counts[rank] if rank in alone else 0.0
+                more = (each[rank] - each[rank] / single[rank]) * self.counts[rank] if rank in single else 0.0
                 if more > max(MIN_STEP_FRACTION * step, MIN_SPREAD_RATIO * self._spread("computing", rank)):
-                    found.append(Straggler(rank, SlowPhase.computing, alone[rank], "before"))
+                    found.append(Straggler(rank, SlowPhase.computing, single[rank], "before"))
                 continue
             for phase, seconds, count in (
                 (SlowPhase.computing, relative, self.counts[rank] * self._usually()[rank]),

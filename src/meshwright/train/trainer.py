@@ -322,11 +322,11 @@ class Trainer:
         else:
             tokens = objective.count(batch)
             self._rows = num_rows(batch)
-            alone = not self.engine.statistics and self.engine.balance is None
-            if objective.loss is None and "labels" in batch and alone:
+            single = not self.engine.statistics and self.engine.balance is None
+            if objective.loss is None and "labels" in batch and single:
                 batch = pad_batch(batch, self.plan)
             batches = split_micro_batches(
-                batch, self.plan, self.mesh.replica, is_odd=objective.loss is not None and alone
+                batch, self.plan, self.mesh.replica, is_odd=objective.loss is not None and single
             )
         self.engine.pipeline.labels = tokens
         return [
@@ -381,27 +381,27 @@ class Trainer:
     def bytes(self) -> dict[str, int]:
         """Returns this rank's bytes of weights, gradients and optimizer (states and main weights). `offloaded`: what is
         offloaded of these, plus the peak of saved activations offloaded to disk."""
-        held = [unit.device_bytes() for unit in self.engine.zero.units]
+        stored = [unit.device_bytes() for unit in self.engine.zero.units]
         optimizer = sum(unit.optim_shard.bytes() for unit in self.engine.zero.units if unit.has_main_params)
         optimizer += sum(unit.optim_shard.state_bytes() for unit in self.engine.zero.trainable)
-        away, depot = self.mesh.state_swapper, self.mesh.activation_store
-        for values in self.optimizer.state.values() if away is None or away.optimizer is None else ():
+        offloaded, depot = self.mesh.state_swapper, self.mesh.activation_store
+        for values in self.optimizer.state.values() if offloaded is None or offloaded.optimizer is None else ():
             optimizer += sum(
                 value.numel() * value.element_size()
                 for value in values.values()
                 if isinstance(value, torch.Tensor) and value.ndim
             )
-        elsewhere = (offloaded_bytes(self.engine.zero.units) if away is not None else 0) + (
+        elsewhere = (offloaded_bytes(self.engine.zero.units) if offloaded is not None else 0) + (
             depot.peak_bytes if depot is not None else 0
         )
         ways = [way for unit in self.engine.zero.trainable for way in unit.compressors if way is not None]
-        kept = sum(way.residual.numel() * way.residual.element_size() for way in ways)
+        saved = sum(way.residual.numel() * way.residual.element_size() for way in ways)
         optimizer += self.engine.outer.bytes() if self.engine.outer is not None else 0
         return {
-            "parameters": sum(weights for weights, _ in held),
-            "gradients": sum(gradients for _, gradients in held) + kept,
+            "parameters": sum(weights for weights, _ in stored),
+            "gradients": sum(gradients for _, gradients in stored) + saved,
             "optimizer": optimizer,
-            **({"offloaded": elsewhere} if away is not None or depot is not None else {}),
+            **({"offloaded": elsewhere} if offloaded is not None or depot is not None else {}),
         }
 
     def held(self) -> dict[str, float]:

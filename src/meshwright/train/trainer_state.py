@@ -110,13 +110,13 @@ def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
 def checkpoint_shards(trainer: Trainer) -> list[tuple[ShardMetadata, torch.Tensor]]:
     """Returns what this rank writes of a checkpoint. Over all ranks, every element occurs once."""
     engine, optimizer = trainer.engine, trainer.optimizer
-    held = (
+    stored = (
         *state_dict.weight_pieces(engine, saving=True),
         *state_dict.optimizer_pieces(engine, optimizer, saving=True),
         *state_dict.buffer_pieces(engine, saving=True),
         *state_dict.outer_pieces(engine, saving=True),
     )
-    return [(piece, data) for piece, data in held]
+    return [(piece, data) for piece, data in stored]
 
 
 def scalar_state(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def rank_local_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Returns the tensors that only this rank has: random states, and the residuals of compressed gradients."""
     local = {
         "random": torch.get_rng_state(),
-        **{name: kept.clone() for name, kept in compression_residuals(trainer).items()},
+        **{name: saved.clone() for name, saved in compression_residuals(trainer).items()},
     }
     device = trainer.mesh.device
     if (state := backend_of(device).rng_state(device)) is not None:
@@ -196,12 +196,12 @@ def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, A
             *state_dict.optimizer_pieces(engine, optimizer, saving=False),
         ]
         wanted += [
-            held for held in state_dict.buffer_pieces(engine, saving=False) if held.piece.name in manifest.tensors
+            stored for stored in state_dict.buffer_pieces(engine, saving=False) if stored.piece.name in manifest.tensors
         ]
-        apart = any(name.startswith(state_dict.OUTER_PREFIX) for name in manifest.tensors)
+        separate = any(name.startswith(state_dict.OUTER_PREFIX) for name in manifest.tensors)
         wanted = (
             [*wanted, *state_dict.outer_pieces(engine, saving=False)]
-            if apart
+            if separate
             else list(map(state_dict.strip_replica_prefix, wanted))
         )
         loaded = load_checkpoint(path, map(tuple, wanted), plan=trainer.plan, ranks=rank_exchange(trainer.mesh))  # type: ignore[arg-type]
@@ -209,7 +209,7 @@ def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, A
             unit.copy_to_params()
             unit.all_gather_params().wait()
         engine.zero.external_writes.names = {}
-        if engine.outer is not None and not apart:
+        if engine.outer is not None and not separate:
             engine.outer.restart()
     load_extra_states(engine.model, engine.beside.module_keys, saved.get("modules", {}))
     engine.mark_initialized()

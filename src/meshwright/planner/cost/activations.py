@@ -57,8 +57,8 @@ class ActivationBytes(NamedTuple):
             Recompute.sac: (self.whole - self.derived, self.at_once),
             Recompute.full: (self.entering, self.whole),
         }
-        kept, alive = (np.stack([of[kind][which] for kind in kinds], axis=-1) for which in (0, 1))
-        return kept, self.passing[..., None] + alive
+        saved, alive = (np.stack([of[kind][which] for kind in kinds], axis=-1) for which in (0, 1))
+        return saved, self.passing[..., None] + alive
 
 
 def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, tokens: Array) -> ActivationBytes:

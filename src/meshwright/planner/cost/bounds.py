@@ -106,10 +106,12 @@ def _max_block_input_bytes(pricer: CostModel, box: PlanGrid) -> Array:
     ]
     if not blocks:
         return broadcast_to_axis(np.inf, "")
-    holds_everywhere = all((each.whole - np.maximum(each.core, each.derived) >= each.entering).all() for each in blocks)
+    contains_everywhere = all(
+        (each.whole - np.maximum(each.core, each.derived) >= each.entering).all() for each in blocks
+    )
     return (
         broadcast_to_axis(np.maximum.reduce([each.entering for each in blocks]), "bs")
-        if holds_everywhere
+        if contains_everywhere
         else broadcast_to_axis(np.inf, "")
     )
 

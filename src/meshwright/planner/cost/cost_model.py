@@ -122,17 +122,19 @@ class RankClasses(NamedTuple):
     @classmethod
     def of(cls, found: Sequence[RankContents]) -> RankClasses:
         """Returns the classes of several orders, padded to an equal number of kinds by kinds of no rank."""
-        numbers = np.zeros((max(len(held.kinds) for held in found), len(found)))
-        for o, held in enumerate(found):
-            numbers[: len(held.kinds), o] = held.numbers
-        return cls(tuple(found), stack_schedules([held.layers for held in found], kinds=0), numbers)
+        numbers = np.zeros((max(len(stored.kinds) for stored in found), len(found)))
+        for o, stored in enumerate(found):
+            numbers[: len(stored.kinds), o] = stored.numbers
+        return cls(tuple(found), stack_schedules([stored.layers for stored in found], kinds=0), numbers)
 
     def doing(self, recompute: Sequence[RecomputeChoice], blocks: Array, *kinds: Recompute) -> Array:
         """Returns the blocks that recompute as one of `kinds` (r, o, entry, c)."""
         found, every = np.zeros((*self.layers.shape, len(recompute))), self.layers * blocks
         for c, choice in enumerate(recompute):
             if choice.some:
-                first = stack_schedules([held.again(choice.blocks(held.order)) for held in self.of_order], kinds=0)
+                first = stack_schedules(
+                    [stored.again(choice.blocks(stored.order)) for stored in self.of_order], kinds=0
+                )
                 found[..., c] = (choice.kind in kinds) * first + (choice.rest in kinds) * (every - first)
             elif choice.kind in kinds:
                 found[..., c] = every
@@ -148,7 +150,7 @@ class RankClasses(NamedTuple):
         """Returns the blocks whose activations are offloaded, where any are (r, o, entry)."""
         if not box.offload_layers:
             return self.layers * blocks
-        return stack_schedules([held.again(box.offload_layers) for held in self.of_order], kinds=0)
+        return stack_schedules([stored.again(box.offload_layers) for stored in self.of_order], kinds=0)
 
 
 class CostModel:

@@ -168,7 +168,7 @@ def offloaded_bytes(
     """Returns the offloaded part of these bytes, on the host or in files, given the bytes of `gradients`."""
     if not any(box.offload):
         return (broadcast_to_axis(0.0, ""),) * 3
-    weights, sums, optimizer = (gone > 0 for gone in offload_fractions(box).offloaded)
+    weights, sums, optimizer = (removed > 0 for removed in offload_fractions(box).offloaded)
     trained, each = setting.job.model.trained(box.tp), setting.recipe.master + optimizer_state_bytes(setting)
     return (
         weights * states.weights_offloaded * setting.recipe.size,
@@ -182,7 +182,7 @@ def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: Sta
     Weights that are themselves the main weights, and resident weights, have none."""
     if setting.on_host or setting.recipe.master or not any(box.offload):
         return broadcast_to_axis(0.0, "")
-    weights, _, optimizer = (gone > 0 for gone in offload_fractions(box).offloaded)
+    weights, _, optimizer = (removed > 0 for removed in offload_fractions(box).offloaded)
     stay = np.maximum(states.states_offloaded - weights * states.weights_offloaded, 0)
     return optimizer * stay * setting.recipe.size * setting.job.model.trained(box.tp)
 
@@ -237,9 +237,9 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     sent = (states.numel + states.experts) * size if sent_whole else 0
     largest = largest_shard_numel(box, states)
     there = where.optimizer + where.optimizer_files
-    gone = there + where.parameters_files * (not setting.recipe.master)
+    removed = there + where.parameters_files * (not setting.recipe.master)
     some = np.minimum(largest, constants.CHUNK_ELEMENTS) if setting.on_host else largest * (1.0 - there)
-    at_once = some if updates_in_chunks(setting) else np.where(gone > 0, some, largest)
+    at_once = some if updates_in_chunks(setting) else np.where(removed > 0, some, largest)
     back = where.gradients * (1.0 - there) * largest * setting.gradient  # waiting sums of resident states
     master = (
         at_once * update_temp_bytes(setting)
@@ -325,11 +325,11 @@ def activation_peak(
     )
     if not any(box.offload):
         return ActivationPeak(head, others, *found[0][2:])
-    gone = (
+    removed = (
         np.concatenate(parts, axis=GRID_AXES.index("c"))[..., order, :, :]
         for parts in zip(*(each[2:] for each in found), strict=True)
     )
-    return ActivationPeak(head, others, *gone)
+    return ActivationPeak(head, others, *removed)
 
 
 def _uniform_activation_peak(
@@ -405,16 +405,16 @@ def _uniform_activation_peak(
         np.where(sent > 0, _max_moment(left, which, parts), _max_moment(moment, which, parts))
         for which in (at_head, ~at_head)
     )
-    copied, passing, gone = (
+    copied, passing, removed = (
         _max_moment(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting)
     )
     # the last block of a pass is offloaded where another pass precedes its backward
-    gone = gone if box.pp == 1 else copied
+    removed = removed if box.pp == 1 else copied
     by_host = (
         not setting.on_host and setting.host_memory > 0
     )  # data for a file passes through host memory, where that is known
     pinned = where.activations_files * passing * by_host
-    return ActivationPeak(head, others, where.activations * gone + pinned, where.activations_files * gone)
+    return ActivationPeak(head, others, where.activations * removed + pinned, where.activations_files * removed)
 
 
 def _pad_columns(layers: Array, columns: int) -> Array:

@@ -287,8 +287,8 @@ class PlanGrid:
     @cached_property
     def expert_holders(self) -> Array:
         """Returns the number of ranks that shard the states of an expert (z)."""
-        apart = self.layout.ep * self.layout.expert_tp
-        return np.array([each.holders * self.tp // apart if each.zero else 1 for each in self.shards])
+        separate = self.layout.ep * self.layout.expert_tp
+        return np.array([each.holders * self.tp // separate if each.zero else 1 for each in self.shards])
 
     @cached_property
     def legal(self) -> Array:

@@ -30,8 +30,8 @@ def install_deferred_wgrad(
 
     See [Note: not deferred] in runtime/wgrad/deferred.py for the exceptions.
     """
-    for stage, held in flat.items():
-        unit_of = {name: unit for unit in held if not unit.frozen for name in unit.parameters}
+    for stage, stored in flat.items():
+        unit_of = {name: unit for unit in stored if not unit.frozen for name in unit.parameters}
         for place, index in (
             enumerate(range(*bounds[stage])) if plan.splits_backward(stage) and anatomy.blocks is not None else ()
         ):
@@ -59,7 +59,10 @@ def install_wgrad_accumulation(
     if plan.pp == 1:
         return own
     units = {
-        id(tensor): (unit, name) for held in flat.values() for unit in held for name, tensor in unit.parameters.items()
+        id(tensor): (unit, name)
+        for stored in flat.values()
+        for unit in stored
+        for name, tensor in unit.parameters.items()
     }
     within = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
     layers = [

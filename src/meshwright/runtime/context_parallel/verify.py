@@ -103,15 +103,17 @@ def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleI
 
 def _extra_inputs(model: nn.Module, example: ExampleInputs | None) -> list[dict[str, torch.Tensor]]:
     """Returns the sets of example tensors other than the text to test: none of them, each alone, and all."""
-    asked = inspect.signature(model.forward).parameters
-    first = next(iter(asked), "")
+    requested = inspect.signature(model.forward).parameters
+    first = next(iter(requested), "")
     found = {
         name: value
         for name, value in (example or {}).items()
         if name not in ("", first, "input_ids", "labels") and isinstance(value, torch.Tensor) and not value.is_meta
     }
     needed = {
-        name: value for name, value in found.items() if name in asked and asked[name].default is inspect.Parameter.empty
+        name: value
+        for name, value in found.items()
+        if name in requested and requested[name].default is inspect.Parameter.empty
     }
     each = (
         [{**needed, name: value} for name, value in found.items() if name not in needed]

@@ -302,10 +302,10 @@ class CapacityLimiter:
         cut = HeadTailSplit(self.pieces.size, self.pieces.index) if self.pieces is not None else None
         if cut is not None and self.pieces is not None:
             whole = cut.in_order(collectives.all_gather_dim(whole, self.pieces, 1), 1)
-        kept = within_capacity(whole, experts, self.factor)
-        kept = kept if cut is None else cut.cut(kept, 1)
-        kept = kept if self.parts is None else collectives.slice_dim(kept, self.parts, 1)
-        return kept.reshape(index.shape)
+        saved = within_capacity(whole, experts, self.factor)
+        saved = saved if cut is None else cut.cut(saved, 1)
+        saved = saved if self.parts is None else collectives.slice_dim(saved, self.parts, 1)
+        return saved.reshape(index.shape)
 
 
 def within_capacity(index: torch.Tensor, experts: int, factor: float) -> torch.Tensor:
@@ -345,8 +345,10 @@ def drop_over_capacity(model: nn.Module, mixtures: Sequence[StackedExperts], len
 
     def drop(count: int, module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> Any:
         index = next(tensor for tensor in (*args, *kwargs.values()) if not tensor.is_floating_point())
-        kept = within_capacity(index.view(-1, length, index.shape[-1]), count, factor).view(index.shape)
-        limited = lambda tensor: tensor * kept if tensor.shape == index.shape and tensor.is_floating_point() else tensor
+        saved = within_capacity(index.view(-1, length, index.shape[-1]), count, factor).view(index.shape)
+        limited = lambda tensor: (
+            tensor * saved if tensor.shape == index.shape and tensor.is_floating_point() else tensor
+        )
         return tuple(map(limited, args)), {name: limited(tensor) for name, tensor in kwargs.items()}
 
     for experts in mixtures:

@@ -100,14 +100,14 @@ def shard_experts(
         if ranks.ranks > 1:
             for name in experts.names:
                 owner, _, short = name.rpartition(".")
-                held = module.get_submodule(owner)._parameters
-                if short not in held:
+                stored = module.get_submodule(owner)._parameters
+                if short not in stored:
                     raise InputError(
                         f"{experts.path} is wrapped by an adapter, which ep does not deal: adapt linear layers, or use ep1"
                     )
-                full = held[short]
+                full = stored[short]
                 assert full is not None
-                held[short] = nn.Parameter(
+                stored[short] = nn.Parameter(
                     local_experts(full.detach(), experts, name, ranks), requires_grad=full.requires_grad
                 )
             set_expert_count(module, experts, experts.count // ranks.ranks)
@@ -150,13 +150,13 @@ def expert_loads(pairs: torch.Tensor, anatomy: ModelGraph) -> tuple[list[list[fl
     if not anatomy.experts:
         return [], 0.0
     table = pairs.detach().view(len(anatomy.experts), -1)
-    asked, dropped = table[:, :-1], float(table[:, -1].sum())
-    mean = asked.sum(1, keepdim=True).clamp_min(1)
+    requested, dropped = table[:, :-1], float(table[:, -1].sum())
+    mean = requested.sum(1, keepdim=True).clamp_min(1)
     by_expert = [
         (row * experts.count)[: experts.count].tolist()
-        for row, experts in zip(asked / mean, anatomy.experts, strict=True)
+        for row, experts in zip(requested / mean, anatomy.experts, strict=True)
     ]
-    return by_expert, dropped / max(float(asked.sum()), 1.0)
+    return by_expert, dropped / max(float(requested.sum()), 1.0)
 
 
 def summarize_loads(loads: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
@@ -238,8 +238,8 @@ class ExpertDispatcher:
         are zeros or not."""
         count, width = self.experts.count, given.shape[-1]
         if self.counting:
-            asked = given.detach().view(count, -1, width).ne(0).any(2).sum(1)
-            self.load = asked if not self.load.numel() else self.load + asked
+            requested = given.detach().view(count, -1, width).ne(0).any(2).sum(1)
+            self.load = requested if not self.load.numel() else self.load + requested
         if self.ranks.ranks == 1 and self.shared is None:
             return self.inner(given)
         tokens = given.view(count, -1, width).transpose(0, 1).flatten(1)
@@ -268,9 +268,9 @@ class ExpertDispatcher:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Drops the pairs beyond an expert's capacity: their weight is zero, and they are not sent (their index is
         beyond all experts)."""
-        kept = capacity.kept(index.reshape(-1, index.shape[-1]), self.experts.count).view(index.shape)
-        self.dropped += float((~kept).sum()) if self.counting else 0.0
-        return index if self.ranks.ranks == 1 else index.masked_fill(~kept, self.experts.count), weights * kept
+        saved = capacity.kept(index.reshape(-1, index.shape[-1]), self.experts.count).view(index.shape)
+        self.dropped += float((~saved).sum()) if self.counting else 0.0
+        return index if self.ranks.ranks == 1 else index.masked_fill(~saved, self.experts.count), weights * saved
 
     def _enter(self, given: list[torch.Tensor], differentiable: tuple[int, ...]) -> list[torch.Tensor]:
         """Returns the tokens this rank works on: its part of the tokens that tensor ranks share, or those of all ranks that
@@ -380,5 +380,6 @@ class _ZeroGradients(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         wanted = ctx.needs_input_grad[1:]
         return gradient, *(
-            torch.zeros_like(tensor) if asked else None for tensor, asked in zip(ctx.saved_tensors, wanted, strict=True)
+            torch.zeros_like(tensor) if requested else None
+            for tensor, requested in zip(ctx.saved_tensors, wanted, strict=True)
         )

@@ -249,7 +249,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[Any, ...]:
-        of_x, of_weight, of_bias = (None if kept is None else kept.mul_(factor) for kept in ctx.saved_tensors)
+        of_x, of_weight, of_bias = (None if saved is None else saved.mul_(factor) for saved in ctx.saved_tensors)
         to = ctx.dtype
         return (
             of_x,

@@ -115,8 +115,8 @@ def predicts_next_token(model: nn.Module) -> bool:
     """
     inner: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model  # type: ignore[operator]
     name = type(inner).__name__
-    alone = not getattr(getattr(inner, "config", None), "is_encoder_decoder", True)
-    named = name.endswith(("ForCausalLM", "LMHeadModel")) or (alone and name.endswith("ForConditionalGeneration"))
+    single = not getattr(getattr(inner, "config", None), "is_encoder_decoder", True)
+    named = name.endswith(("ForCausalLM", "LMHeadModel")) or (single and name.endswith("ForConditionalGeneration"))
     return bool(getattr(model, "shift_labels", named))
 
 

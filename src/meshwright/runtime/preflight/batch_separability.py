@@ -107,13 +107,13 @@ def _check_rows_independent(
         found = _find_difference(engine, whole, backward)
         if found is None:
             continue
-        together, apart, gradient = found
+        together, separate, gradient = found
         why = (
             f"{counts} gives tokens a place among those of other rows"
             if counts
             else "a mean or a contrast over the batch, or a mean over labels"
         )
-        shown = f"together their loss is {together:.6g}, apart {apart:.6g} (they differ by {relative_difference(together, apart):.1e} of it)"
+        shown = f"together their loss is {together:.6g}, apart {separate:.6g} (they differ by {relative_difference(together, separate):.1e} of it)"
         if gradient.name:
             why = "a hook or backward that is not linear, scale_grad_by_freq, or a contrast behind a gate of 0"
             shown = f"the gradient of {gradient.name} differs by {gradient.size:.3g} of its norm when they pass together and apart"
@@ -255,20 +255,20 @@ def _find_difference(engine: Engine, whole: Batch, backward: bool) -> tuple[floa
     anything differs on any rank. An empty name means that the loss differs."""
     parts, backward = _split_in_half(whole), backward and _compares_gradients(engine)
     for train in (True, False):
-        once, apart = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
-        loss = abs(once.loss - apart.loss) / max(abs(once.loss), abs(apart.loss), 1e-300)
-        gradient = _largest_difference(engine, once.gradients.difference(apart.gradients))
+        once, separate = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
+        loss = abs(once.loss - separate.loss) / max(abs(once.loss), abs(separate.loss), 1e-300)
+        gradient = _largest_difference(engine, once.gradients.difference(separate.gradients))
         by_loss = not loss <= _loss_tolerance(engine) and math.isfinite(loss)
         if not by_loss and gradient.size <= _loss_tolerance(engine) * GRADIENT_TOLERANCE_FACTOR:
             return None
         again = _run_batches(engine, [whole], train, backward, seed=1)
-        drawn = abs(once.loss - again.loss) > 1e-3 * abs(once.loss - apart.loss) if by_loss else False
+        drawn = abs(once.loss - again.loss) > 1e-3 * abs(once.loss - separate.loss) if by_loss else False
         drawn |= (
             not by_loss
             and _largest_difference(engine, once.gradients.difference(again.gradients)).size > 1e-3 * gradient.size
         )
         if not drawn:  # otherwise the model draws numbers, and drew others
-            return once.loss, apart.loss, GradientDifference(0.0, "") if by_loss else gradient
+            return once.loss, separate.loss, GradientDifference(0.0, "") if by_loss else gradient
     return None
 
 
@@ -297,15 +297,15 @@ def _run_batches(engine: Engine, batches: Sequence[Batch], train: bool, backward
     """Passes each of `batches` in a separate pass. A batch that occurs twice counts once."""
     if not backward:
         return PassResult(_total_loss(engine, batches, train, seed), GradientFingerprint())
-    alike = sum(batch is batches[0] for batch in batches)
+    similarity = sum(batch is batches[0] for batch in batches)
     total = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
     with record_fingerprint(engine) as gradients:
         for batch in batches:
             with isolated_pass(engine, train):
                 seed_all_generators(seed)
-                total += engine.pipeline.run([batch], 1.0) / (alike * engine.mesh.plan.tp)
+                total += engine.pipeline.run([batch], 1.0) / (similarity * engine.mesh.plan.tp)
     all_reduce(total, engine.mesh.world).wait()
-    return PassResult(float(total), gradients.over(alike))
+    return PassResult(float(total), gradients.over(similarity))
 
 
 def _total_loss(
@@ -320,8 +320,8 @@ def _total_loss(
                 seed_all_generators(seed)
                 last = engine.pipeline.run([each], None)
         found.append(last)
-    alike = sum(batch is batches[0] for batch in batches)
-    total = torch.stack(found).sum() / (alike * engine.mesh.plan.tp)
+    similarity = sum(batch is batches[0] for batch in batches)
+    total = torch.stack(found).sum() / (similarity * engine.mesh.plan.tp)
     all_reduce(total, engine.mesh.world).wait()
     return float(total)
 

@@ -188,10 +188,10 @@ def _constant_parameters(engine: Engine) -> dict[str, float]:
     same on every rank."""
     names = {name: at for at, name in enumerate(engine.shapes)}
     bounds = torch.full((2, len(names)), -torch.inf, dtype=torch.float64, device=engine.mesh.device)
-    for held in state_dict.weight_pieces(engine, saving=False):
-        if held.data.is_floating_point() and held.data.numel():
-            low, high = _min_max(held.data.detach().view(-1))
-            at = names[state_dict.strip_replica_prefix(held).piece.name.partition("/")[2]]
+    for stored in state_dict.weight_pieces(engine, saving=False):
+        if stored.data.is_floating_point() and stored.data.numel():
+            low, high = _min_max(stored.data.detach().view(-1))
+            at = names[state_dict.strip_replica_prefix(stored).piece.name.partition("/")[2]]
             bounds[0, at], bounds[1, at] = max(float(bounds[0, at]), -low), max(float(bounds[1, at]), high)
     all_reduce(bounds, engine.mesh.world, use_max=True).wait()
     lows, highs = bounds.tolist()
@@ -214,10 +214,10 @@ def _min_max(flat: torch.Tensor) -> tuple[float, float]:
 def _write_constants(engine: Engine, constants: Mapping[str, float], noisy: bool) -> None:
     if not constants:
         return
-    for held in state_dict.weight_pieces(engine, saving=False):
-        name = state_dict.strip_replica_prefix(held).piece.name.partition("/")[2]
+    for stored in state_dict.weight_pieces(engine, saving=False):
+        name = state_dict.strip_replica_prefix(stored).piece.name.partition("/")[2]
         if name in constants:
-            _fill_piece(held, name, constants[name], noisy)
+            _fill_piece(stored, name, constants[name], noisy)
     for unit in engine.zero.units:
         if not constants.keys().isdisjoint(unit.layout.offsets):
             unit.copy_to_params()

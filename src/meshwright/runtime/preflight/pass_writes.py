@@ -92,9 +92,9 @@ def check_pass_writes(engine: Engine, batches: Sequence[Batch]) -> frozenset[str
         name: _write_report(own, other, name, True)
         for name in (own.parameters.keys() | other.parameters.keys()) - renormed
     }
-    held = _checked_buffers(engine)
+    stored = _checked_buffers(engine)
     mine |= {
-        name: _write_report(own, other, name, False) for name in (own.buffers.keys() | other.buffers.keys()) & held
+        name: _write_report(own, other, name, False) for name in (own.buffers.keys() | other.buffers.keys()) & stored
     }
     everyone = gather_objects(mine)
     moved = set()
@@ -109,7 +109,7 @@ def check_pass_writes(engine: Engine, batches: Sequence[Batch]) -> frozenset[str
 def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], passes: int) -> None:
     plan, (first, *others) = engine.mesh.plan, said
     depends = not all(each.alike for each in said)
-    unlike = any(not _is_close(first, each) for each in others)
+    different = any(not _is_close(first, each) for each in others)
     pieces = sum(plan.shares) or plan.dp * passes
     if any(each.replaced for each in said):
         raise _replaced_error(engine, name)
@@ -120,7 +120,7 @@ def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], 
             and plan.recompute == Recompute.none
             and passes == 1
         )
-        if not inside or depends or unlike:
+        if not inside or depends or different:
             raise PlanRefused(
                 f"plan {plan.name}: the model writes to its parameter {name} in a pass, forward or backward, and this plan's passes would leave another value than the "
                 "one pass of one device: write to it between steps, or use dp1 with the batch as one micro-batch, ZeRO 2 at most, without recompute"
@@ -135,7 +135,7 @@ def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], 
         raise PlanRefused(
             f"plan {plan.name}: the backward moves the buffer {name}, which {passes} micro-batches would move as often: use one micro-batch"
         )
-    if unlike:
+    if different:
         raise PlanRefused(
             f"plan {plan.name}: ranks write unlike values to the buffer {name} in a pass, each of its own part of the weights or the sequence: use tp1 and cp1"
         )
@@ -246,11 +246,11 @@ def _is_identical(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _write_report(own: PassWrites, other: PassWrites, name: str, is_parameter: bool) -> WriteReport:
     one, two = (each.parameters.get(name) if is_parameter else each.buffers.get(name) for each in (own, other))
     value: Any = one if one is not None else two
-    alike = one is not None and two is not None and _is_identical(one, two)
+    similarity = one is not None and two is not None and _is_identical(one, two)
     return WriteReport(
         is_parameter,
         random_projection(name, value.double() if not value.is_complex() else value).tolist(),
-        alike,
+        similarity,
         WRITE_TOLERANCE.get(value.dtype, 2e-2),
         name in own.backward,
         name in own.replaced,

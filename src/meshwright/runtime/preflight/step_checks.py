@@ -188,13 +188,15 @@ class AnalysisGuard:
         self, record: DataflowRecord, derived: tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]
     ) -> str:
         """Returns what would have made the plan different; '' where nothing does."""
-        wants, held = derived
-        if wants is not None and self.wants is not None:
-            if (wants.needs, wants.returns) != (self.wants.needs, self.wants.returns):
+        needs, stored = derived
+        if needs is not None and self.wants is not None:
+            if (needs.needs, needs.returns) != (self.wants.needs, self.wants.returns):
                 return "its blocks are given other things that are made of parameters"
-            if not wants.overwritten <= self.wants.overwritten:
+            if not needs.overwritten <= self.wants.overwritten:
                 return "a block overwrites what it is given"
-        astray = next((name for name, stages in held.items() if not set(stages) <= set(self.held.get(name, ()))), None)
+        astray = next(
+            (name for name, stages in stored.items() if not set(stages) <= set(self.held.get(name, ()))), None
+        )
         if astray is not None:
             return f"{astray} is read on a stage that does not hold it"
         return next(
@@ -210,13 +212,13 @@ class AnalysisGuard:
             InputError: the run fails, or the copy refers to the model itself.
         """
         assert self.skeleton is not None
-        with isolated_run(self.model) as apart:
+        with isolated_run(self.model) as separate:
             try:
                 record = record_dataflow(self.skeleton, self.blocks, inputs)
             except InputError as error:
-                raise InputError(apart.reached or str(error)) from None
-        if apart.reached:
-            raise InputError(apart.reached)
+                raise InputError(separate.reached or str(error)) from None
+        if separate.reached:
+            raise InputError(separate.reached)
         return record, self.derive(record)
 
     def _new_readers(self, reads: WeightUses) -> list[tuple[str, str]]:

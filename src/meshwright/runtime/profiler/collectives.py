@@ -176,10 +176,10 @@ class CollectiveProfiler:
         if not found:
             return []
         rounds = [[self._computing(*way) for way in ways] for _ in range(SYNC_ROUNDS)]
-        alone, *meeting = (sorted(each)[SYNC_ROUNDS // 4] for each in zip(*rounds, strict=True))
+        single, *meeting = (sorted(each)[SYNC_ROUNDS // 4] for each in zip(*rounds, strict=True))
         return [
             CollectiveSample(
-                kind="reduce_scatter", ranks=ranks, stride=stride, size=4.0 * numel, seconds=max(seconds - alone, 0.0)
+                kind="reduce_scatter", ranks=ranks, stride=stride, size=4.0 * numel, seconds=max(seconds - single, 0.0)
             )
             for (ranks, stride, numel), seconds in zip(found, meeting, strict=True)
         ]

@@ -98,10 +98,10 @@ class MutatedBuffers:
         """
         if self._moved is None:
             self._moved = {(id(each.holder), each.name) for each in before if each.has_moved}
-        late = next((each.name for each in before if each.value is None and each.has_moved), None)
-        if late is not None:
+        delayed = next((each.name for each in before if each.value is None and each.has_moved), None)
+        if delayed is not None:
             raise InputError(
-                f"the buffer {late} of a block is moved on in some passes and was not in the first one, so that what is recomputed would read another value: "
+                f"the buffer {delayed} of a block is moved on in some passes and was not in the first one, so that what is recomputed would read another value: "
                 "leave recompute out"
             )
         return [each for each in before if self._may_move(each.holder, each.name)]
@@ -164,12 +164,12 @@ class RecomputePolicy:
         def here(place: int) -> Recompute:
             return Recompute.none if (how := recompute_at(plan, place)) in elsewhere else how
 
-        away = (
+        offloaded = (
             ActivationOffload(mesh.device, weights, mesh.activation_store)
             if offloads_activations(plan.offload)
             else None
         )
-        return cls(here, away, partial(offloads_block, plan), weights=weights)
+        return cls(here, offloaded, partial(offloads_block, plan), weights=weights)
 
     def __call__(
         self, forward: BlockForward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: MutatedBuffers

@@ -203,9 +203,9 @@ class _ColumnMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         crossing: RegionInput = ctx.crossing
-        kept, weight = ctx.saved_tensors
+        saved, weight = ctx.saved_tensors
         flat = gradient.flatten(0, -2)
-        x = crossing.input_again(kept).flatten(0, -2)
+        x = crossing.input_again(saved).flatten(0, -2)
         if ctx.needs_input_grad[0]:
             crossing.add(flat, weight if ctx.linear else weight.t(), ctx.shape)
         weight_gradient = bias_gradient = None

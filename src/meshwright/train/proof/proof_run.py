@@ -128,13 +128,13 @@ def first_differing_module(
     for (path, (elements, total, squares)), (count, ours_total, ours_squares) in zip(
         one.items(), table.view(-1, 3).tolist(), strict=True
     ):
-        alike = count / elements if elements else 0.0
-        if alike < 1 or alike != int(alike):
+        similarity = count / elements if elements else 0.0
+        if similarity < 1 or similarity != int(similarity):
             continue
         size = math.sqrt(max(squares, 1e-300))
         off = max(
-            abs(ours_squares / alike - squares) / max(squares, 1e-300) / 2,
-            abs(ours_total / alike - total) / (size * math.sqrt(elements)),
+            abs(ours_squares / similarity - squares) / max(squares, 1e-300) / 2,
+            abs(ours_total / similarity - total) / (size * math.sqrt(elements)),
         )
         if not off <= limit:
             return f"first at {path}: its output by {off:.2g}"

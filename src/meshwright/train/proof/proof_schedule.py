@@ -100,8 +100,10 @@ def changed_values(before: ModuleValues, now: ModuleValues) -> ModuleValues:
 def follow_frozen(model: nn.Module, engine: Engine) -> None:
     """Freezes in the copy `model` the parameters that have been frozen on every rank which stores them. If some of
     these ranks still train one, it stays trained: one device's gradient needs their part. All ranks call it."""
-    held = {name: parameter.requires_grad for unit in engine.zero.units for name, parameter in unit.parameters.items()}
-    everyone = gather_objects(held)
+    stored = {
+        name: parameter.requires_grad for unit in engine.zero.units for name, parameter in unit.parameters.items()
+    }
+    everyone = gather_objects(stored)
     trained = {name for each in everyone for name, is_trained in each.items() if is_trained}
     frozen = {name for each in everyone for name in each} - trained
     for name, parameter in model.named_parameters():
@@ -198,14 +200,14 @@ class ProofSchedule:
     def during(self, trainer: Trainer, batch: Batch | LocalBatch, reason: str) -> None:
         """Runs a proof after the passes of a step that is outside of what was proven, before its update. The gradients
         do not change. Raises PlanRefused as `before` does."""
-        held = [(unit, unit.grad_shard.to("cpu", copy=True)) for unit in trainer.engine.zero.trainable]
+        stored = [(unit, unit.grad_shard.to("cpu", copy=True)) for unit in trainer.engine.zero.trainable]
         trainer.on_phase(RankPhase.prove)
         try:
             self._prove_or_refuse(trainer, batch, reason, f"again ({reason})")
         finally:
             trainer.on_phase(RankPhase.agree)
         trainer.engine.zero.quiesce()
-        for unit, gradients in held:
+        for unit, gradients in stored:
             unit.grad_shard.copy_(gradients)
 
     def _prove_or_refuse(self, trainer: Trainer, batch: Batch | LocalBatch, reason: str, when: str) -> None:

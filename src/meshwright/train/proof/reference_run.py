@@ -396,11 +396,11 @@ def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, t
         if block._forward_pre_hooks or block._forward_hooks or nn.utils.parametrize.is_parametrized(block):
             outside |= {id(parameter) for parameter in block.parameters()}
     for path in paths:
-        held = tuple(
+        stored = tuple(
             names[id(parameter)] for parameter in model.get_submodule(path).parameters() if id(parameter) not in outside
         )
-        if held:
-            found[path] = held
+        if stored:
+            found[path] = stored
     return found
 
 
