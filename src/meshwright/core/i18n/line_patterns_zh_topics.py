@@ -66,7 +66,7 @@ MACHINE_LINES = {
     "assumed {} Gbit/s a device": "假定每设备 {0} Gbit/s",
     # --- probe
     "probe of {} ranks: this machine has {} cores, and beyond {} ranks a core what is measured is waiting for each other; use --cluster local:{}, or start the ranks on more machines": "探测 {0} 个 rank：本机有 {1} 个核，每核超过 {2} 个 rank 时测到的只是互相等待；请用 --cluster local:{3}，或者在更多机器上启动 rank",
-    "cluster {} has several nodes: start this command on each of them, with torchrun, Slurm or `python -m bench.emulation`": "集群 {0} 有几个节点：请用 torchrun、Slurm 或 `meshwright emulate` 在每个节点上启动这条命令",
+    "cluster {} has several nodes: start this command on each of them, with torchrun, Slurm or `python -m bench.emulation`": "集群 {0} 有几个节点：请用 torchrun、Slurm 或 `python -m bench.emulation` 在每个节点上启动这条命令",
     "measuring {} ranks of this machine": "正在测量本机的 {0} 个 rank",
     "measuring 1 rank of this machine": "正在测量本机的 1 个 rank",
     "measuring {} ranks and the links between them": "正在测量 {0} 个 rank 和它们之间的链路",
@@ -103,7 +103,7 @@ MACHINE_LINES = {
     "collectives of 64 KiB and more are a factor of {} from one bandwidth and latency (root mean square)": "64 KiB 以上的集合通信与单一的带宽和延迟相差 {0} 倍（均方根）",
     # --- trials
     "--trials {}: must be at least 1": "--trials {0}：至少是 1",
-    "--trials runs plans here, and cluster {} has several nodes: start this command on each rank, with torchrun, Slurm or `python -m bench.emulation`": "--trials 在这里运行方案，而集群 {0} 有几个节点：请用 torchrun、Slurm 或 `meshwright emulate` 在每个 rank 上启动这条命令",
+    "--trials runs plans here, and cluster {} has several nodes: start this command on each rank, with torchrun, Slurm or `python -m bench.emulation`": "--trials 在这里运行方案，而集群 {0} 有几个节点：请用 torchrun、Slurm 或 `python -m bench.emulation` 在每个 rank 上启动这条命令",
     "trial  {}: not run: {}": "试跑  {0}：没有运行：{1}",
     "trial  {}: {} a step, {} predicted ({})": "试跑  {0}：每步 {1}，预测 {2}（{3}）",
     "other programs were busy meanwhile: what was measured is not kept": "这期间其他程序很忙：测到的不保存",
