@@ -44,7 +44,7 @@ WORK = Workload(sequence=2048, precision="bf16")
 def searched_once() -> Iterator[None]:
     """Text and JSON in both languages, and several charts, ask the same."""
     with (
-        answering_once(rank, "search_top_plans"),
+        answering_once(rank, "search_plans"),
         answering_once(fit, "find_best_plan"),
         answering_once(infeasible, "find_best_plan"),
     ):

@@ -172,7 +172,7 @@ def test_every_rule_that_a_plan_breaks_is_named() -> None:
 @pytest.fixture(scope="module")
 def searched_once() -> Iterator[None]:
     """The commands below ask the same of one large job."""
-    with answering_once(rank, "search_top_plans") as answers:
+    with answering_once(rank, "search_plans") as answers:
         yield
     assert len(answers) == 1
 

@@ -89,7 +89,7 @@ TEXTS = {
     "memory.reserved": "reserved",
     "label.plan": "plan",
     "label.step": "step",
-    "label.tokens/s": "tokens/s",
+    "label.tokens/s": "tok/s",
     "label.MFU": "MFU",
     "label.memory": "memory",
     "label.verdict": "",
