@@ -232,8 +232,8 @@ class Slow:
     """A window whose states stay, and whose weights are written when nobody waits for them any more."""
 
     def __init__(self, away: StateSwapper) -> None:
-        self.stays, self.written = True, False
-        self.number, self.slot = away.next_buffer(self.stays)
+        self.resident, self.written = True, False
+        self.index, self.buffer = away.next_buffer(self.resident)
 
     def fetch(self) -> None:
         """Nothing of it waits."""

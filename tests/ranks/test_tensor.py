@@ -357,7 +357,7 @@ def test_backward_of_every_collective_is_its_transpose(ranks: Pool, world: int) 
 
 def test_without_a_group_collectives_hand_their_input_on() -> None:
     x = torch.ones(2, 4, 3)
-    for name in ("leave", "leave_scattered", "scatter_sequence", "gather_whole"):
+    for name in ("reduce_from_region", "reduce_scatter_from_region", "scatter_sequence", "gather_replicated"):
         assert getattr(collectives, name)(x, None) is x
 
 
