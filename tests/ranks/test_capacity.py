@@ -54,7 +54,7 @@ def expected(name: str) -> tuple[float, dict[str, torch.Tensor], float]:
     """Loss and gradients of one device, and the share of pairs that it drops."""
     model = make_model(name).double()
     for module in model.modules():
-        if type(module).__name__ in ("Experts", "MixtralExperts"):
+        if type(module).__name__ in ("MoeExperts", "MixtralExperts"):
             module.register_forward_pre_hook(dropping)
     dropped.clear()
     loss = loss_of(model, name, make_batch(name, 0))[0]

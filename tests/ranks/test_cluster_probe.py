@@ -110,7 +110,7 @@ def tiered() -> tuple[str, str]:
 def test_collectives_are_measured_the_way_the_runtime_takes() -> None:
     need_networks()
     with emulate_cluster(ScaledCluster((0.45,) * 4, (0, 0, 1, 1), (4e6, 4e6), 1.0)) as cluster:
-        assert set(on_ranks(cluster, tiered)) == {("Tiers", "Tiers")}
+        assert set(on_ranks(cluster, tiered)) == {("HierarchicalGroup", "HierarchicalGroup")}
 
 
 def computing() -> tuple[float, float, float]:

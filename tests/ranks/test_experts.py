@@ -164,7 +164,7 @@ def test_the_record_says_how_much_busier_the_busiest_expert_is_whatever_the_plan
     model, batch = make_model("mixture").double(), make_batch("mixture", 0)
     chosen: list[torch.Tensor] = []
     for module in model.modules():
-        if type(module).__name__ == "Experts":
+        if type(module).__name__ == "MoeExperts":
             module.register_forward_pre_hook(
                 lambda module, args: chosen.append(torch.bincount(args[1].flatten(), minlength=8))
             )

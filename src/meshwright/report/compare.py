@@ -86,7 +86,7 @@ def compare_text(comparison: RunComparison, language: str = "en") -> str:
     add(said("first"), [f"{run.loss.first.loss:.4f}" if run.loss else "-" for run in runs])
     add(said("last"), [f"{run.loss.last.loss:.4f}" if run.loss else "-" for run in runs])
     add(said("best"), [f"{run.loss.best.loss:.4f}" if run.loss else "-" for run in runs])
-    add(said("held"), [f"{run.validation_loss.last.loss:.4f}" if run.validation_loss else "-" for run in runs])
+    add(said("held"), [f"{run.held_out.last.loss:.4f}" if run.held_out else "-" for run in runs])
     add(said("rate"), [_format_values(run.tokens_per_second, show_count) for run in runs])
     add(said("step"), [_format_values(run.pair("time", "step"), show_seconds) for run in runs])
     add(said("ratio"), [_format_ratio(run.pair("time", "step")) for run in runs])

@@ -190,7 +190,7 @@ class RunSummary(StrictModel):
     cut: int
     tokens: int
     loss: LossCurve | None
-    validation_loss: LossCurve | None
+    held_out: LossCurve | None
     tokens_per_second: PredictedMeasured
     time: tuple[PredictedMeasured, ...]
     memory: tuple[PredictedMeasured, ...] = Field(description="bytes of each kind, of the rank that holds most of it")
@@ -316,7 +316,7 @@ def summarize_run(run: RunFolder) -> RunSummary:
         cut=run.cut,
         tokens=sum(record.tokens for record in steps),
         loss=_loss_curve([LossPoint(step=record.step, loss=record.loss) for record in steps]),
-        validation_loss=_loss_curve(
+        held_out=_loss_curve(
             [
                 LossPoint(step=record.step, loss=record.held_out_loss)
                 for record in run.records

@@ -96,15 +96,13 @@ def run_text(run: RunFolder, language: str = "en") -> str:
         facts.append(
             ("loss", f"{said(_loss_message(summary.loss))}  {sparkline([record.loss for record in run.steps])}")
         )
-    if summary.validation_loss:
+    if summary.held_out:
         curve = [record.held_out_loss for record in run.records if record.held_out_loss is not None]
-        share = make_message(
-            "run.share", share=f"{summary.validation_loss.last.loss / summary.validation_loss.first.loss:.1%}"
-        )
+        share = make_message("run.share", share=f"{summary.held_out.last.loss / summary.held_out.first.loss:.1%}")
         facts.append(
             (
                 "held out",
-                f"{said(_loss_message(summary.validation_loss))}{said(share) if len(curve) > 1 else ''}  {sparkline(curve)}",
+                f"{said(_loss_message(summary.held_out))}{said(share) if len(curve) > 1 else ''}  {sparkline(curve)}",
             )
         )
     facts.append(

@@ -153,17 +153,17 @@ class TrainLoop:
         if self.channel.rank == 0 and self.dataset.tokenizer is not None:
             (self.folder / "tokenizer").mkdir(exist_ok=True)
             self.dataset.tokenizer.save(self.folder / "tokenizer")
-        stored_out = list(self.loader.validation_batches(VALIDATION_BATCH_ROWS))
-        if began == 0 and stored_out:
-            loss = self._evaluate(stored_out)
+        validation_batches = list(self.loader.validation_batches(VALIDATION_BATCH_ROWS))
+        if began == 0 and validation_batches:
+            loss = self._evaluate(validation_batches)
             self._report(
                 records, StepRecord(step=0, loss=loss, tokens=0, gradient_norm=0, lr=0, seconds=0, held_out_loss=loss)
             )
         self.recovery.catch_up()
         delayed = self.recovery.unreported(records.last if records is not None else 0)
         for record in chain([delayed] if delayed is not None else [], self._steps(began)):
-            if stored_out and self._due(record.step, self.launch.run.evaluate_every):
-                record = record.model_copy(update={"held_out_loss": self._evaluate(stored_out)})
+            if validation_batches and self._due(record.step, self.launch.run.evaluate_every):
+                record = record.model_copy(update={"held_out_loss": self._evaluate(validation_batches)})
             self._report(records, record)
             if self.stopping or self.recovery.due(record.step):
                 self.recovery.save(must=self.stopping or record.step == self.steps)
