@@ -256,7 +256,7 @@ class Poisoned(BatchLoader):
 
     def rows(self, step: int, first: int = 0, count: int | None = None) -> TensorBatch:
         found = super().rows(step, first, count)
-        if batch_index(step, self.left_out) in POISON:
+        if batch_index(step, self.skipped_batches) in POISON:
             noise = torch.Generator().manual_seed(step * self.batch + first)
             found["labels"] = torch.randint(0, 256, found["labels"].shape, generator=noise)
         return found
