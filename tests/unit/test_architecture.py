@@ -38,6 +38,7 @@ SUBLAYERS = {
     "spec": {"": 1, "schedules": 0},
     "runtime": {
         "backend": 0,
+        "error_propagation": 0,
         "comm": 1,
         "device": 1,
         "host_heap": 1,

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.runtime.comm.error_propagation import ErrorPropagator
 from meshwright.runtime.comm.group import CommGroup, ShardPlacement
 from meshwright.runtime.comm.shm.memory import SharedMemory
 from meshwright.runtime.comm.topology import Topology
+from meshwright.runtime.error_propagation import ErrorPropagator
 from meshwright.runtime.offload.activation_store import ActivationStore
 from meshwright.runtime.offload.swapper import StateSwapper
 from meshwright.spec.grid import Coords, RankGrid

@@ -28,8 +28,8 @@ from torch import nn
 
 from meshwright.core.errors import InputError
 from meshwright.runtime import state_dict
-from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.engine import Engine
+from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.loss.objective import LossFunction
 from meshwright.runtime.shard.access_guard import (

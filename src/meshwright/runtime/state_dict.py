@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.backend import backend_of
-from meshwright.runtime.comm.error_propagation import gather_objects, interruptible_wait
 from meshwright.runtime.engine import Engine
+from meshwright.runtime.error_propagation import gather_objects, interruptible_wait
 from meshwright.runtime.non_tensor_state import (
     collect_extra_states,
     decode_option,

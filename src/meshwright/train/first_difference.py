@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.analysis.graph import TpSplit, local_shard
-from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.spec.batch_layout import first_row
 from meshwright.train.trainer import Trainer

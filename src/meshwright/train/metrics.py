@@ -34,8 +34,8 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.storage import StorageFailed, describe_failure, read_file, read_text
 from meshwright.data.loader import SampleRange, TensorBatch
 from meshwright.runtime.comm.async_collectives import all_reduce
-from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.error_propagation import gather_objects
 from meshwright.spec.grid import RankGrid
 from meshwright.spec.proof import ProofMode, RecordedProof
 from meshwright.spec.record import (

@@ -36,9 +36,9 @@ from meshwright.core.errors import InputError, did_you_mean
 from meshwright.models.model_io import IGNORE_INDEX
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.async_collectives import all_reduce
-from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.deferred_init import deferred_init_of
 from meshwright.runtime.engine import Engine
+from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss.objective import Batch, LossHead, ZeroWeightBatch, num_rows
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.spec.batch_layout import micro_batch_rows

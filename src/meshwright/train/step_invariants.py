@@ -29,7 +29,7 @@ import torch
 
 from meshwright.core.errors import MeshwrightError, PlanRefused
 from meshwright.runtime.backend import backend_of
-from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss.objective import Batch, ZeroWeightBatch
 from meshwright.runtime.preflight.batch_separability import repeat_rows
 from meshwright.runtime.preflight.step_checks import CHECKED_STEPS

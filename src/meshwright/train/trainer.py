@@ -26,9 +26,9 @@ from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.build.parallelize import parallelize_model
 from meshwright.runtime.build.passes.record import ModelHints
 from meshwright.runtime.comm.async_collectives import all_reduce
-from meshwright.runtime.comm.error_propagation import ErrorPropagator
 from meshwright.runtime.device import init_local_device
 from meshwright.runtime.engine import Engine
+from meshwright.runtime.error_propagation import ErrorPropagator
 from meshwright.runtime.expert_parallel.load_balancing import update_expert_bias
 from meshwright.runtime.expert_parallel.token_dispatcher import count_pairs_by_expert, expert_loads, summarize_loads
 from meshwright.runtime.host_heap import malloc_trim

@@ -26,7 +26,7 @@ from meshwright.checkpoint.save import RankExchange, save_checkpoint
 from meshwright.core.codec import validate_data
 from meshwright.runtime import state_dict
 from meshwright.runtime.backend import backend_of
-from meshwright.runtime.comm.error_propagation import interruptible_wait
+from meshwright.runtime.error_propagation import interruptible_wait
 from meshwright.runtime.non_tensor_state import load_extra_states, serializable_extra_states
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.spec.layout import ShardMetadata

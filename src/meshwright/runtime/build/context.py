@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.errors import InputError
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm import topology as topologies
-from meshwright.runtime.comm.error_propagation import ErrorPropagator, gather_objects
 from meshwright.runtime.comm.shm.memory import connect_shared_memory
 from meshwright.runtime.comm.topology import GroupFactory, Topology
 from meshwright.runtime.device import host_id, init_local_device
+from meshwright.runtime.error_propagation import ErrorPropagator, gather_objects
 from meshwright.runtime.offload.activation_store import make_activation_store
 from meshwright.runtime.offload.swapper import make_state_swapper
 from meshwright.runtime.parallel_context import ParallelContext

@@ -14,9 +14,9 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from meshwright.runtime.comm.error_propagation import interruptible_wait
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.comm.shm.collectives import InterHostReducer
+from meshwright.runtime.error_propagation import interruptible_wait
 
 
 class CollectiveWork:

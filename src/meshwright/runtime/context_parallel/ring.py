@@ -27,11 +27,11 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.comm import async_collectives
-from meshwright.runtime.comm.error_propagation import interruptible_wait
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.context_parallel import kernels
 from meshwright.runtime.context_parallel.kernels import SdpaCall
 from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
+from meshwright.runtime.error_propagation import interruptible_wait
 
 KVVisitor = Callable[[int, torch.Tensor], torch.Tensor]
 

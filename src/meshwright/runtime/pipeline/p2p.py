@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.runtime.comm.error_propagation import interruptible_wait
 from meshwright.runtime.comm.group import CommTimer
 from meshwright.runtime.comm.shm.memory import PAGE_BYTES, SharedMemory, ShmSegment
 from meshwright.runtime.comm.timers import WaitTimer
 from meshwright.runtime.comm.topology import P2P_FIRST_FIELD
+from meshwright.runtime.error_propagation import interruptible_wait
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.spec.schedules.action import ActionKind
 

@@ -39,8 +39,8 @@ from meshwright.analysis.dry_run import ParamWriteRecorder, StorageSpan, dry_run
 from meshwright.core.errors import PlanRefused
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
-from meshwright.runtime.comm.error_propagation import interruptible_wait
 from meshwright.runtime.engine import Engine
+from meshwright.runtime.error_propagation import interruptible_wait
 from meshwright.runtime.loss.objective import Batch, num_rows
 from meshwright.runtime.preflight.numeric_probes import (
     GradientDifference,

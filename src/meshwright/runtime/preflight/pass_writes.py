@@ -31,8 +31,8 @@ from torch import nn
 
 from meshwright.analysis.run_conditions import set_seed
 from meshwright.core.errors import PlanRefused
-from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.engine import Engine, OncePerStepBuffers
+from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss.objective import Batch, num_rows
 from meshwright.runtime.preflight.batch_separability import isolated_pass, repeat_first_row_rolled
 from meshwright.runtime.preflight.numeric_probes import random_projection, record_fingerprint

@@ -48,8 +48,8 @@ from meshwright.analysis.dry_run import dry_run
 from meshwright.analysis.example_inputs import ExampleInputs, make_example
 from meshwright.analysis.model_copy import copy_to_meta, isolated_run
 from meshwright.core.errors import InputError, PlanRefused
-from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.engine import Engine, OncePerStepBuffers, PassRecorder
+from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.loss.objective import Batch
 from meshwright.runtime.parallel_context import ParallelContext

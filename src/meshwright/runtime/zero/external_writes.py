@@ -27,7 +27,7 @@ import torch
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.comm.async_collectives import all_reduce
-from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.zero.param_group import FlatParamGroup, param_shard_range
 from meshwright.spec.precision import Recipe

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshwright.models.model_io import IGNORE_INDEX
-from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss.objective import Batch, num_rows
 from meshwright.spec.constraints import check_batch_size, half_sequence_length
 from meshwright.train.size_ranges import sizes_of

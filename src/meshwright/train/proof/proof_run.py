@@ -30,8 +30,8 @@ from meshwright.analysis.model_copy import ModelCopy
 from meshwright.core.errors import InputError
 from meshwright.core.printable_text import reason_of
 from meshwright.runtime.comm.async_collectives import all_reduce
-from meshwright.runtime.comm.error_propagation import gather_objects, interruptible_wait
 from meshwright.runtime.engine import Engine
+from meshwright.runtime.error_propagation import gather_objects, interruptible_wait
 from meshwright.runtime.gather_service import ElementRange, GatherService
 from meshwright.runtime.host_heap import malloc_trim
 from meshwright.runtime.layout.placeholder import StagePlaceholder

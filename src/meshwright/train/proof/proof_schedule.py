@@ -27,8 +27,8 @@ from meshwright.core.heartbeat import RankPhase
 from meshwright.core.units import show_seconds
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
-from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.comm.group import shrink_staging_buffers
+from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.host_heap import malloc_trim
 from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.loss.objective import Batch, LossFunction, num_rows

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.layer_rules.rule import is_linear_like
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.build.stages.assignment import stage_bounds
-from meshwright.runtime.build.weight_grads import install_deferred_wgrad, install_wgrad_accumulation
+from meshwright.runtime.wgrad.accumulation import MIN_IN_PLACE_ELEMENTS, StepBackward
+from meshwright.runtime.wgrad.deferred import WgradQueue, defer_wgrad, weight_gradient
+from meshwright.runtime.zero.param_group import FlatParamGroup
+from meshwright.spec.memory_policy import defers_wgrad
+from meshwright.spec.plan import Plan
 
 
 @build_pass(reads=("model", "partition", "context", "flat"), writes=("wgrad_accumulation",))
@@ -13,3 +27,102 @@ def defer_weight_grads(build: Build) -> None:
     model, graph, plan, groups = build.model, build.partition.stage_graph, build.context.plan, build.flat.stages
     install_deferred_wgrad(model, graph, plan, stage_bounds(graph, plan), groups)
     build.wgrad_accumulation = install_wgrad_accumulation(model, graph, groups, plan)
+
+
+def install_deferred_wgrad(
+    model: nn.Module,
+    anatomy: ModelGraph,
+    plan: Plan,
+    bounds: Mapping[int, tuple[int, int]],
+    flat: Mapping[int, Sequence[FlatParamGroup]],
+) -> None:
+    """Makes matrix layers of blocks defer their weight gradients to W, where the schedule has one.
+
+    See [Note: not deferred] in runtime/wgrad/deferred.py for the exceptions.
+    """
+    for stage, stored in flat.items():
+        unit_of = {name: unit for unit in stored if not unit.frozen for name in unit.parameters}
+        for place, index in (
+            enumerate(range(*bounds[stage])) if plan.splits_backward(stage) and anatomy.blocks is not None else ()
+        ):
+            if not defers_wgrad(plan, place):
+                continue
+            path = anatomy.block(index)
+            for inside, module in model.get_submodule(path).named_modules():
+                name = f"{path}.{inside}.weight"
+                if is_linear_like(module) and name in unit_of:
+                    unit = unit_of[name]
+                    unit.wgrad_queue = unit.wgrad_queue or WgradQueue(unit.accumulate_grad)
+                    defer_wgrad(module, partial(_enqueue, unit.wgrad_queue, name, isinstance(module, nn.Linear)))
+
+
+def _enqueue(backlog: WgradQueue, name: str, linear: bool, x: torch.Tensor, gradient: torch.Tensor) -> None:
+    backlog.push(name, partial(weight_gradient, x.detach(), gradient.detach(), linear))
+
+
+def install_wgrad_accumulation(
+    model: nn.Module, anatomy: ModelGraph, flat: Mapping[int, Sequence[FlatParamGroup]], plan: Plan
+) -> StepBackward:
+    """Makes embeddings outside of the blocks and plain matrix layers accumulate their weight gradients in place, see
+    [Note: where not]. Returns the object that reports when backward runs."""
+    own = StepBackward()
+    if plan.pp == 1:
+        return own
+    units = {
+        id(tensor): (unit, name)
+        for stored in flat.values()
+        for unit in stored
+        for name, tensor in unit.parameters.items()
+    }
+    within = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
+    layers = [
+        (path.startswith(within), module, module._parameters.get("weight"))
+        for path, module in model.named_modules()
+        if path
+    ]
+    readers = Counter(id(weight) for _, _, weight in layers if weight is not None)
+    for is_inside, module, weight in layers:
+        unit, name = units.get(id(weight), (None, ""))
+        if (
+            unit is None
+            or weight is None
+            or not _can_accumulate_in_place(unit)
+            or weight.numel() < MIN_IN_PLACE_ELEMENTS
+            or (is_inside and plan.compile)
+        ):
+            continue
+        if isinstance(module, nn.Embedding):
+            module.sparse = not (is_inside or module.scale_grad_by_freq)
+            continue
+        at_once = unit.zero_stage < 2 or (unit.wgrad_queue is None and readers[id(weight)] == 1)
+        if (
+            at_once
+            and is_linear_like(module)
+            and getattr(module, "put_off", None) is None
+            and unit.gradients.dtype == unit.dtype
+        ):
+            defer_wgrad(module, partial(_accumulate_wgrad, own, unit, name, isinstance(module, nn.Linear)))
+    return own
+
+
+def _can_accumulate_in_place(unit: FlatParamGroup) -> bool:
+    return (
+        not unit.frozen
+        and unit.exact is None
+        and backend_of(unit.gradients.device).memory_is_host
+        and unit.gradients.itemsize >= 4
+    )
+
+
+def _accumulate_wgrad(
+    own: StepBackward, unit: FlatParamGroup, name: str, linear: bool, x: torch.Tensor, gradient: torch.Tensor
+) -> torch.Tensor:
+    """Adds the product of `x` (N, in) and the output `gradient` (N, out) to the gradient of weight `name`. Returns a
+    sparse gradient without rows."""
+    if not own.is_running:
+        return weight_gradient(x, gradient, linear)
+    into, first = unit.grad_slot(name)
+    factors = (gradient.t(), x) if linear else (x.t(), gradient)
+    torch.mm(*factors, out=into) if first else into.addmm_(*factors)
+    no_rows = torch.empty(1, 0, dtype=torch.int64), into.new_empty(0, *into.shape[1:])
+    return torch.sparse_coo_tensor(*no_rows, into.shape, check_invariants=False)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.heartbeat import WAIT_INCREMENT
-from meshwright.runtime.comm.error_propagation import CURRENT_PROPAGATOR, gather_objects
+from meshwright.runtime.error_propagation import CURRENT_PROPAGATOR, gather_objects
 
 SHARED_MEMORY_ENV = "MESHWRIGHT_SHARED"
 """Environment variable: 0 disables shared memory."""

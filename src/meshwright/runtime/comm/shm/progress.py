@@ -26,8 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from meshwright.runtime.comm.error_propagation import CURRENT_PROPAGATOR
 from meshwright.runtime.comm.shm.memory import PAGE_BYTES, SharedMemory, ShmSegment
+from meshwright.runtime.error_propagation import CURRENT_PROPAGATOR
 
 AWAIT_TRANSFER = -1
 """Awaited instead of a field: the transfer between hosts that the previous step started."""
