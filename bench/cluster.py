@@ -107,7 +107,7 @@ CASES = (
 )
 
 
-# --- ranks ----------------------------------------------------------------------------------------------------------------------
+# --- ranks ------------------------------------------------------------------------------------------------------------
 
 
 def on_ranks(there: EmulatedCluster, case: Case, plans: int) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def by_speed(question: Job) -> list[Plan]:
     return [even, even.but(shares=batch_layout.micro_batches_by_speed(speeds, batch // ROWS))]
 
 
-# --- table ----------------------------------------------------------------------------------------------------------------------
+# --- table ------------------------------------------------------------------------------------------------------------
 
 
 def judged(case: Case, found: dict[str, Any]) -> dict[str, Any]:
@@ -266,18 +266,19 @@ def table(judgements: list[dict[str, Any]], unlike: list[str], cases: dict[str, 
     lines = [
         "# Regret on emulated clusters",
         "",
-        f"`python -m bench.cluster`, {time.strftime('%d %B %Y')}, {available_cpus()} cores, gloo between hosts, shared memory inside; every plan run by real ranks, "
-        f"lower median of {STEPS} steps. Regret: the planner's first choice over the best measured plan; with trials: the best of at most {TRIALS} "
-        "(plans that were not measured are played by one of the same degrees). Error: median of |predicted / measured - 1|. Others busy: processors "
-        "that other programs took meanwhile; above 0.15 the times are disturbed.",
+        f"`python -m bench.cluster`, {time.strftime('%d %B %Y')}, {available_cpus()} cores, gloo between hosts, "
+        f"shared memory inside; every plan run by real ranks, lower median of {STEPS} steps. Regret: the planner's "
+        f"first choice over the best measured plan; with trials: the best of at most {TRIALS} (plans that were not "
+        "measured are played by one of the same degrees). Error: median of |predicted / measured - 1|. Others busy: "
+        "processors that other programs took meanwhile; above 0.15 the times are disturbed.",
         "",
         "| job | plans | best measured | regret | with trials | error | rank correlation | others busy |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for each in judgements:
         lines.append(
-            f"| {each['name']} | {each['plans']} | {show_seconds(each['best'])} | {each['regret']:.0%} | {each['tried']:.0%} | {each['error']:.0%} "
-            f"| {each['correlation']:.2f} | {each['busy']:.1f} |"
+            f"| {each['name']} | {each['plans']} | {show_seconds(each['best'])} | {each['regret']:.0%} | "
+            f"{each['tried']:.0%} | {each['error']:.0%} | {each['correlation']:.2f} | {each['busy']:.1f} |"
         )
     lines += ["", *unlike]
     for name, found in cases.items():
@@ -286,16 +287,17 @@ def table(judgements: list[dict[str, Any]], unlike: list[str], cases: dict[str, 
             "",
             f"## {name}",
             "",
-            f"Probe {found['probe']:.0f} s: network {show_rate(cluster.network.bandwidth)}, {show_seconds(cluster.network.latency)}; a meeting "
-            f"{show_seconds(cluster.groups[0].link.meeting)} inside, {show_seconds(cluster.network.meeting)} between. "
-            + "; ".join(found["odd"]),
+            f"Probe {found['probe']:.0f} s: network {show_rate(cluster.network.bandwidth)}, "
+            f"{show_seconds(cluster.network.latency)}; a meeting {show_seconds(cluster.groups[0].link.meeting)} "
+            f"inside, {show_seconds(cluster.network.meeting)} between. " + "; ".join(found["odd"]),
             "",
             "| plan | predicted | measured |",
             "|---|---|---|",
         ]
         for row in sorted(found["rows"], key=lambda row: row["measured"]):
             lines.append(
-                f"| {Plan.model_validate(row['plan']).name} | {show_seconds(row['predicted'])} | {show_seconds(row['measured'])} |"
+                f"| {Plan.model_validate(row['plan']).name} | {show_seconds(row['predicted'])} | "
+                f"{show_seconds(row['measured'])} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -314,8 +316,9 @@ def gain(case: Case, found: dict[str, Any]) -> list[str]:
     bound = sum(speeds) / len(speeds) / min(speeds)
     reached = times[even] / times[shared]
     return [
-        f"{case.name}: even split {show_seconds(times[even])}, shares {'-'.join(map(str, shared.shares))} {show_seconds(times[shared])}: "
-        f"{reached:.2f} times as fast, {reached / bound:.0%} of the bound {bound:.2f} (mean over slowest speed as probed).",
+        f"{case.name}: even split {show_seconds(times[even])}, shares {'-'.join(map(str, shared.shares))} "
+        f"{show_seconds(times[shared])}: {reached:.2f} times as fast, {reached / bound:.0%} of the bound {bound:.2f} "
+        "(mean over slowest speed as probed).",
         "",
     ]
 

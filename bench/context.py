@@ -73,7 +73,8 @@ def main() -> None:
     for name, found in layouts.items():
         idle = 1 - sum(found) / len(found) / max(found)
         print(
-            f"  {name:15} {'  '.join(f'{1e3 * each:6.1f}' for each in found)}   idle {idle:5.1%}   step {1e3 * max(found):6.1f}"
+            f"  {name:15} {'  '.join(f'{1e3 * each:6.1f}' for each in found)}   idle {idle:5.1%}   step "
+            f"{1e3 * max(found):6.1f}"
         )
 
 

@@ -85,7 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     report: dict[str, Any] = {"machine": machine(), "workload": SIZES, "table": []}
     lines = [
-        "| plan | tokens a step | copies of all ranks, MiB | rounds | step s | CPU of a copy, share of a step's | CPU of both steps, with and without | wall of both |",
+        "| plan | tokens a step | copies of all ranks, MiB | rounds | step s | CPU of a copy, share of a step's | "
+        "CPU of both steps, with and without | wall of both |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for plan in given.plans.split(","):

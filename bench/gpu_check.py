@@ -392,7 +392,8 @@ def watched(folder: Path, memory: dict[int, dict[str, float]]) -> list[str]:
     counted, found = memory[timeline.step]["total"], []
     if not abs(timeline.total / counted - 1) <= MEMORY_TOLERANCE:
         found.append(
-            f"train: the watch of step {timeline.step} adds up to {show_bytes(timeline.total)}, the device counted {show_bytes(counted)}"
+            f"train: the watch of step {timeline.step} adds up to {show_bytes(timeline.total)}, the device counted "
+            f"{show_bytes(counted)}"
         )
     if not timeline.place or not timeline.peak.activations:
         found.append(f"train: the watch of step {timeline.step} saw no module at the peak, or no activations")
@@ -413,16 +414,17 @@ class Way:
     def data(self) -> dict[str, Any]:
         measured, predicted = self.measured, self.estimate
         return {
-            "plan": self.plan, "seconds": measured.seconds, "predicted": predicted.time.step, "bound": self.bound, "losses": measured.losses,
-            "peak_allocated": measured.peak, "peak_predicted": predicted.memory.total,
+            "plan": self.plan, "seconds": measured.seconds, "predicted": predicted.time.step, "bound": self.bound,
+            "losses": measured.losses, "peak_allocated": measured.peak, "peak_predicted": predicted.memory.total,
         }  # fmt: skip
 
     def row(self, plain: Measured) -> str:
         peak = show_bytes(self.measured.peak) if self.measured.peak else "-"
         apart = abs(self.measured.losses[-1] / plain.losses[-1] - 1)
         return (
-            f"| {self.plan} | {show_seconds(self.measured.seconds)} | {show_seconds(self.estimate.time.step)} | {self.measured.seconds / self.bound:.2f} "
-            f"| {peak} | {show_bytes(self.estimate.memory.total)} | {apart:.1e} |"
+            f"| {self.plan} | {show_seconds(self.measured.seconds)} | {show_seconds(self.estimate.time.step)} | "
+            f"{self.measured.seconds / self.bound:.2f} | {peak} | {show_bytes(self.estimate.memory.total)} | "
+            f"{apart:.1e} |"
         )
 
 
@@ -457,11 +459,13 @@ def faults_of_ways(found: list[Way]) -> list[str]:
         apart = abs(way.measured.losses[-1] / plain.measured.losses[-1] - 1)
         if not apart <= SAME or way.measured.losses[0] != plain.measured.losses[0]:
             faults.append(
-                f"{way.plan}: losses are not those of {plain.plan}: {way.measured.losses[0]!r} first, {apart:.1e} apart at last"
+                f"{way.plan}: losses are not those of {plain.plan}: {way.measured.losses[0]!r} first, {apart:.1e} "
+                "apart at last"
             )
         if way.measured.peak and abs(way.measured.peak / way.estimate.memory.total - 1) > MEMORY_TOLERANCE:
             faults.append(
-                f"{way.plan}: peak allocated is {way.measured.peak / way.estimate.memory.total - 1:+.0%} off the estimate"
+                f"{way.plan}: peak allocated is {way.measured.peak / way.estimate.memory.total - 1:+.0%} off the "
+                "estimate"
             )
     return faults
 
@@ -514,20 +518,25 @@ def show(
     rates = ", ".join(f"{kind} {show_rate(rate, 'FLOP/s')}" for kind, rate in device.peak.items())
     lines = [
         f"device          {name}, torch {torch.__version__}: {rates}, memory at {show_rate(device.bandwidth)}",
-        f"model           {show_count(job.model.parameters)} parameters, batch {job.workload.batch} x {job.workload.sequence}, "
+        f"model           {show_count(job.model.parameters)} parameters, "
+        f"batch {job.workload.batch} x {job.workload.sequence}, "
         f"{job.workload.precision}, plan {plan.name}",
         f"first loss      {difference:.1e} off plain PyTorch (float32, small model)",
-        f"loss            {measured.losses[0]:.4f} to {measured.losses[-1]:.4f} in {len(measured.losses)} steps on one batch",
+        f"loss            {measured.losses[0]:.4f} to {measured.losses[-1]:.4f} "
+        f"in {len(measured.losses)} steps on one batch",
         f"step            {show_seconds(measured.seconds)} measured, {show_seconds(estimate.time.step)} predicted",
         f"tokens/s        {tokens:,.0f} measured, {estimate.tokens_per_second:,.0f} predicted",
         f"MFU             {mfu:.1%} measured, {estimate.mfu:.1%} predicted",
-        f"peak allocated  {show_bytes(measured.peak) if measured.peak else 'not counted here'}, {show_bytes(estimate.memory.total)} predicted",
-        f"peak reserved   {show_bytes(measured.reserved) if measured.reserved else 'not counted here'}, {show_bytes(estimate.memory.reserved)} predicted",
+        f"peak allocated  {show_bytes(measured.peak) if measured.peak else 'not counted here'}, "
+        f"{show_bytes(estimate.memory.total)} predicted",
+        f"peak reserved   {show_bytes(measured.reserved) if measured.reserved else 'not counted here'}, "
+        f"{show_bytes(estimate.memory.reserved)} predicted",
     ]
     return lines, {
-        "device": name, "torch": torch.__version__, "plan": plan.name, "parameters": job.model.parameters, "first_loss_difference": difference,
-        "losses": measured.losses, "seconds": measured.seconds, "tokens_per_second": tokens, "mfu": mfu, "held": measured.held,
-        "peak_allocated": measured.peak, "peak_reserved": measured.reserved, "estimate": estimate.model_dump(),
+        "device": name, "torch": torch.__version__, "plan": plan.name, "parameters": job.model.parameters,
+        "first_loss_difference": difference, "losses": measured.losses, "seconds": measured.seconds,
+        "tokens_per_second": tokens, "mfu": mfu, "held": measured.held, "peak_allocated": measured.peak,
+        "peak_reserved": measured.reserved, "estimate": estimate.model_dump(),
     }  # fmt: skip
 
 
@@ -562,7 +571,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"gpu-check: skipped: no CUDA device (torch {torch.__version__} is {built})", file=sys.stderr)
             return 0
         raise InputError(
-            f"no CUDA device: torch {torch.__version__} is {built}; --skip-without-cuda makes this no error, --cpu runs it tiny on the processor"
+            f"no CUDA device: torch {torch.__version__} is {built}; --skip-without-cuda makes this no error, --cpu "
+            "runs it tiny on the processor"
         )
     device = init_local_device()  # before any product: a plan's come out alike each time then
     cluster = (
@@ -591,7 +601,8 @@ def main(arguments: list[str] | None = None) -> int:
     faults = [*faults_of(measured, estimate, difference), *faults_of_ways(found), *failed, *copies.faults, *going_on]
     data |= {"ways": [way.data for way in found], "activations": asdict(copies), "faults": faults}
     table = [
-        f"| plan at {show_count(at_small.model.parameters)} | step | predicted | times its bound | peak | predicted | loss apart |",
+        f"| plan at {show_count(at_small.model.parameters)} | step | predicted | times its bound | peak | predicted "
+        "| loss apart |",
         "|---|---|---|---|---|---|---|",
         *(way.row(found[0].measured) for way in found),
         "",

@@ -154,7 +154,8 @@ def markdown(title: str, table: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['system']} | {row['first_loss']:.6f} | {row['first_loss_error']:.1e} | {row['gradient_error']:.1e} | {row['largest_loss_error']:.1e} |"
+        f"| {row['system']} | {row['first_loss']:.6f} | {row['first_loss_error']:.1e} | {row['gradient_error']:.1e} "
+        f"| {row['largest_loss_error']:.1e} |"
         for row in table
     ]
     return "\n".join(lines)

@@ -262,7 +262,8 @@ def page(found: dict[str, Any]) -> str:
     lines = [f"# Two nodes of two ranks, {found['rate'] * 8 / 1e6:.0f} Mbit/s between them", ""]
     if found.get("load", 0.0) > 2 * found.get("cores", 1):
         lines += [
-            f"Other programs kept the {found['cores']} cores busy (load {found['load']:.0f}): steps say little, waits and bytes more.",
+            f"Other programs kept the {found['cores']} cores busy (load {found['load']:.0f}): steps say little, "
+            "waits and bytes more.",
             "",
         ]
     if "collectives" in found:
@@ -272,14 +273,16 @@ def page(found: dict[str, Any]) -> str:
             cells = [f"{it[code] * 1e3:.0f}" if code in it else "" for code in ("bf16", "int8")]
             cells.append(f"{it['tiers'] / it['int8']:.2f}" if "int8" in it else "")
             lines.append(
-                f"| {kind} | {it['flat'] * 1e3:.0f} | {it['tiers'] * 1e3:.0f} | {it['flat'] / it['tiers']:.2f} | {' | '.join(cells)} |"
+                f"| {kind} | {it['flat'] * 1e3:.0f} | {it['tiers'] * 1e3:.0f} | {it['flat'] / it['tiers']:.2f} | "
+                f"{' | '.join(cells)} |"
             )
     if "training" in found:
         lines += ["", "A step of a small Llama; times: of the flat step of the same plan.", ""]
         lines += ["| plan | system | ms a step | waited, ms | MB sent by a rank | times |", "|---|---|---|---|---|---|"]
         flat = {it["plan"]: it["step"] for it in found["training"] if it["system"] == "flat"}
         lines += [
-            f"| {it['plan']} | {it['system']} | {it['step'] * 1e3:.0f} | {it['exposed'] * 1e3:.0f} | {it['sent'] / 1e6:.2f} | {flat[it['plan']] / it['step']:.2f} |"
+            f"| {it['plan']} | {it['system']} | {it['step'] * 1e3:.0f} | {it['exposed'] * 1e3:.0f} | "
+            f"{it['sent'] / 1e6:.2f} | {flat[it['plan']] / it['step']:.2f} |"
             for it in found["training"]
         ]
     if "quartiles" in found.get("hidden", ()):
@@ -287,10 +290,12 @@ def page(found: dict[str, Any]) -> str:
         low, high = it["quartiles"]
         lines += [
             "",
-            f"A step with reductions beside backward {it['beside'] * 1e3:.0f} ms, behind it {it['behind'] * 1e3:.0f} ms, in turn, {it['pairs']} of each;",
+            f"A step with reductions beside backward {it['beside'] * 1e3:.0f} ms, behind it {it['behind'] * 1e3:.0f} "
+            f"ms, in turn, {it['pairs']} of each;",
         ]
         lines += [
-            f"reductions alone {it['reducing'] * 1e3:.0f} ms, backward after the first of them {it['backward'] * 1e3:.0f} ms: {it['hidden']:.0%} of what can be hidden is"
+            f"reductions alone {it['reducing'] * 1e3:.0f} ms, backward after the first of them "
+            f"{it['backward'] * 1e3:.0f} ms: {it['hidden']:.0%} of what can be hidden is"
         ]
         lines[-1] += f" (quartiles {low:.0%} and {high:.0%})."
     return "\n".join(lines) + "\n"

@@ -247,14 +247,15 @@ def of_ways(rows: list[dict[str, Any]]) -> str:
 def of_updates(rows: list[dict[str, Any]]) -> str:
     memory = rows[0]["update"]
     lines = [
-        "| plan | MiB in files | update s | of it waited for files | the disk alone, read and write | the larger of disk and update in memory | update over that |",
+        "| plan | MiB in files | update s | of it waited for files | the disk alone, read and write | the larger of "
+        "disk and update in memory | update over that |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         bound = max(memory, row["disk"])
         lines.append(
-            f"| {row['plan']} | {row['moved'] / MIB:.0f} | {row['update']:.3f} | {row['waited']:.3f} | {row['disk']:.3f} | {bound:.3f} | "
-            f"{row['update'] / bound:.2f} |"
+            f"| {row['plan']} | {row['moved'] / MIB:.0f} | {row['update']:.3f} | {row['waited']:.3f} | "
+            f"{row['disk']:.3f} | {bound:.3f} | {row['update'] / bound:.2f} |"
         )
     return "\n".join(lines)
 
@@ -262,13 +263,15 @@ def of_updates(rows: list[dict[str, Any]]) -> str:
 def of_link(rows: list[dict[str, Any]]) -> str:
     alone = rows[0]["update"]
     lines = [
-        "| each way by itself s | update s | the longest of the three s | their sum s | as priced s | update over that |"
+        "| each way by itself s | update s | the longest of the three s | their sum s | as priced s | update over "
+        "that |"
     ]
     lines.append("|---|---|---|---|---|---|")
     for row in rows:
         way, update, priced = row["way"], row["update"], concurrent_seconds(alone, row["way"], row["way"])
         lines.append(
-            f"| {way:.3f} | {update:.3f} | {max(way, alone):.3f} | {2 * way + alone:.3f} | {priced:.3f} | {update / priced:.2f} |"
+            f"| {way:.3f} | {update:.3f} | {max(way, alone):.3f} | {2 * way + alone:.3f} | {priced:.3f} | "
+            f"{update / priced:.2f} |"
         )
     return "\n".join(lines)
 
@@ -281,7 +284,10 @@ def of_limit(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         ended = row["ended"]
         if isinstance(ended, dict):
-            said = f"three steps, losses {', '.join(f'{loss:.4f}' for loss in ended['losses'])} | {ended['seconds']:.1f} | {ended['waited']:.1f}"
+            said = (
+                f"three steps, losses {', '.join(f'{loss:.4f}' for loss in ended['losses'])} | "
+                f"{ended['seconds']:.1f} | {ended['waited']:.1f}"
+            )
         else:
             said = ("the system killed it" if ended == -9 else f"exit code {ended}") + " | |"
         lines.append(
@@ -333,7 +339,10 @@ def main(arguments: list[str] | None = None) -> None:
         )
     report["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
     if every and given.out != "-":
-        note = f"Ways: the best of {ROUNDS} rounds. Updates: medians of {STEPS} steps; beside a link the best of {ROUNDS * STEPS}. The limit counts the page cache too."
+        note = (
+            f"Ways: the best of {ROUNDS} rounds. Updates: medians of {STEPS} steps; beside a link the best of "
+            f"{ROUNDS * STEPS}. The limit counts the page cache too."
+        )
         write(given.out, "Offload to files", report, texts, note)
 
 

@@ -45,8 +45,9 @@ FAMILIES: dict[str, Callable[[int, int], list[System]]] = {
 }
 REFERENCE = DDP.name
 NOTE = (
-    "{rounds} rounds after {warm} to warm up; medians with quartiles. Losses are compared with one process, or with DDP where that did not run. "
-    "A peak is the growth of a rank's proportional share of memory over what the process held before its model, at 8 tokens a sequence."
+    "{rounds} rounds after {warm} to warm up; medians with quartiles. Losses are compared with one process, or with "
+    "DDP where that did not run. A peak is the growth of a rank's proportional share of memory over what the process "
+    "held before its model, at 8 tokens a sequence."
 )
 SAMPLE = 0.004  # seconds between two looks at the memory
 ROOM = 700 * 2**20  # bytes that a system may take on a rank: 16 a parameter, its activations, its buffers
@@ -202,7 +203,8 @@ def markdown(title: str, table: list[dict[str, Any]], pairs: list[dict[str, Any]
     lines = [
         f"### {title}",
         "",
-        "| system | wall / DDP [quartiles] | CPU / DDP [quartiles] | wall s | CPU s | tokens/s | largest loss error | peak MiB a rank |",
+        "| system | wall / DDP [quartiles] | CPU / DDP [quartiles] | wall s | CPU s | tokens/s | largest loss error "
+        "| peak MiB a rank |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in table:
@@ -210,8 +212,9 @@ def markdown(title: str, table: list[dict[str, Any]], pairs: list[dict[str, Any]
         less, cpu, more = row["cpu_ratio"]
         memory = f"{row['peak_bytes'] / 2**20:.0f}" if row["peak_bytes"] else ""
         lines.append(
-            f"| {row['system']} | {wall:.2f} [{low:.2f}, {high:.2f}] | {cpu:.2f} [{less:.2f}, {more:.2f}] | {row['seconds'][1]:.2f} | "
-            f"{row['cpu_seconds'][1]:.2f} | {row['tokens_per_second']:.0f} | {row['loss_error']:.1e} | {memory} |"
+            f"| {row['system']} | {wall:.2f} [{low:.2f}, {high:.2f}] | {cpu:.2f} [{less:.2f}, {more:.2f}] | "
+            f"{row['seconds'][1]:.2f} | {row['cpu_seconds'][1]:.2f} | {row['tokens_per_second']:.0f} | "
+            f"{row['loss_error']:.1e} | {memory} |"
         )
     for row in pairs:
         (low, speed, high), (less, cpu, more) = row["speed"], row["cpu"]
@@ -248,7 +251,8 @@ def check_room(needed: float) -> None:
     free = float(line.split()[1]) * 1024
     if free < needed:
         sys.exit(
-            f"bench.peers: the job takes up to {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; name fewer systems with --only"
+            f"bench.peers: the job takes up to {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; name "
+            "fewer systems with --only"
         )
 
 
@@ -288,7 +292,8 @@ def main(arguments: list[str] | None = None) -> None:
             for family in chosen.families:
                 for system in chosen_systems(family, world, sizes.batch, chosen.only):
                     print(
-                        f"{world} ranks, {family}: {system.name}: {fresh(world, tiny, family, system.name) / 2**20:.0f} MiB",
+                        f"{world} ranks, {family}: {system.name}: "
+                        f"{fresh(world, tiny, family, system.name) / 2**20:.0f} MiB",
                         flush=True,
                     )
         return

@@ -147,12 +147,14 @@ def main(arguments: list[str]) -> None:
 def write(rows: list[dict[str, Any]]) -> None:
     lines = ["| schedule | formula | measured | difference, points |", "|---|---|---|---|"]
     lines += [
-        f"| {row['schedule']} | {row['formula']:.1%} | {row['measured']:.1%} | {100 * (row['measured'] - row['formula']):+.1f} |"
+        f"| {row['schedule']} | {row['formula']:.1%} | {row['measured']:.1%} | "
+        f"{100 * (row['measured'] - row['formula']):+.1f} |"
         for row in rows
     ]
     about = (
-        f"{RANKS} pipeline ranks, {MICRO_BATCHES} micro-batches, {BLOCKS} blocks that sleep {NAP * 1e3:g} ms in forward and in each half of "
-        "backward: processes on one machine, messages through shared memory. Idle is the time in which a rank waits for another."
+        f"{RANKS} pipeline ranks, {MICRO_BATCHES} micro-batches, {BLOCKS} blocks that sleep {NAP * 1e3:g} ms in "
+        "forward and in each half of backward: processes on one machine, messages through shared memory. Idle is the "
+        "time in which a rank waits for another."
     )
     (RESULTS / "pipeline.md").write_text(
         "# Idle share of pipeline schedules\n\n" + about + "\n\n" + "\n".join(lines) + "\n"

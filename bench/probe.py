@@ -67,7 +67,8 @@ def table(name: str, first: dict[str, Any], again: dict[str, Any]) -> Iterator[s
     yield from (
         f"## {name}",
         "",
-        f"{took[0]:.1f} and {took[1]:.1f} s; others kept {busy[0]:.2f} and {busy[1]:.2f} processors busy; found {nodes}.",
+        f"{took[0]:.1f} and {took[1]:.1f} s; others kept {busy[0]:.2f} and {busy[1]:.2f} processors busy; found "
+        f"{nodes}.",
     )
     yield from (f"Odd: {line}." for line in dict.fromkeys((*first["odd"], *again["odd"])))
     yield from ("", "| figure | first | again | apart |", "|---|---|---|---|")

@@ -108,7 +108,8 @@ def measured(plan: str, blocks: int, rows: int, length: int, price: ProofCost) -
     trainer.step(batch)
     _, step, step_seconds = peak_of(lambda: trainer.step(batch))
     return {
-        "line": proof.line, "equal": proof.equal, "before": before, "proof": most, "step": step, "seconds": seconds, "step_seconds": step_seconds,
+        "line": proof.line, "equal": proof.equal, "before": before, "proof": most, "step": step, "seconds": seconds,
+        "step_seconds": step_seconds,
     }  # fmt: skip
 
 
@@ -129,8 +130,10 @@ def main() -> None:
     found = run(plan.world, measured, given.plan, given.blocks, plan.world, given.length, price, timeout=given.seconds)
     lines = [
         "# The proof run at full size\n",
-        f"TinyLlama 1.1B ({given.blocks} blocks), `{given.plan}`, bf16-pure, {plan.world} rows of {price.length} tokens, {plan.world} ranks on {os.cpu_count()} cores. By `python -m bench.proof`.",
-        f"A block is {4 * block / 2**20:.0f} MiB in float32, the embedding and the head {4 * vocabulary / 2**20:.0f} MiB each, and so are their gradients. {'Equal to one device' if found[0]['equal'] else found[0]['line']}.\n",
+        f"TinyLlama 1.1B ({given.blocks} blocks), `{given.plan}`, bf16-pure, {plan.world} rows of {price.length} "
+        f"tokens, {plan.world} ranks on {os.cpu_count()} cores. By `python -m bench.proof`.",
+        f"A block is {4 * block / 2**20:.0f} MiB in float32, the embedding and the head {4 * vocabulary / 2**20:.0f} "
+        f"MiB each, and so are their gradients. {'Equal to one device' if found[0]['equal'] else found[0]['line']}.\n",
         "| rank | before, MiB | a step, MiB | the proof, MiB | beyond a step, MiB |",
         "|---|---|---|---|---|",
     ]
@@ -139,7 +142,8 @@ def main() -> None:
         lines.append(f"| {rank} | {sizes[0]:.0f} | {sizes[1]:.0f} | {sizes[2]:.0f} | {sizes[2] - sizes[1]:.0f} |")
     seconds = max(each["seconds"] for each in found)
     lines.append(
-        f"\nSeconds of the proof: {seconds:.1f}; by the estimate {price.seconds:.1f}; of a step {found[0]['step_seconds']:.1f}, by the estimate {price.step:.1f}."
+        f"\nSeconds of the proof: {seconds:.1f}; by the estimate {price.seconds:.1f}; of a step "
+        f"{found[0]['step_seconds']:.1f}, by the estimate {price.step:.1f}."
     )
     print("\n".join(lines))
     if given.blocks == 22:

@@ -47,9 +47,9 @@ SHAPE = ("layers", "hidden", "heads", "ffn", "vocab")
 HELD = ("parameters", "gradients", "optimizer")
 MIB = 2**20
 NOTE = (
-    "{rounds} rounds after {warm} to warm up; medians with quartiles. A step is that of the slowest rank; a peak is of the fullest rank, counted by torch's "
-    "profiler in one step more. The planner refuses activations in the host's memory where devices are cores: their estimate is that of the same plan "
-    "without."
+    "{rounds} rounds after {warm} to warm up; medians with quartiles. A step is that of the slowest rank; a peak is "
+    "of the fullest rank, counted by torch's profiler in one step more. The planner refuses activations in the "
+    "host's memory where devices are cores: their estimate is that of the same plan without."
 )
 
 
@@ -182,21 +182,25 @@ def rows(
 
 def of_ways(table: dict[str, dict[str, Any]]) -> str:
     lines = [
-        "| plan | step over keeping all [quartiles] | by estimate | step s | peak MiB | estimated | estimate over measured | states exact | losses bit-identical |",
+        "| plan | step over keeping all [quartiles] | by estimate | step s | peak MiB | estimated | estimate over "
+        "measured | states exact | losses bit-identical |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for plan, row in table.items():
         low, middle, high = row["ratio"]
         lines.append(
-            f"| {plan} | {middle:.2f} [{low:.2f}, {high:.2f}] | {ratio(row['estimated_ratio'])} | {row['seconds']:.2f} | {row['peak'] / MIB:.1f} | "
-            f"{row['estimated_peak'] / MIB:.1f} | {row['estimated_peak'] / row['peak'] - 1:+.1%} | {yes(row['states_exact'])} | {yes(row['losses_equal'])} |"
+            f"| {plan} | {middle:.2f} [{low:.2f}, {high:.2f}] | {ratio(row['estimated_ratio'])} | "
+            f"{row['seconds']:.2f} | {row['peak'] / MIB:.1f} | {row['estimated_peak'] / MIB:.1f} | "
+            f"{row['estimated_peak'] / row['peak'] - 1:+.1%} | {yes(row['states_exact'])} | "
+            f"{yes(row['losses_equal'])} |"
         )
     return "\n".join(lines)
 
 
 def of_budgets(table: dict[str, dict[str, Any]], chosen: list[dict[str, Any]], block: float) -> str:
     lines = [
-        "| budget MiB | the planner's plan | step over keeping all [quartiles] | by estimate | step over the quickest of all plans within it, by estimate | peak MiB | under the budget |",
+        "| budget MiB | the planner's plan | step over keeping all [quartiles] | by estimate | step over the "
+        "quickest of all plans within it, by estimate | peak MiB | under the budget |",
         "|---|---|---|---|---|---|---|",
     ]
     for each in chosen:
@@ -207,13 +211,15 @@ def of_budgets(table: dict[str, dict[str, Any]], chosen: list[dict[str, Any]], b
             else f"{row['ratio'][1]:.2f} [{row['ratio'][0]:.2f}, {row['ratio'][2]:.2f}]"
         )
         lines.append(
-            f"| {each['budget'] / MIB:.1f} | {each['plan']} | {time} | {row['estimated_ratio']:.2f} | {each['over_quickest']:.3f} of {each['choices']} | "
-            f"{row['peak'] / MIB:.1f} | {1 - row['peak'] / each['budget']:.1%} |"
+            f"| {each['budget'] / MIB:.1f} | {each['plan']} | {time} | {row['estimated_ratio']:.2f} | "
+            f"{each['over_quickest']:.3f} of {each['choices']} | {row['peak'] / MIB:.1f} | "
+            f"{1 - row['peak'] / each['budget']:.1%} |"
         )
     middle = chosen[len(chosen) // 2]["budget"]
     return (
         "\n".join(lines)
-        + f"\n\nWhat one block more or less changes: {block / MIB:.1f} MiB, {block / middle:.1%} of a budget in the middle."
+        + f"\n\nWhat one block more or less changes: {block / MIB:.1f} MiB, {block / middle:.1%} of a budget in "
+        "the middle."
     )
 
 

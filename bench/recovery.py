@@ -65,8 +65,9 @@ def ours(folder: Path, ranks: int) -> list[str]:
     text.write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n\n" for n in range(400)))
     sizes = json.dumps({name: value for name, value in SIZES.items() if name != "kind"})
     sets = {
-        "model.sizes": sizes, "workload.sequence": SEQUENCE, "workload.batch": ROWS, "workload.precision": "fp32", "data.source": text,
-        "data.tokenizer": "bytes", "run.folder": folder, "run.checkpoint_every": EVERY, "run.evaluate_every": 0, "run.tensorboard": "false",
+        "model.sizes": sizes, "workload.sequence": SEQUENCE, "workload.batch": ROWS, "workload.precision": "fp32",
+        "data.source": text, "data.tokenizer": "bytes", "run.folder": folder, "run.checkpoint_every": EVERY,
+        "run.evaluate_every": 0, "run.tensorboard": "false",
     }  # fmt: skip
     words = [f"--set={name}={value}" for name, value in sets.items()]
     command = [
@@ -191,10 +192,14 @@ def main(arguments: list[str]) -> None:
     for name, kills in found.items():
         seconds, lost = [kill["seconds"] for kill in kills], [kill["lost"] for kill in kills]
         lines.append(
-            f"| {name} | {len(kills)} | {median(seconds):.2f} s | {max(seconds):.2f} s | {median(lost):.0f} | {max(lost):.0f} |"
+            f"| {name} | {len(kills)} | {median(seconds):.2f} s | {max(seconds):.2f} s | {median(lost):.0f} | "
+            f"{max(lost):.0f} |"
         )
     load = f"{os.getloadavg()[0]:.0f}"
-    about = f"# A killed rank, beside torchrun and torchft\n\n{(__doc__ or '').strip()}\n\n{given.ranks} ranks, plan dp{given.ranks}; load of the machine at the end: {load}.\n"
+    about = (
+        f"# A killed rank, beside torchrun and torchft\n\n{(__doc__ or '').strip()}\n\n{given.ranks} ranks, plan "
+        f"dp{given.ranks}; load of the machine at the end: {load}.\n"
+    )
     text = about + "\n" + "\n".join(lines) + "\n"
     results = HERE / "results" / given.results
     results.with_suffix(".md").write_text(text)

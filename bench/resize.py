@@ -144,7 +144,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
         step, off = middle(lambda e: e["step"]), max(each["off"] for each in all_)
         lines.append(
-            f"| {' | '.join(key)} | {pause:.2f} | {moved:.2f} | {built:.2f} | {step:.3f} | {(pause - moved) / step:.1f} | {sum(e['lost'] for e in all_)} | {off:.1e} |"
+            f"| {' | '.join(key)} | {pause:.2f} | {moved:.2f} | {built:.2f} | {step:.3f} | "
+            f"{(pause - moved) / step:.1f} | {sum(e['lost'] for e in all_)} | {off:.1e} |"
         )
     report["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
     print("\n".join(lines) + "\n" + json.dumps(report["machine"]), flush=True)

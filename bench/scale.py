@@ -26,10 +26,13 @@ commit 5355fc1, by the same payload."""
 
 HEAD = """# What the control plane takes at scale
 
-Nodes of 8 ranks, one rank of which dies; then all ranks start again from their copies in memory. By `python -m bench.scale`: the real leader and
-supervisors, simulated ranks and links. The share of a core is that of steps of 2 s, with a round of mirrors in each. "Before" is commit 5355fc1, which told every rank where the copies of every rank lie (1,024 ranks: 47 MB in all, 7 s).
+Nodes of 8 ranks, one rank of which dies; then all ranks start again from their copies in memory. By `python -m \
+bench.scale`: the real leader and
+supervisors, simulated ranks and links. The share of a core is that of steps of 2 s, with a round of mirrors in each. \
+"Before" is commit 5355fc1, which told every rank where the copies of every rank lie (1,024 ranks: 47 MB in all, 7 s).
 
-| nodes | ranks | bytes to a node from fault to training | before | longest line | files for copies, most of any supervisor | before | leader, share of a core | memory of the whole simulation |
+| nodes | ranks | bytes to a node from fault to training | before | longest line | files for copies, most of any \
+supervisor | before | leader, share of a core | memory of the whole simulation |
 |---|---|---|---|---|---|---|---|---|
 """
 
@@ -44,8 +47,8 @@ def row(nodes: int, folder: Path) -> str:
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     before = [f"{value:,}" for value in BEFORE.get(nodes, ())] or ["", ""]
     return (
-        f"| {nodes:,} | {8 * nodes:,} | {max(cluster.starts):,} | {before[0]} | {longest:,} | {max(supervisors)} | {before[1]} "
-        f"| {100 * spent / seconds:.1f} % | {memory:,.0f} MiB |\n"
+        f"| {nodes:,} | {8 * nodes:,} | {max(cluster.starts):,} | {before[0]} | {longest:,} | {max(supervisors)} | "
+        f"{before[1]} | {100 * spent / seconds:.1f} % | {memory:,.0f} MiB |\n"
     )
 
 

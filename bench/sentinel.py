@@ -93,16 +93,15 @@ def main() -> None:
     within = median((one - other) / other for one, other in zip(found["with"], found["without"], strict=True))
     share = median(own / whole for own, whole in zip(found["own"], found["processor"], strict=True))
     text = (
-        "# What the sentinel costs\n\n"
-        f"llama of {elements / 1e6:.2f} M parameters, {sizes.batch} rows of {sizes.sequence} tokens a step, dp2.mb4 on 2 processes, float32; {chosen.pairs} pairs of "
-        f"steps with and without, in turn; medians. Load of the machine: {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores; seconds that differ within pairs mean "
-        "something where it is no more than the two processes. `python -m bench.sentinel`\n\n"
-        "| | a step |\n|---|---|\n"
-        f"| seconds without | {without * 1e3:.0f} ms |\n"
-        f"| seconds with, difference within pairs | {within:+.2%} |\n"
-        f"| seconds of the processor, the whole step | {median(found['processor']) * 1e3:.0f} ms |\n"
-        f"| of these in the sentinel and the guards | {median(found['own']) * 1e3:.2f} ms, {share:.3%} |\n"
-        f"| bytes that it reads, per parameter | {found['bytes'] / elements:.2f} of at least {LEAST} that a step reads |\n"
+        f"# What the sentinel costs\n\nllama of {elements / 1e6:.2f} M parameters, {sizes.batch} rows of "
+        f"{sizes.sequence} tokens a step, dp2.mb4 on 2 processes, float32; {chosen.pairs} pairs of steps with and "
+        f"without, in turn; medians. Load of the machine: {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores; "
+        "seconds that differ within pairs mean something where it is no more than the two processes. `python -m "
+        f"bench.sentinel`\n\n| | a step |\n|---|---|\n| seconds without | {without * 1e3:.0f} ms |\n| seconds with, "
+        f"difference within pairs | {within:+.2%} |\n| seconds of the processor, the whole step | "
+        f"{median(found['processor']) * 1e3:.0f} ms |\n| of these in the sentinel and the guards | "
+        f"{median(found['own']) * 1e3:.2f} ms, {share:.3%} |\n| bytes that it reads, per parameter | "
+        f"{found['bytes'] / elements:.2f} of at least {LEAST} that a step reads |\n"
     )
     Path(__file__).with_name("results").joinpath("sentinel.md").write_text(text)
     print(text)

@@ -130,6 +130,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return [
         *lines,
         "",
-        f"False alarms in {HEALTHY} healthy runs of {HEALTHY_STEPS} steps: {healthy}; in the {QUIET_STEPS} steps before each slowdown: {alarms}.",
+        f"False alarms in {HEALTHY} healthy runs of {HEALTHY_STEPS} steps: {healthy}; in the {QUIET_STEPS} steps "
+        f"before each slowdown: {alarms}.",
         "",
     ]

@@ -73,7 +73,8 @@ def markdown(table: list[dict[str, Any]]) -> str:
     for row in table:
         low, wall, high = row["seconds"]
         lines.append(
-            f"| `{row['command']}` | {wall:.3f} [{low:.3f}, {high:.3f}] | {row['cpu_seconds'][1]:.3f} | {row['ratio'][1]:.1f} |"
+            f"| `{row['command']}` | {wall:.3f} [{low:.3f}, {high:.3f}] | {row['cpu_seconds'][1]:.3f} | "
+            f"{row['ratio'][1]:.1f} |"
         )
     return "\n".join(lines)
 

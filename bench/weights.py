@@ -23,8 +23,8 @@ from typing import Any
 from bench.peers import machine, write
 
 SIZES = {
-    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
-    "vocab_size": 32000, "max_position_embeddings": 2048,
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048,
 }  # fmt: skip
 """TinyLlama's: 1.1 billion parameters."""
 ALLOWED = 2 * 10**9

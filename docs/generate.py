@@ -1,4 +1,5 @@
-"""Writes the two generated references: of the command line (`cli.md`, from `--help`) and of the Python API (`api.md`, from docstrings).
+"""Writes the two generated references: of the command line (`cli.md`, from `--help`) and of the Python API (`api.md`,
+from docstrings).
 
     python docs/generate.py            # after a command, an option or a public docstring has changed
 
@@ -22,8 +23,9 @@ WORDS = {
         "title": "# The command line",
         "made": "*Made from `--help` by `docs/generate.py`; a test keeps it true.*",
         "intro": (
-            "One command is one deed. Results go to standard output, progress and remarks to standard error; `--json` prints one JSON object "
-            "and nothing else. `NO_COLOR` is obeyed. `--debug` shows the traceback of an error."
+            "One command is one deed. Results go to standard output, progress and remarks to standard error; "
+            "`--json` prints one JSON object and nothing else. `NO_COLOR` is obeyed. `--debug` shows the traceback "
+            "of an error."
         ),
         "codes": "## Exit codes",
         "head": "| code | meaning |\n|---|---|",

@@ -41,10 +41,13 @@ PAINT = 1.0
 """Seconds until the first paint, at most."""
 WATCH = """<script>
 addEventListener("error", event => { document.body.dataset.error = event.message })
-new PerformanceObserver(seen => seen.getEntries().forEach(paint => console.log(`${paint.name} ${paint.startTime} ms`))).observe({ type: "paint", buffered: true })
+new PerformanceObserver(seen => seen.getEntries().forEach(paint => console.log(`${paint.name} ${paint.startTime} \
+ms`))).observe({ type: "paint", buffered: true })
 const keys = new URLSearchParams(location.hash.slice(1)).get("press")?.split(",") || []
-addEventListener("load", () => keys.forEach(key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }))))
-setTimeout(() => { document.body.dataset.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth }, 400)
+addEventListener("load", () => keys.forEach(key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, \
+bubbles: true }))))
+setTimeout(() => { document.body.dataset.wide = document.documentElement.scrollWidth - \
+document.documentElement.clientWidth }, 400)
 </script>"""
 
 
@@ -188,7 +191,10 @@ def keyboard(browser: str, page: Path, last: str) -> Iterator[str]:
     for keys, state, selected, language in cases:
         cells = look(browser, page, f"{state}&press={keys}")
         if (cells.selected, cells.language, cells.command) != (selected, language, question):
-            yield f"keys {keys}: plan {cells.selected} in {cells.language!r}, {cells.command}; not plan {selected} in {language!r}, {question}"
+            yield (
+                f"keys {keys}: plan {cells.selected} in {cells.language!r}, {cells.command}; not plan {selected} in "
+                f"{language!r}, {question}"
+            )
 
 
 def tried(folder: Path) -> Path:
@@ -210,7 +216,8 @@ def tried(folder: Path) -> Path:
     )
     held = {0: 8.4, 60: 5.0, 120: 4.0}
     records = [
-        StepRecord(step=step, loss=4 + 4 / (1 + step / 10), tokens=2048 if step else 0, gradient_norm=1.0, lr=1e-3, seconds=seconds, memory=memory,
+        StepRecord(step=step, loss=4 + 4 / (1 + step / 10), tokens=2048 if step else 0, gradient_norm=1.0, lr=1e-3,
+                   seconds=seconds, memory=memory,
                    exposed={"data": seconds / 10}, data_seconds=1e-5, held_out_loss=held.get(step))
         for step in range(121)
     ]  # fmt: skip

@@ -81,7 +81,8 @@ def refresh(page: Path, everything: bool) -> None:
             done = run(block, Path(folder))
         if done.returncode != block.exit_code:
             sys.exit(
-                f"{page.relative_to(ROOT)}: exit code {done.returncode}, not {block.exit_code}:\n{block.text}{done.stdout}"
+                f"{page.relative_to(ROOT)}: exit code {done.returncode}, not "
+                f"{block.exit_code}:\n{block.text}{done.stdout}"
             )
         text = text[: output.start] + shown(done.stdout, folder) + text[output.stop :]
     page.write_text(text, encoding="utf-8")

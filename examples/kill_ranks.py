@@ -91,7 +91,8 @@ def main() -> None:
         sys.exit(f"{kills} ranks killed; the run failed")
     same = digest(whole) == digest(killed)
     print(
-        f"{kills} ranks killed; weights and optimizer of both runs: {digest(whole)} and {digest(killed)}, {'equal' if same else 'DIFFERENT'}"
+        f"{kills} ranks killed; weights and optimizer of both runs: {digest(whole)} and {digest(killed)}, "
+        f"{'equal' if same else 'DIFFERENT'}"
     )
     sys.exit(not same)
 

@@ -69,7 +69,8 @@ def main() -> None:
         if trainer.mesh.rank == 0 and record.step % 3 == 1:
             waited = record.exposed.get("context", 0.0)
             print(
-                f"step {record.step}  loss {record.loss:.5f}  {record.seconds:.2f} s, {waited:.2f} of them waiting for pieces",
+                f"step {record.step}  loss {record.loss:.5f}  {record.seconds:.2f} s, {waited:.2f} of them waiting "
+                "for pieces",
                 flush=True,
             )
     trainer.close()

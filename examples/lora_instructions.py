@@ -124,7 +124,8 @@ def main() -> None:
     if trainer.mesh.rank == 0:
         held = trainer.bytes()
         print(
-            f"a rank holds {held['parameters']:,} bytes of weights, {held['gradients']:,} of gradients, {held['optimizer']:,} of optimizer states"
+            f"a rank holds {held['parameters']:,} bytes of weights, {held['gradients']:,} of gradients, "
+            f"{held['optimizer']:,} of optimizer states"
         )
         export_adapter(saved, work / "adapter", lora, str(folder), {})
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -134,7 +135,8 @@ def main() -> None:
         question = tokenizer.apply_chat_template(ask, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         answer = whole.generate(**question, max_new_tokens=12, do_sample=False)
         print(
-            f"adapter in {work / 'adapter'}; it answers: {tokenizer.decode(answer[0, question['input_ids'].shape[1] :])!r}"
+            f"adapter in {work / 'adapter'}; it answers: "
+            f"{tokenizer.decode(answer[0, question['input_ids'].shape[1] :])!r}"
         )
     if dist.is_initialized():
         dist.barrier()

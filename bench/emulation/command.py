@@ -22,7 +22,10 @@ from meshwright.core.units import parse_quantity, show_rate, show_seconds
 from meshwright.planner.inputs.clusters import read_cluster
 from meshwright.planner.inputs.local_machine import available_cpus
 
-USAGE = "usage: python -m bench.emulation CLUSTER -- COMMAND, such as: python -m bench.emulation 2x2:cpu@1Gb -- meshwright probe"
+USAGE = (
+    "usage: python -m bench.emulation CLUSTER -- COMMAND, such as: python -m bench.emulation 2x2:cpu@1Gb -- "
+    "meshwright probe"
+)
 
 
 def main(arguments: Sequence[str]) -> int:

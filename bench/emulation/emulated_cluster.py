@@ -8,8 +8,12 @@ described rate divided by the same factor and their latency times it, so that co
 other as described, too.
 
 >>> from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
->>> def group(peak): return NodeGroup(nodes=1, devices=1, device=Device(name="a", memory=1e9, bandwidth=1e9, peak={"fp32": peak}), link=Link(name="in", bandwidth=1e9))
->>> found = scale_to_machine(Cluster(name="pair", groups=(group(2e12), group(1e12)), network=Link(name="out", bandwidth=1e9, efficiency=1.0)), cores=1, core=80e9)
+>>> def group(peak):
+...     device = Device(name="a", memory=1e9, bandwidth=1e9, peak={"fp32": peak})
+...     return NodeGroup(nodes=1, devices=1, device=device, link=Link(name="in", bandwidth=1e9))
+>>> network = Link(name="out", bandwidth=1e9, efficiency=1.0)
+>>> pair = Cluster(name="pair", groups=(group(2e12), group(1e12)), network=network)
+>>> found = scale_to_machine(pair, cores=1, core=80e9)
 >>> [round(share, 3) for share in found.shares], round(found.motion, 1), [round(rate / 1e6, 1) for rate in found.wires]
 ([0.6, 0.3], 33.3, [30.0, 30.0])
 
@@ -76,8 +80,9 @@ def scale_to_machine(cluster: Cluster, cores: float, core: float) -> ScaledClust
     shares = [most * speed / fastest for speed in speeds]
     if min(shares) < MIN_CORE_FRACTION:
         raise InputError(
-            f"cluster {cluster.name!r}: {len(speeds)} ranks on {cores:g} cores leave the slowest {min(shares):.1%} of a core and it needs {MIN_CORE_FRACTION:.0%}; "
-            "emulate fewer devices, or play it with `meshwright simulate`"
+            f"cluster {cluster.name!r}: {len(speeds)} ranks on {cores:g} cores leave the slowest {min(shares):.1%} "
+            f"of a core and it needs {MIN_CORE_FRACTION:.0%}; emulate fewer devices, or play it with `meshwright "
+            "simulate`"
         )
     motion = fastest / (most * core)
     return ScaledCluster(
@@ -94,7 +99,8 @@ def _common_peak(cluster: Cluster, peak: dict[str, float]) -> float:
     ]
     if not common:
         raise InputError(
-            f"cluster {cluster.name!r}: its devices have no precision in common, so that their speeds cannot be compared"
+            f"cluster {cluster.name!r}: its devices have no precision in common, so that their speeds cannot be "
+            "compared"
         )
     return peak[common[0]]
 

@@ -49,7 +49,8 @@ def open_tap(name: str) -> int:
         fcntl.ioctl(handle, TUNSETIFF, struct.pack("16sH", name.encode(), TAP_NO_INFO))
     except OSError as error:
         raise InputError(
-            f"emulate: links with a delay need tap devices, and {TUN_DEVICE} says: {error.strerror}; a cluster file whose links have `latency: 0` runs without"
+            f"emulate: links with a delay need tap devices, and {TUN_DEVICE} says: {error.strerror}; a cluster file "
+            "whose links have `latency: 0` runs without"
         ) from None
     return handle
 
@@ -102,7 +103,10 @@ QUEUE_LATENCY = "400ms"
 MIN_RELAY_DELAY_SECONDS = 0.5e-3
 """Seconds of a delay that is worth a relay: shorter ones are what the way from process to process takes anyway."""
 
-ALTERNATIVES = "without it `meshwright simulate` plays the cluster and `meshwright train --cluster local:N` runs its plan on equal ranks"
+ALTERNATIVES = (
+    "without it `meshwright simulate` plays the cluster and `meshwright train --cluster local:N` runs its plan on "
+    "equal ranks"
+)
 
 
 def node_address(node: int) -> str:

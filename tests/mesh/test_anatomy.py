@@ -47,7 +47,8 @@ def in_block(found: ModelGraph, index: int = 0) -> tuple[TpRegion, ...]:
 
     return tuple(
         TpRegion(
-            inside(region.module), tuple(map(inside, region.columns)), tuple(map(inside, region.rows)), region.heads, region.kv_heads,
+            inside(region.module), tuple(map(inside, region.columns)), tuple(map(inside, region.rows)), region.heads,
+            region.kv_heads,
             tuple(HeadCount(inside(count.path), count.name, count.kind) for count in region.head_counts),
         )
         for region in found.regions

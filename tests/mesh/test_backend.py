@@ -18,7 +18,7 @@ SOURCE = Path(backends.__file__).parents[1]
 DEVICE_TYPES = {"cpu", "cuda", "mps", "xpu", "nccl"}
 EXCEPTIONS = {
     "runtime/profiler/device.py: 'cpu' in kinds.split(',')": "the name of a cgroup controller",
-    "runtime/comm/group.py: backend_of(device).collective_library == 'nccl'": "a limit of NCCL, whatever device it serves",
+    "runtime/comm/group.py: backend_of(device).collective_library == 'nccl'": "a limit of NCCL on any device",
 }
 
 

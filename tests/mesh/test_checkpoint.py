@@ -169,9 +169,12 @@ def test_one_rank_that_cannot_load_is_an_error_on_all(tmp_path):
 @pytest.mark.parametrize(
     ("pieces", "sentence"),
     [
-        ([ShardMetadata("model/w", (8,), "float32", 0, ((0, 3),), 0, 3), ShardMetadata("model/w", (8,), "float32", 0, ((4, 8),), 0, 4)], "no piece holds index 3"),
-        ([ShardMetadata("model/w", (8,), "float32", None, (), 0, 3), ShardMetadata("model/w", (8,), "float32", None, (), 4, 8)], "no piece holds element 3"),
-        ([ShardMetadata("model/w", (8,), "float32", None, (), 0, 8), ShardMetadata("model/w", (8, 1), "float32", None, (), 0, 8)], "ranks disagree"),
+        ([ShardMetadata("model/w", (8,), "float32", 0, ((0, 3),), 0, 3),
+                ShardMetadata("model/w", (8,), "float32", 0, ((4, 8),), 0, 4)], "no piece holds index 3"),
+        ([ShardMetadata("model/w", (8,), "float32", None, (), 0, 3),
+                ShardMetadata("model/w", (8,), "float32", None, (), 4, 8)], "no piece holds element 3"),
+        ([ShardMetadata("model/w", (8,), "float32", None, (), 0, 8),
+                ShardMetadata("model/w", (8, 1), "float32", None, (), 0, 8)], "ranks disagree"),
     ],
 )  # fmt: skip
 def test_ranks_that_together_hold_no_whole_tensor_save_nothing(tmp_path, pieces, sentence):

@@ -61,7 +61,8 @@ def test_verify_says_valid_or_what_is_damaged_and_exits_with_2(tmp_path, capsys)
 
 @pytest.mark.parametrize(
     "sizes",
-    [SIZES, {**SIZES, "qkv_bias": 1, "tied": 1, "rope_base": 5000.0}, {"kind": "gpt2", "layers": 2, "hidden": 16, "heads": 4, "ffn": 24, "vocab": 32, "seq": 16}],
+    [SIZES, {**SIZES, "qkv_bias": 1, "tied": 1, "rope_base": 5000.0},
+        {"kind": "gpt2", "layers": 2, "hidden": 16, "heads": 4, "ffn": 24, "vocab": 32, "seq": 16}],
     ids=["llama", "qwen2", "gpt2"],
 )  # fmt: skip
 def test_an_exported_reference_model_computes_the_same_in_transformers(tmp_path, capsys, sizes):

@@ -189,8 +189,10 @@ def test_a_link_in_place_of_a_file_is_not_followed(saved, tmp_path):
 
 
 NASTY = (
-    None, True, -1, 0, 1, 2**31, 2**62, 2**63, 2**64, 10**4000, 1.5, 1e308, float("nan"), float("inf"), "", "x" * 100_000, "../../../etc/passwd", "/etc/passwd",
-    "rank-00000.safetensors", "rank-99999.safetensors", "rank-00000.safetensors\n", "\0", [], {}, [[]], [[0, 2**62]], [[5, 2]], [2**40, 2**40], [0], {"a": 1}, "float32", "object", "float64",
+    None, True, -1, 0, 1, 2**31, 2**62, 2**63, 2**64, 10**4000, 1.5, 1e308, float("nan"), float("inf"), "",
+    "x" * 100_000, "../../../etc/passwd", "/etc/passwd", "rank-00000.safetensors", "rank-99999.safetensors",
+    "rank-00000.safetensors\n", "\0", [], {}, [[]], [[0, 2**62]], [[5, 2]], [2**40, 2**40], [0], {"a": 1}, "float32",
+    "object", "float64",
 )  # fmt: skip
 
 
@@ -329,7 +331,8 @@ def test_10000_more_mutated_manifests_are_refused_or_harmless(saved, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    [b"{}", b"{", b"{" + b'"a":[' * 100_000, b'{"version":1' + b"0" * 5000 + b"}", b'{"a":1,"a":2}', b"{\xff\xfe}", b'{"version":NaN}', b'{"version": 1}'],
+    [b"{}", b"{", b"{" + b'"a":[' * 100_000, b'{"version":1' + b"0" * 5000 + b"}", b'{"a":1,"a":2}', b"{\xff\xfe}",
+        b'{"version":NaN}', b'{"version": 1}'],
     ids=range(8),
 )  # fmt: skip
 def test_a_manifest_of_nonsense_with_a_right_digest_is_refused(saved, tmp_path, text):

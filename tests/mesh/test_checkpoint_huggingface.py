@@ -25,8 +25,8 @@ from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.spec.layout import ShardMetadata
 
 CONFIG = {
-    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
 
 
@@ -143,11 +143,13 @@ def refused(path, blocks, durable=True):
     ("make", "sentence"),
     [
         (lambda folder: None, "holds no safetensors file$"),
-        (lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin is pickle and is not read"),
+        (lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"),
+            "pytorch_model.bin is pickle and is not read"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 20), "cannot be read"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b""), "cannot be read"),
         (lambda folder: save_file({"v": torch.ones(4)}, folder / "model.safetensors"), "has no tensor 'w'"),
-        (lambda folder: save_file({"w": torch.ones(5)}, folder / "model.safetensors"), r"shape \[5\], this model's w is \[4\]"),
+        (lambda folder: save_file({"w": torch.ones(5)}, folder / "model.safetensors"),
+            r"shape \[5\], this model's w is \[4\]"),
         (lambda folder: _index(folder, {"w": "../secret.safetensors"}), "must name safetensors files beside it"),
         (lambda folder: _index(folder, {"w": "gone.safetensors"}), "gone.safetensors: cannot be read"),
         (lambda folder: _index(folder, [1]), "must name safetensors files beside it"),

@@ -24,9 +24,9 @@ SMALL = {
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 EXPERTS = {**GROUPED, "num_experts_per_tok": 2}
 LATENT = {
-    **SMALL, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-    "num_key_value_heads": 4,
+    **SMALL, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4,
 }  # fmt: skip
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "llama": GROUPED,

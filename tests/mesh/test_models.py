@@ -85,8 +85,8 @@ def test_llama_computes_what_hugging_face_computes(tied: bool) -> None:
     model = build_reference_model(sizes).double()
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, intermediate_size=384,
-            rms_norm_eps=1e-5, tie_word_embeddings=tied,
+            vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+            intermediate_size=384, rms_norm_eps=1e-5, tie_word_embeddings=tied,
         )
     )  # fmt: skip
     state = {key: value for key, value in model.state_dict().items() if not (tied and key == "lm_head.weight")}

@@ -258,8 +258,8 @@ def test_a_live_model_stays_as_it_is() -> None:
 def test_layers_of_a_large_model_take_no_memory() -> None:
     """A tenth of Llama 3 70B is 36 GB of weights and, at this batch, 60 GB of activations."""
     config = transformers.AutoConfig.for_model(
-        "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=8, num_attention_heads=64, num_key_value_heads=8,
-        vocab_size=128256,
+        "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=8, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128256,
     )  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found, formula = (

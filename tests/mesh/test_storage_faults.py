@@ -42,8 +42,8 @@ from meshwright.train.console import RunConsole
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ESTALE, errno.ENOTEMPTY)
 CALLS = {
-    "close", "fstat", "fsync", "ftruncate", "listdir", "lseek", "lstat", "mkdir", "open", "posix_fadvise", "pread", "preadv", "rename",
-    "rmdir", "stat", "statvfs", "unlink", "write",
+    "close", "fstat", "fsync", "ftruncate", "listdir", "lseek", "lstat", "mkdir", "open", "posix_fadvise", "pread",
+    "preadv", "rename", "rmdir", "stat", "statvfs", "unlink", "write",
 }  # fmt: skip
 PIECE = ShardMetadata("model/w", (300,), "float32", None, (), 0, 300)
 
@@ -295,7 +295,8 @@ def test_characters_that_control_a_terminal_are_shown_as_numbers(
 
 def touching(tree: ast.AST) -> Iterator[str]:
     """Calls that touch files without the layer."""
-    names = {"read_text", "read_bytes", "write_text", "write_bytes", "iterdir", "glob", "rglob", "unlink", "mkdir", "rmdir", "rename", "is_dir", "is_file", "exists", "touch"}  # fmt: skip
+    names = {"read_text", "read_bytes", "write_text", "write_bytes", "iterdir", "glob", "rglob", "unlink", "mkdir",
+        "rmdir", "rename", "is_dir", "is_file", "exists", "touch"}  # fmt: skip
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner = ast.unparse(node.func.value)
@@ -312,9 +313,10 @@ def touching(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize(
     "place",
     [
-        "checkpoint/save.py", "checkpoint/safetensors_writer.py", "checkpoint/retention.py", "checkpoint/manifest.py", "checkpoint/verify.py",
-        "checkpoint/load.py", "checkpoint/huggingface.py", "core/append_file.py", "elastic/event_log.py", "elastic/replan.py", "train/metrics.py",
-        "train/recovery.py", "train/async_writer.py", "report/faults.py", "report/run.py", "report/memory.py",
+        "checkpoint/save.py", "checkpoint/safetensors_writer.py", "checkpoint/retention.py", "checkpoint/manifest.py",
+        "checkpoint/verify.py", "checkpoint/load.py", "checkpoint/huggingface.py", "core/append_file.py",
+        "elastic/event_log.py", "elastic/replan.py", "train/metrics.py", "train/recovery.py", "train/async_writer.py",
+        "report/faults.py", "report/run.py", "report/memory.py",
     ],
 )  # fmt: skip
 def test_only_the_layer_touches_the_files_of_a_run(place: str) -> None:

@@ -46,11 +46,14 @@ from meshwright.train.tiny_config import shrink_config
 from meshwright.train.trainer import parallelize
 
 KINDS = {
-    "causal": "MODEL_FOR_CAUSAL_LM", "masked": "MODEL_FOR_MASKED_LM", "pairs": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ",
-    "sequences": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "tokens": "MODEL_FOR_TOKEN_CLASSIFICATION", "images": "MODEL_FOR_IMAGE_CLASSIFICATION",
-    "sounds": "MODEL_FOR_AUDIO_CLASSIFICATION", "ctc": "MODEL_FOR_CTC", "films": "MODEL_FOR_VIDEO_CLASSIFICATION", "seeing": "MODEL_FOR_IMAGE_TEXT_TO_TEXT",
-    "answers": "MODEL_FOR_QUESTION_ANSWERING", "patches": "MODEL_FOR_MASKED_IMAGE_MODELING", "areas": "MODEL_FOR_SEMANTIC_SEGMENTATION",
-    "things": "MODEL_FOR_OBJECT_DETECTION", "depths": "MODEL_FOR_DEPTH_ESTIMATION", "series": "MODEL_FOR_TIME_SERIES_PREDICTION", "plain": "MODEL",
+    "causal": "MODEL_FOR_CAUSAL_LM", "masked": "MODEL_FOR_MASKED_LM", "pairs": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ", "sequences": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
+    "tokens": "MODEL_FOR_TOKEN_CLASSIFICATION", "images": "MODEL_FOR_IMAGE_CLASSIFICATION",
+    "sounds": "MODEL_FOR_AUDIO_CLASSIFICATION", "ctc": "MODEL_FOR_CTC", "films": "MODEL_FOR_VIDEO_CLASSIFICATION",
+    "seeing": "MODEL_FOR_IMAGE_TEXT_TO_TEXT", "answers": "MODEL_FOR_QUESTION_ANSWERING",
+    "patches": "MODEL_FOR_MASKED_IMAGE_MODELING", "areas": "MODEL_FOR_SEMANTIC_SEGMENTATION",
+    "things": "MODEL_FOR_OBJECT_DETECTION", "depths": "MODEL_FOR_DEPTH_ESTIMATION",
+    "series": "MODEL_FOR_TIME_SERIES_PREDICTION", "plain": "MODEL",
 }  # fmt: skip
 OWN_LOSS = ("answers", "patches", "areas", "things", "depths", "series", "plain")
 LENGTH, ROWS, STEPS, CLASSES, LARGEST = 16, 8, 3, 11, 4_000_000
@@ -77,19 +80,23 @@ THREE, FIVE, SIX = Sizes(3, 48, 509), Sizes(5, 40, 97), Sizes(6, 48, 509, 2)
 # -----------------------------------------------------------------------------------------------------
 
 FIXED = {
-    "state_size": 8, "ssm_state_size": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "n_groups": 1, "mamba_expand": 2, "mamba_d_conv": 4, "conv_kernel": 4,
-    "mamba_n_heads": 8, "mamba_num_heads": 8, "num_mamba_heads": 4, "n_mamba_heads": 4, "chunk_size": 8, "mamba_chunk_size": 8, "time_step_rank": 4,
-    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "global_head_dim": 8, "num_global_key_value_heads": 2,
-    "expert_ffn_hidden_size": 32, "moe_latent_size": 32, "expert_dim": 32, "moe_topk": 2, "top_k_experts": 2, "moe_num_shared_experts": 1,
-    "intermediate_size_mlp": 96, "moe_shared_expert_intermediate_size": 48, "shared_intermediate_size": 48, "d_inner": 96, "decoder_intermediate_size": 96,
-    "num_encoder_layers": 2, "decoder_num_hidden_layers": 2, "depth": 2, "hidden_size_per_layer_input": 8, "type_vocab_size": 2, "max_seq_length": 64,
-    "feature_size": 8, "num_mel_bins": 8, "input_feat_per_channel": 8, "conv_channels": 32, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
-    "num_frames": 4, "projection_dim": 32, "classifier_proj_size": 32, "fusion_hidden_size": 16, "query_dim": 64, "num_labels": CLASSES,
+    "state_size": 8, "ssm_state_size": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "n_groups": 1, "mamba_expand": 2,
+    "mamba_d_conv": 4, "conv_kernel": 4, "mamba_n_heads": 8, "mamba_num_heads": 8, "num_mamba_heads": 4,
+    "n_mamba_heads": 4, "chunk_size": 8, "mamba_chunk_size": 8, "time_step_rank": 4, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "index_n_heads": 4,
+    "index_head_dim": 16, "index_topk": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "global_head_dim": 8, "num_global_key_value_heads": 2,
+    "expert_ffn_hidden_size": 32, "moe_latent_size": 32, "expert_dim": 32, "moe_topk": 2, "top_k_experts": 2,
+    "moe_num_shared_experts": 1, "intermediate_size_mlp": 96, "moe_shared_expert_intermediate_size": 48,
+    "shared_intermediate_size": 48, "d_inner": 96, "decoder_intermediate_size": 96, "num_encoder_layers": 2,
+    "decoder_num_hidden_layers": 2, "depth": 2, "hidden_size_per_layer_input": 8, "type_vocab_size": 2,
+    "max_seq_length": 64, "feature_size": 8, "num_mel_bins": 8, "input_feat_per_channel": 8, "conv_channels": 32,
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "num_frames": 4, "projection_dim": 32,
+    "classifier_proj_size": 32, "fusion_hidden_size": 16, "query_dim": 64, "num_labels": CLASSES,
 }  # fmt: skip
 AS_HIDDEN = (
-    "emb_dim", "d_embed", "embed_dim", "attention_hidden_size", "cross_attention_hidden_size", "decoder_hidden_size", "encoder_hidden_size",
-    "out_hidden_size",
+    "emb_dim", "d_embed", "embed_dim", "attention_hidden_size", "cross_attention_hidden_size", "decoder_hidden_size",
+    "encoder_hidden_size", "out_hidden_size",
 )  # fmt: skip
 AS_HEADS = ("decoder_num_attention_heads",)
 AS_VOCABULARY = ("n_words", "vocab_size_per_layer_input", "trigram_input_dim")
@@ -384,7 +391,8 @@ def _each(said: str, plans: Sequence[str], sizes: Sizes, seconds: float) -> Iter
     except Exception as error:
         yield (
             "",
-            f"{UNTRIED}alone it does not run ({type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]})",
+            f"{UNTRIED}alone it does not run ({type(error).__name__}: "
+            f"{(str(error).strip().splitlines() or [''])[0][:120]})",
         )
         return
     if expected["losses"] != again["losses"]:

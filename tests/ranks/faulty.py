@@ -123,7 +123,8 @@ def train(
     replan = lambda world: work_of(work.but(plan=parse_plan(plans[world])), faults, pause, **more)
     instead = lambda now: f"something else than {now.plan}"
     care = FaultPolicy(
-        work.run.retries, work.run.hang_timeout, replan if plans else None, work.run.min_ranks, replan_leaner if leaner else None, instead, terms=terms
+        work.run.retries, work.run.hang_timeout, replan if plans else None, work.run.min_ranks,
+        replan_leaner if leaner else None, instead, terms=terms
     )  # fmt: skip
     Supervisor(
         work_of(work, faults, pause, **more), ask, said.append, generation=next(FIRST), care=care, lent=nursery

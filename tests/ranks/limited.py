@@ -22,15 +22,18 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 model = build_reference_model({sizes})
 count = sum(parameter.numel() for parameter in model.parameters())
-trainer = parallelize(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True), {plan!r}, precision="bf16", clip=1.0, offload_to={folder!r})
+trainer = parallelize(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True), {plan!r}, \
+precision="bf16", clip=1.0, offload_to={folder!r})
 ids = torch.arange(16).view(1, 16) % {sizes}["vocab"]
 records = [trainer.step({{"input_ids": ids + step, "labels": ids + step}}) for step in range(3)]
 digest = hashlib.sha256()
 for unit in trainer.engine.zero.units:
     for part in unit.lies:
         digest.update((part if isinstance(part, torch.Tensor) else part.whole()).view(torch.int16).numpy().data)
-print(json.dumps({{"losses": [record.loss for record in records], "weights": digest.hexdigest(), "parameters": count, "bytes": trainer.bytes(),
-    "resident_bytes": resident_bytes(), "seconds": records[-1].seconds, "waited": records[-1].exposed.get("offload", 0.0)}}))
+print(json.dumps({{"losses": [record.loss for record in records], "weights": digest.hexdigest(), "parameters": count, \
+"bytes": trainer.bytes(),
+    "resident_bytes": resident_bytes(), "seconds": records[-1].seconds, "waited": records[-1].exposed.get("offload", \
+0.0)}}))
 """
 LARGE: dict[str, Any] = {
     "kind": "llama",

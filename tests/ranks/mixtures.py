@@ -12,9 +12,9 @@ from torch import nn
 
 VOCABULARY = 96
 COMMON = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "intermediate_size": 16, "max_position_embeddings": 32, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
-    "num_experts_per_tok": 2,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 16, "max_position_embeddings": 32, "use_cache": False,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "num_experts_per_tok": 2,
 }  # fmt: skip
 LATENT = {
     "q_lora_rank": 16,
@@ -25,17 +25,27 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixture": ("", {"kind": "decoder", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 16, "vocab": VOCABULARY, "seq": 32, "experts": 8, "top_k": 2, "moe_ffn": 16}),
+    "mixture": ("", {"kind": "decoder", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 16,
+            "vocab": VOCABULARY, "seq": 32, "experts": 8, "top_k": 2, "moe_ffn": 16}),
     "mixtral": ("MixtralForCausalLM", {**COMMON, "num_local_experts": 8}),
-    "qwen3-moe": ("Qwen3MoeForCausalLM", {**COMMON, "num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True}),
-    "qwen2-moe": ("Qwen2MoeForCausalLM", {**COMMON, "num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32}),
-    "deepseek-v3": ("DeepseekV3ForCausalLM", {**COMMON, **LATENT, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "intermediate_size": 32}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {**COMMON, "num_experts": 8, "moe_intermediate_size": 16,
+            "norm_topk_prob": True}),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", {**COMMON, "num_experts": 8, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 32}),
+    "deepseek-v3": ("DeepseekV3ForCausalLM",
+        {**COMMON, **LATENT, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8,
+            "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "intermediate_size": 32}),
     "gpt-oss": ("GptOssForCausalLM", {**COMMON, "num_local_experts": 8, "sliding_window": 8}),
     "olmoe": ("OlmoeForCausalLM", {**COMMON, "num_experts": 8}),
     "granite-moe": ("GraniteMoeForCausalLM", {**COMMON, "num_local_experts": 8}),
-    "glm4-moe": ("Glm4MoeForCausalLM", {**COMMON, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}),
-    "llama4": ("Llama4ForCausalLM", {**COMMON, "num_local_experts": 8, "intermediate_size_mlp": 32, "interleave_moe_layer_step": 1, "attention_chunk_size": 32}),
-    "dbrx": ("DbrxForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 32, "vocab_size": VOCABULARY, "use_cache": False, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 32}}),
+    "glm4-moe": ("Glm4MoeForCausalLM", {**COMMON, "num_hidden_layers": 3, "first_k_dense_replace": 1,
+            "n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}),
+    "llama4": ("Llama4ForCausalLM", {**COMMON, "num_local_experts": 8, "intermediate_size_mlp": 32,
+            "interleave_moe_layer_step": 1, "attention_chunk_size": 32}),
+    "dbrx": ("DbrxForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 32,
+            "vocab_size": VOCABULARY, "use_cache": False,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+            "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 32}}),
 }  # fmt: skip
 """name: (class of transformers or '', configuration or sizes)."""
 

@@ -42,13 +42,17 @@ DIFFERS, CRASH, HANG, APART = "DIFFERS", "CRASH", "HANG", "RANKS DISAGREE"
 PLANS = {
     1: ("dp1", "dp1.mb2", "dp1.mb8", "dp1.mb8.rc-full", "dp1.mb4.rc-sac"),
     2: (
-        "dp2", "dp2.mb2", "dp2.mb4", "dp2.z1.mb4", "dp2.z2.mb2", "dp2.z3", "dp2.z3.mb4", "dp2.z3.mb4.rc-full", "dp2.mb4.rc-attn", "dp2.mb4.off-optimizer",
-        "dp2.z3.mb4.off-parameters", "tp2", "tp2.mb8", "tp2.mb8.sp", "tp2.sp", "tp2.mb4.rc-full", "tp2.z3.mb8", "pp2", "pp2.mb2", "pp2.mb4.zbh1", "pp2.mb4.zbv", "pp2.mb8",
-        "pp2.mb2.interleaved2", "pp2.mb2.gpipe", "pp2.mb2.z3", "pp2.mb2.rc-full", "pp2.mb2.dualpipev", "pp2.mb2.ls1-3", "cp2.mb8", "cp2.mb2.z3", "cp2.mb8.ulysses",
+        "dp2", "dp2.mb2", "dp2.mb4", "dp2.z1.mb4", "dp2.z2.mb2", "dp2.z3", "dp2.z3.mb4", "dp2.z3.mb4.rc-full",
+        "dp2.mb4.rc-attn", "dp2.mb4.off-optimizer", "dp2.z3.mb4.off-parameters", "tp2", "tp2.mb8", "tp2.mb8.sp",
+        "tp2.sp", "tp2.mb4.rc-full", "tp2.z3.mb8", "pp2", "pp2.mb2", "pp2.mb4.zbh1", "pp2.mb4.zbv", "pp2.mb8",
+        "pp2.mb2.interleaved2", "pp2.mb2.gpipe", "pp2.mb2.z3", "pp2.mb2.rc-full", "pp2.mb2.dualpipev", "pp2.mb2.ls1-3",
+        "cp2.mb8", "cp2.mb2.z3", "cp2.mb8.ulysses",
     ),
     4: (
-        "dp4", "dp4.z3.mb2", "dp2x2.z3.mb2", "dp2x2.z2.mb1", "dp2.tp2.mb4", "dp2.tp2.z3.mb4", "dp2.tp2.sp.z1.mb4", "dp2.pp2.mb2", "dp2.pp2.z3.mb2.rc-full", "dp2.pp2.z1.zbh1", "tp2.pp2.mb4",
-        "tp2.pp2.sp.mb2.zbv", "tp4.mb8", "tp4.sp.mb8", "pp4.mb2", "pp4.mb1.zbh1", "dp2.cp2.mb4", "cp2.tp2.mb8", "cp2.pp2.mb4", "cp4.mb8", "dp2.tp2.mb4.off-optimizer.rc-full",
+        "dp4", "dp4.z3.mb2", "dp2x2.z3.mb2", "dp2x2.z2.mb1", "dp2.tp2.mb4", "dp2.tp2.z3.mb4", "dp2.tp2.sp.z1.mb4",
+        "dp2.pp2.mb2", "dp2.pp2.z3.mb2.rc-full", "dp2.pp2.z1.zbh1", "tp2.pp2.mb4", "tp2.pp2.sp.mb2.zbv", "tp4.mb8",
+        "tp4.sp.mb8", "pp4.mb2", "pp4.mb1.zbh1", "dp2.cp2.mb4", "cp2.tp2.mb8", "cp2.pp2.mb4", "cp4.mb8",
+        "dp2.tp2.mb4.off-optimizer.rc-full",
     ),
 }  # fmt: skip
 
@@ -219,7 +223,10 @@ def differ(expected: Trained, found: Trained) -> str:
         if theirs.numel() and not near(
             float((ours.to(theirs) - theirs).abs().max()), float(theirs.abs().max()), "weight"
         ):
-            return f"weight {name} differs by {float((ours.to(theirs) - theirs).abs().max()):.1e} of {float(theirs.abs().max()):.1e}"
+            return (
+                f"weight {name} differs by {float((ours.to(theirs) - theirs).abs().max()):.1e} of "
+                f"{float(theirs.abs().max()):.1e}"
+            )
     return ""
 
 
@@ -333,13 +340,19 @@ def write_table(entries: Sequence[dict[str, Any]], keep: bool, folder: Path = RE
         wrong = [known[seed] for seed in sorted(known) if known[seed]["outcome"] in FAILURES]
         share = f"{legal.count(REFUSED)} ({100 * legal.count(REFUSED) / max(len(legal), 1):.1f} %)"
         lines = [
-            "# Odd models", "", "Written by `make soak`: generated models under drawn plans, each in float64 against one device; a third of them with the proof.",
-            "", "| seeds | jobs | equal | refused | legal jobs | of these refused | one device does not train | failures |", "|---|---|---|---|---|---|---|---|",
-            f"| {min(known)} to {max(known)} | {len(known)} | {outcomes[EQUAL]} | {outcomes[REFUSED]} | {len(legal)} | {share} | {outcomes[VOID]} | {len(wrong)} |",
+            "# Odd models", "",
+            "Written by `make soak`: generated models under drawn plans, each in float64 against one device; "
+            "a third of them with the proof.",
+            "",
+            "| seeds | jobs | equal | refused | legal jobs | of these refused | one device does not train | failures |",
+            "|---|---|---|---|---|---|---|---|",
+            f"| {min(known)} to {max(known)} | {len(known)} | {outcomes[EQUAL]} | {outcomes[REFUSED]} | "
+            f"{len(legal)} | {share} | {outcomes[VOID]} | {len(wrong)} |",
         ]  # fmt: skip
         lines += ["", "| seed | plan | features | failure |", "|---|---|---|---|"] if wrong else []
         lines += [
-            f"| {each['seed']} | `{each['plan']}` | {' '.join(each['features'])} | {each['outcome']}: {each['line'][:300].replace('|', '/')} |"
+            f"| {each['seed']} | `{each['plan']}` | {' '.join(each['features'])} | {each['outcome']}: "
+            f"{each['line'][:300].replace('|', '/')} |"
             for each in wrong
         ]
         (folder / "odd.md").write_text("\n".join(lines) + "\n")

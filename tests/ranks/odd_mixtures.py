@@ -20,7 +20,8 @@ from meshwright.models.moe import MoeExperts
 from meshwright.models.registry import build_reference_model
 from meshwright.train.trainer import parallelize
 
-SIZES = {"kind": "decoder", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 12, "vocab": 96, "seq": 32, "experts": 4, "top_k": 2, "moe_ffn": 12}  # fmt: skip
+SIZES = {"kind": "decoder", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 12, "vocab": 96, "seq": 32,
+    "experts": 4, "top_k": 2, "moe_ffn": 12}  # fmt: skip
 
 
 class OddExperts(MoeExperts):

@@ -344,5 +344,6 @@ class Odd(nn.Module):
             }
         output = self.job.one("output")
         return {
-            "dict": {"logits": logits}, "tuple": (logits,), "with-hidden": (logits, x), "object": SimpleNamespace(logits=logits),
+            "dict": {"logits": logits}, "tuple": (logits,), "with-hidden": (logits, x),
+            "object": SimpleNamespace(logits=logits),
         }.get(output, logits)  # fmt: skip

@@ -138,12 +138,12 @@ def table(title: str, found: dict[Pair, Found], pairs: int, by_plan: bool) -> st
     lines = [
         f"# {title}",
         "",
-        f"Written by `make soak`. {len(found)} of {pairs} pairs of model and plan ran: {len(numbers)} equal to one device, "
-        f"{len(found) - len(numbers) - differ - untried} refused in one line, {differ} differ"
+        f"Written by `make soak`. {len(found)} of {pairs} pairs of model and plan ran: {len(numbers)} equal to one "
+        f"device, {len(found) - len(numbers) - differ - untried} refused in one line, {differ} differ"
         + f", {untried} not tried" * bool(untried)
         + ".",
-        f"The largest relative difference of a loss is {worst[0]:.1e}, of a first gradient {worst[1]:.1e}. A cell is the largest of a first gradient"
-        + ("." if by_plan else ", and of how many pairs."),
+        f"The largest relative difference of a loss is {worst[0]:.1e}, of a first gradient {worst[1]:.1e}. A cell is "
+        "the largest of a first gradient" + ("." if by_plan else ", and of how many pairs."),
         "",
         "| | " + " | ".join(columns) + " |",
         "|---|" + "---|" * len(columns),

@@ -73,12 +73,15 @@ def trained(name: str, plan: str, precision: str, folder: str) -> tuple[list[flo
 
 
 PAIRS = [
-    ("llama", "dp1.mb4", "bf16", ""), ("llama", "dp2.z3.mb4", "fp64", ".off-optimizer-disk"), ("llama", "dp1.z3.mb8", "fp32", ".off-parameters-disk"),
-    ("llama", "pp2.mb2", "fp64", ""), ("llama", "pp2.zbh1.mb2", "fp32", ""), ("llama", "pp2.zbv.mb2", "fp32", ""),
-    ("llama", "pp2.interleaved2.mb2", "fp64", ""), ("llama-tied", "pp2.gpipe.mb2", "fp64", ""), ("llama", "tp2.sp.mb4", "fp32", ""),
-    ("llama", "cp2.mb4", "fp64", ""), ("mixtral", "dp2.ep2.z1.mb4", "fp32", ""), ("llama", "pp2.mb4.rc-full1", "fp32", ""),
-    ("hf-llama", "dp1.mb8", "bf16", ""), ("hf-gpt2", "dp1.mb8.rc-attn", "fp32", ""), ("bert", "dp1.mb8", "fp32", ""),
-    ("llama", "dp2.z2.mb2", "bf16", ".off-optimizer.off-gradients"), ("convnet", "dp1.mb8", "fp32", ""), ("mixture", "dp1.mb4.rc-sac", "fp32", ""),
+    ("llama", "dp1.mb4", "bf16", ""), ("llama", "dp2.z3.mb4", "fp64", ".off-optimizer-disk"),
+    ("llama", "dp1.z3.mb8", "fp32", ".off-parameters-disk"), ("llama", "pp2.mb2", "fp64", ""),
+    ("llama", "pp2.zbh1.mb2", "fp32", ""), ("llama", "pp2.zbv.mb2", "fp32", ""),
+    ("llama", "pp2.interleaved2.mb2", "fp64", ""), ("llama-tied", "pp2.gpipe.mb2", "fp64", ""),
+    ("llama", "tp2.sp.mb4", "fp32", ""), ("llama", "cp2.mb4", "fp64", ""), ("mixtral", "dp2.ep2.z1.mb4", "fp32", ""),
+    ("llama", "pp2.mb4.rc-full1", "fp32", ""), ("hf-llama", "dp1.mb8", "bf16", ""),
+    ("hf-gpt2", "dp1.mb8.rc-attn", "fp32", ""), ("bert", "dp1.mb8", "fp32", ""),
+    ("llama", "dp2.z2.mb2", "bf16", ".off-optimizer.off-gradients"), ("convnet", "dp1.mb8", "fp32", ""),
+    ("mixture", "dp1.mb4.rc-sac", "fp32", ""),
 ]  # fmt: skip
 
 

@@ -18,15 +18,17 @@ from meshwright.train.trainer import parallelize
 COEFFICIENT = 0.5
 
 SAMPLE = [
-    ("mixtral", "dp2.ep2.z1.mb2"), ("mixtral", "tp2.sp.ep2.mb4"), ("qwen3-moe", "pp2.zbh1.mb4"), ("mixtral", "cp2.ep2.mb4.rc-full"),
-    ("qwen2-moe", "dp2.pp2.ep2.z3.mb2.rc-full"),
+    ("mixtral", "dp2.ep2.z1.mb2"), ("mixtral", "tp2.sp.ep2.mb4"), ("qwen3-moe", "pp2.zbh1.mb4"),
+    ("mixtral", "cp2.ep2.mb4.rc-full"), ("qwen2-moe", "dp2.pp2.ep2.z3.mb2.rc-full"),
 ]  # fmt: skip
 
 WIDE = [
     (model, plan)
     for model in ("mixtral", "qwen3-moe", "qwen2-moe", "gpt-oss", "olmoe", "granite-moe")
-    for plan in ("dp1.mb8", "dp1", "tp2.mb2", "tp2.ep2", "pp2.mb2", "pp2.gpipe.mb8", "cp2.mb2", "cp2.ulysses.mb8", "dp2.mb4", "dp2.ep2.z2", "dp2x1.z3.mb2",
-                 "tp2.sp.pp2.mb2", "dp2.tp2.pp2.ep4.z3.mb2", "pp2.cp2.zbh1.mb2", "dp2.cp2.ep4.z1.mb2", "dp2.pp2.z1.ga3-1.mb2", "tp2.sp.cp2.mb4.rc-full")
+    for plan in ("dp1.mb8", "dp1", "tp2.mb2", "tp2.ep2", "pp2.mb2", "pp2.gpipe.mb8", "cp2.mb2", "cp2.ulysses.mb8",
+                 "dp2.mb4", "dp2.ep2.z2", "dp2x1.z3.mb2",
+                 "tp2.sp.pp2.mb2", "dp2.tp2.pp2.ep4.z3.mb2", "pp2.cp2.zbh1.mb2", "dp2.cp2.ep4.z1.mb2",
+                 "dp2.pp2.z1.ga3-1.mb2", "tp2.sp.cp2.mb4.rc-full")
 ]  # fmt: skip
 
 

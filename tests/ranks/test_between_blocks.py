@@ -73,8 +73,8 @@ class Net(nn.Module):
 
     def used(self) -> tuple[str, ...]:
         return {
-            "norm": ("norms",), "scale": ("scales",), "scales of parts": ("parts",), "embedding": ("places",), "early": ("each",),
-            "tied": ("scales",),
+            "norm": ("norms",), "scale": ("scales",), "scales of parts": ("parts",), "embedding": ("places",),
+            "early": ("each",), "tied": ("scales",),
         }.get(self.kind, ())  # fmt: skip
 
     def forward(self, input_ids: torch.Tensor, boost: torch.Tensor | None = None) -> torch.Tensor:
@@ -195,20 +195,21 @@ def not_on_meta_twice(self: Net, ids: torch.Tensor, x: torch.Tensor) -> torch.Te
 
 
 RUNS: dict[str, Callable[..., torch.Tensor]] = {
-    "sum of all": summed, "list of all": listed, "unet": joined, "again": in_order([0, 1, 2, 1, 3]), "reversed": in_order([3, 2, 1, 0]),
-    "left out": in_order([0, 1, 3]), "random": at_random, "random of torch": drawn, "checkpoint": again, "numbers of the batch": not_on_meta,
-    "twice, with numbers": not_on_meta_twice,
+    "sum of all": summed, "list of all": listed, "unet": joined, "again": in_order([0, 1, 2, 1, 3]),
+    "reversed": in_order([3, 2, 1, 0]), "left out": in_order([0, 1, 3]), "random": at_random, "random of torch": drawn,
+    "checkpoint": again, "numbers of the batch": not_on_meta, "twice, with numbers": not_on_meta_twice,
 }  # fmt: skip
 
 RUN = (
-    "dropout", "functional dropout", "training", "reversal", "detach", "in place", "overwriting", "norm", "scale", "scales of parts",
-    "embedding", "early", "index", "tied", "numbers of the batch",
+    "dropout", "functional dropout", "training", "reversal", "detach", "in place", "overwriting", "norm", "scale",
+    "scales of parts", "embedding", "early", "index", "tied", "numbers of the batch",
 )  # fmt: skip
 """What stands between blocks and runs under every plan."""
 
 REFUSED = {
-    "sum of all": "past the state that it is sent", "list of all": "past the state that it is sent", "unet": "past the state that it is sent",
-    "again": "layers.1 runs more than once", "reversed": "runs behind a later block", "left out": "layers.2 did not run",
+    "sum of all": "past the state that it is sent", "list of all": "past the state that it is sent",
+    "unet": "past the state that it is sent", "again": "layers.1 runs more than once",
+    "reversed": "runs behind a later block", "left out": "layers.2 did not run",
     "random": "runs in some passes and not in others", "random of torch": "runs in some passes and not in others",
     "checkpoint": "inside a checkpoint of the model's own", "twice, with numbers": "layers.1 runs more than once",
 }  # fmt: skip

@@ -16,8 +16,8 @@ from meshwright.train.trainer import parallelize
 
 torch.set_num_threads(1)
 PAIRS = [
-    ("llama", "mb8.lc3"), ("llama-tied", "tp2.mb4.lc4"), ("llama", "tp2.sp.mb4.lc2"), ("gpt2", "dp2.z3.mb2.lc2"), ("bert", "tp2.mb4.lc5"),
-    ("llama-tied", "pp2.mb2.lc4"), ("hf-llama", "tp2.z1.mb4.lc4"), ("llama", "cp2.mb4.lc2"),
+    ("llama", "mb8.lc3"), ("llama-tied", "tp2.mb4.lc4"), ("llama", "tp2.sp.mb4.lc2"), ("gpt2", "dp2.z3.mb2.lc2"),
+    ("bert", "tp2.mb4.lc5"), ("llama-tied", "pp2.mb2.lc4"), ("hf-llama", "tp2.z1.mb4.lc4"), ("llama", "cp2.mb4.lc2"),
 ]  # fmt: skip
 
 

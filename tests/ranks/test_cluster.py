@@ -30,7 +30,8 @@ from meshwright.spec.measurement import LinkSample
 from meshwright.spec.plan import Plan, parse_plan
 
 JOB = """
-model: {name: llama-tiny, sizes: {layers: 2, hidden: 32, heads: 4, kv_heads: 4, head_dim: 8, ffn: 64, vocab: 258, seq: 64}}
+model: {name: llama-tiny, sizes: {layers: 2, hidden: 32, heads: 4, kv_heads: 4, head_dim: 8, ffn: 64, vocab: 258, seq: \
+64}}
 workload: {sequence: 32, batch: 8, steps: 4, precision: fp32}
 data: {source: text.txt, tokenizer: bytes, held_out: 0.1}
 cluster: {name: "local:2"}

@@ -15,11 +15,13 @@ from meshwright.spec.grid import RankGrid, rank_strides
 from meshwright.spec.plan import parse_plan
 
 SAMPLE = [
-    ("llama", "dp2.pp2.z1.ls3-1.place1-0"), ("llama", "dp2.tp2.pp2.z3.mb2.order-dp-pp-tp"), ("llama-tied", "dp2.pp2.z2.order-dp-pp-tp"), ("gpt2", "tp2.pp2.mb2.order-tp-dp-pp"),
+    ("llama", "dp2.pp2.z1.ls3-1.place1-0"), ("llama", "dp2.tp2.pp2.z3.mb2.order-dp-pp-tp"),
+    ("llama-tied", "dp2.pp2.z2.order-dp-pp-tp"), ("gpt2", "tp2.pp2.mb2.order-tp-dp-pp"),
     ("llama", "dp2x2.z1.pp2.order-pp-tp-dp"), ("llama-tied", "pp4.place1-0-1-0.mb2"),
 ]  # fmt: skip
 MORE = [(model, plan) for model in ("llama", "llama-tied", "gpt2", "bert") for plan in (
-    *(f"dp2.tp2.sp.pp2.z{zero}.mb2.ax-{axes}" for zero, axes in enumerate(("pp-tp-dp", "dp-tp-pp", "tp-pp-dp", "tp-dp-pp"))),
+    *(f"dp2.tp2.sp.pp2.z{zero}.mb2.ax-{axes}"
+      for zero, axes in enumerate(("pp-tp-dp", "dp-tp-pp", "tp-pp-dp", "tp-dp-pp"))),
     "dp2.pp2.z3.gpipe.place1-0", "dp2.pp4.z1.ls1-1-1-1.place0-1-1-0", "pp2.tp2.mb2.zbv.order-dp-tp-pp")]  # fmt: skip
 
 

@@ -16,11 +16,13 @@ from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
-    ("llama", "dp2.z3.zw3-1"), ("llama", "dp2.z1.zw1-4"), ("llama", "dp4.z2.zw1-1-2-4"), ("llama-tied", "dp2.tp2.z2.mb2.zw2-1"),
-    ("gpt2", "dp2x2.z3.zw1-3.rc-full"), ("llama", "dp2.z1.mb2.ga3-1.zw3-1"), ("llama-tied", "dp2.pp2.z1.zw1-2"),
+    ("llama", "dp2.z3.zw3-1"), ("llama", "dp2.z1.zw1-4"), ("llama", "dp4.z2.zw1-1-2-4"),
+    ("llama-tied", "dp2.tp2.z2.mb2.zw2-1"), ("gpt2", "dp2x2.z3.zw1-3.rc-full"), ("llama", "dp2.z1.mb2.ga3-1.zw3-1"),
+    ("llama-tied", "dp2.pp2.z1.zw1-2"),
 ]  # fmt: skip
 MORE = [(model, plan) for model in ("llama", "llama-tied", "gpt2", "bert") for plan in (
-    "dp4.z1.zw5-1-1-1", "dp4.z3.zw1-2-3-4", "dp2.pp2.z3.mb2.zw1-3", "dp2.pp2.z2.mb2.zbh1.zw4-1", "dp2.tp2.sp.z3.mb2.zw1-9", "dp2.cp2.z3.mb2.zw1-2-3-2")
+    "dp4.z1.zw5-1-1-1", "dp4.z3.zw1-2-3-4", "dp2.pp2.z3.mb2.zw1-3", "dp2.pp2.z2.mb2.zbh1.zw4-1",
+    "dp2.tp2.sp.z3.mb2.zw1-9", "dp2.cp2.z3.mb2.zw1-2-3-2")
     if not (model == "bert" and "cp" in plan)]  # fmt: skip
 
 

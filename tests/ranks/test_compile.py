@@ -20,14 +20,18 @@ from meshwright.runtime import compile
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
-PLANS = ("dp1.compile", "dp2.z3.mb2.compile", "tp2.mb4.compile", "tp2.sp.mb4.compile", "pp2.rc-full.compile", "pp2.zbh1.compile",
-         "dp2.tp2.z1.mb2.compile", "pp2.off-activations.compile", "cp2.compile", "cp2.ulysses.compile", "cp4.ulysses2.z3.compile", "tp2.cp2.sp.compile",
-         "pp2.interleaved2.cp2.rc-full.compile", "cp2.rc-attn.compile", "cp2.ulysses.rc-sac.compile", "dp1.mb4.rc-attn.compile",
-         "dp2.z3.rc-attn.compile", "tp2.sp.rc-sac.compile", "pp2.interleaved2.rc-sac1.compile", "dp2.z3.rc-full1+sac.compile",
-         "pp2.rc-sac.off-activations.compile", "pp2.zbh1.rc-sac.compile", "pp2.zbh1.rc-full1.compile", "dp2.z3.rc-attn.off-activations.compile",
+PLANS = ("dp1.compile", "dp2.z3.mb2.compile", "tp2.mb4.compile", "tp2.sp.mb4.compile", "pp2.rc-full.compile",
+         "pp2.zbh1.compile",
+         "dp2.tp2.z1.mb2.compile", "pp2.off-activations.compile", "cp2.compile", "cp2.ulysses.compile",
+         "cp4.ulysses2.z3.compile", "tp2.cp2.sp.compile", "pp2.interleaved2.cp2.rc-full.compile", "cp2.rc-attn.compile",
+         "cp2.ulysses.rc-sac.compile", "dp1.mb4.rc-attn.compile", "dp2.z3.rc-attn.compile", "tp2.sp.rc-sac.compile",
+         "pp2.interleaved2.rc-sac1.compile", "dp2.z3.rc-full1+sac.compile", "pp2.rc-sac.off-activations.compile",
+         "pp2.zbh1.rc-sac.compile", "pp2.zbh1.rc-full1.compile", "dp2.z3.rc-attn.off-activations.compile",
          "pp2.off-activations-disk.compile", "dp1.mb4.rc-sac.off-activations-disk.compile")  # fmt: skip
-ESTIMATED = ("dp1.mb8.compile", "dp2.z3.mb4.compile", "tp2.sp.mb8.compile", "pp2.mb4.compile", "cp2.mb8.compile", "dp1.mb8.rc-full.compile",
-             "dp1.mb8.rc-attn.compile", "dp1.mb8.rc-sac.compile", "tp2.mb8.rc-sac.compile", "pp2.mb4.rc-sac1.compile", "pp2.mb4.zbv.compile")  # fmt: skip
+ESTIMATED = ("dp1.mb8.compile", "dp2.z3.mb4.compile", "tp2.sp.mb8.compile", "pp2.mb4.compile", "cp2.mb8.compile",
+             "dp1.mb8.rc-full.compile",
+             "dp1.mb8.rc-attn.compile", "dp1.mb8.rc-sac.compile", "tp2.mb8.rc-sac.compile", "pp2.mb4.rc-sac1.compile",
+             "pp2.mb4.zbv.compile")  # fmt: skip
 
 
 @contextmanager

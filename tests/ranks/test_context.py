@@ -20,20 +20,25 @@ from meshwright.train.proof.reference_run import use_float64
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
-    ("llama", "cp2"), ("llama", "dp2.cp2.z1"), ("llama", "dp2.cp2.z2.mb2"), ("llama", "dp2x1.cp2.z3.rc-full"), ("llama", "tp2.sp.cp2.ulysses.mb2"),
-    ("llama-tied", "pp2.cp2.z3"), ("gpt2", "tp2.cp2.rc-attn.mb2"), ("bert", "cp4.z3"), ("hf-gpt2", "tp2.cp2.mb2"),
-    ("llama", "cp4.ulysses2.z2"),
+    ("llama", "cp2"), ("llama", "dp2.cp2.z1"), ("llama", "dp2.cp2.z2.mb2"), ("llama", "dp2x1.cp2.z3.rc-full"),
+    ("llama", "tp2.sp.cp2.ulysses.mb2"), ("llama-tied", "pp2.cp2.z3"), ("gpt2", "tp2.cp2.rc-attn.mb2"),
+    ("bert", "cp4.z3"), ("hf-gpt2", "tp2.cp2.mb2"), ("llama", "cp4.ulysses2.z2"),
 ]  # fmt: skip
 """Each way to attend, each ZeRO stage, each other axis, each kind of model."""
 
 WIDE = [
-    ("llama", "cp4"), ("llama", "dp2.cp2.ulysses"), ("gpt2", "cp4.z1.ulysses"), ("bert", "cp2.z3"), ("hf-llama", "pp2.cp2.interleaved2"),
-    ("llama", "cp2.rc-full"), ("llama", "cp2.ulysses"), ("llama", "dp2.cp2"), ("llama", "dp2.cp2.z3"), ("llama", "dp2x1.cp2.z2"), ("llama", "dp2x2.cp2.z1.mb2"),
-    ("llama", "cp4.ulysses"), ("llama", "cp4.z3"), ("llama", "cp8.z1"), ("llama", "tp2.cp2.mb2"), ("llama", "tp2.sp.cp2.z3"), ("llama", "pp2.cp2"), ("llama", "pp2.cp2.gpipe.ulysses"),
-    ("llama", "dp2.pp2.cp2.z2"), ("llama", "tp2.sp.pp2.cp2.mb2"), ("llama", "dp2.tp2.cp2.z3.rc-full"), ("llama", "cp2.rc-attn.ulysses"), ("gpt2", "cp2"), ("gpt2", "pp2.cp2.zbh1"),
-    ("gpt2", "tp2.sp.pp2.cp2.mb2"), ("gpt2", "dp2.cp2.z3.ulysses"), ("bert", "cp2"), ("bert", "cp4.ulysses"), ("bert", "dp2.cp2.z2.ulysses"), ("bert", "tp2.sp.cp2.z1"),
-    ("llama-tied", "tp2.pp2.cp2"), ("hf-llama", "cp2.z3.rc-full"), ("hf-llama", "cp4.ulysses"), ("hf-gpt2", "cp2"), ("hf-gpt2", "tp2.cp2.ulysses.mb4"), ("hf-gpt2", "pp2.cp2.z3"),
-    ("llama", "cp8.ulysses2.z3"), ("llama", "cp8.ulysses4"), ("gpt2", "pp2.cp4.ulysses2.z1"), ("llama-tied", "tp2.sp.cp4.ulysses2"), ("bert", "dp2.cp4.ulysses2.z2"),
+    ("llama", "cp4"), ("llama", "dp2.cp2.ulysses"), ("gpt2", "cp4.z1.ulysses"), ("bert", "cp2.z3"),
+    ("hf-llama", "pp2.cp2.interleaved2"), ("llama", "cp2.rc-full"), ("llama", "cp2.ulysses"), ("llama", "dp2.cp2"),
+    ("llama", "dp2.cp2.z3"), ("llama", "dp2x1.cp2.z2"), ("llama", "dp2x2.cp2.z1.mb2"), ("llama", "cp4.ulysses"),
+    ("llama", "cp4.z3"), ("llama", "cp8.z1"), ("llama", "tp2.cp2.mb2"), ("llama", "tp2.sp.cp2.z3"),
+    ("llama", "pp2.cp2"), ("llama", "pp2.cp2.gpipe.ulysses"), ("llama", "dp2.pp2.cp2.z2"),
+    ("llama", "tp2.sp.pp2.cp2.mb2"), ("llama", "dp2.tp2.cp2.z3.rc-full"), ("llama", "cp2.rc-attn.ulysses"),
+    ("gpt2", "cp2"), ("gpt2", "pp2.cp2.zbh1"), ("gpt2", "tp2.sp.pp2.cp2.mb2"), ("gpt2", "dp2.cp2.z3.ulysses"),
+    ("bert", "cp2"), ("bert", "cp4.ulysses"), ("bert", "dp2.cp2.z2.ulysses"), ("bert", "tp2.sp.cp2.z1"),
+    ("llama-tied", "tp2.pp2.cp2"), ("hf-llama", "cp2.z3.rc-full"), ("hf-llama", "cp4.ulysses"), ("hf-gpt2", "cp2"),
+    ("hf-gpt2", "tp2.cp2.ulysses.mb4"), ("hf-gpt2", "pp2.cp2.z3"), ("llama", "cp8.ulysses2.z3"),
+    ("llama", "cp8.ulysses4"), ("gpt2", "pp2.cp4.ulysses2.z1"), ("llama-tied", "tp2.sp.cp4.ulysses2"),
+    ("bert", "dp2.cp4.ulysses2.z2"),
 ]  # fmt: skip
 
 
@@ -233,8 +238,10 @@ def test_messages_go_round_where_ranks_share_no_memory(ranks: Any, plan: str) ->
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("packed", "cp2"), ("packed-gpt2", "cp2.ulysses"), ("hf-llama+packed", "cp2.z3"), ("hf-mistral", "cp2"), ("hf-llama+padded", "cp2"), ("hf-gemma3+padded", "tp2.cp2.ulysses"),
-     ("packed", "cp4.ulysses2"), pytest.param("hf-llama+packed", "cp4.ulysses2.rc-attn", marks=pytest.mark.soak), pytest.param("hf-mistral", "tp2.cp4.ulysses2", marks=pytest.mark.soak)],
+    [("packed", "cp2"), ("packed-gpt2", "cp2.ulysses"), ("hf-llama+packed", "cp2.z3"), ("hf-mistral", "cp2"),
+     ("hf-llama+padded", "cp2"), ("hf-gemma3+padded", "tp2.cp2.ulysses"),
+     ("packed", "cp4.ulysses2"), pytest.param("hf-llama+packed", "cp4.ulysses2.rc-attn", marks=pytest.mark.soak),
+     pytest.param("hf-mistral", "tp2.cp4.ulysses2", marks=pytest.mark.soak)],
 )  # fmt: skip
 @pytest.mark.covering(3)
 def test_windows_documents_and_padding_are_seen_across_pieces(ranks: Any, name: str, plan: str) -> None:

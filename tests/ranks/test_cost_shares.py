@@ -79,21 +79,27 @@ SHARES = (
 FILES = [
     (model, f"{ranks}{way}", precision)
     for model, precision, ranks in (
-        ("2", "fp32", "dp1"), ("8", "bf16", "dp1"), ("2", "bf16", "dp2"), ("8", "fp32", "dp3"), ("2", "fp32", "pp2.mb4"), ("8-tied", "bf16", "pp2.mb4"),
+        ("2", "fp32", "dp1"), ("8", "bf16", "dp1"), ("2", "bf16", "dp2"), ("8", "fp32", "dp3"),
+        ("2", "fp32", "pp2.mb4"), ("8-tied", "bf16", "pp2.mb4"),
     )
     for way in (".off-optimizer-disk60", *(f".z3{both}" for both in SHARES))
 ]  # fmt: skip
 OTHERS = [
-    ("2", "dp2.z1.off-optimizer-disk1", "bf16"), ("8", "dp2.z2.off-optimizer-disk99", "fp32"), ("8-tied", "dp3.z1.off-optimizer-disk40", "bf16"),
-    ("2", "dp2.z1.zw3-1.off-optimizer-disk60", "fp32"), ("8", "dp2.z3.zw3-1.off-optimizer-disk60.off-parameters-disk50", "bf16"),
-    ("2", "dp3.z3.zw3-1-7.off-optimizer-disk30.off-parameters-disk70", "bf16"), ("8", "tp2.z3.off-optimizer-disk60.off-parameters-disk50", "fp32"),
-    ("8", "dp2.pp2.z3.mb3.off-optimizer-disk70.off-parameters-disk20", "bf16"), ("2", "dp2.z3.off-optimizer-disk5.off-parameters-disk95", "fp64"),
+    ("2", "dp2.z1.off-optimizer-disk1", "bf16"), ("8", "dp2.z2.off-optimizer-disk99", "fp32"),
+    ("8-tied", "dp3.z1.off-optimizer-disk40", "bf16"), ("2", "dp2.z1.zw3-1.off-optimizer-disk60", "fp32"),
+    ("8", "dp2.z3.zw3-1.off-optimizer-disk60.off-parameters-disk50", "bf16"),
+    ("2", "dp3.z3.zw3-1-7.off-optimizer-disk30.off-parameters-disk70", "bf16"),
+    ("8", "tp2.z3.off-optimizer-disk60.off-parameters-disk50", "fp32"),
+    ("8", "dp2.pp2.z3.mb3.off-optimizer-disk70.off-parameters-disk20", "bf16"),
+    ("2", "dp2.z3.off-optimizer-disk5.off-parameters-disk95", "fp64"),
 ]  # fmt: skip
 BEYOND = [
     (model, f"{ranks}{way}", precision)
-    for model, precision, ranks in (("2", "bf16", "dp2"), ("8", "bf16", "dp1"), ("8-tied", "bf16", "pp2.mb4"), ("2", "fp32", "dp3"))
+    for model, precision, ranks in (("2", "bf16", "dp2"), ("8", "bf16", "dp1"), ("8-tied", "bf16", "pp2.mb4"),
+        ("2", "fp32", "dp3"))
     for way in (
-        ".z1.off-optimizer60", ".z2.off-optimizer60.off-gradients", ".z3.off-optimizer70.off-parameters50", ".z3.off-optimizer-disk60.off-gradients.off-parameters50",
+        ".z1.off-optimizer60", ".z2.off-optimizer60.off-gradients", ".z3.off-optimizer70.off-parameters50",
+        ".z3.off-optimizer-disk60.off-gradients.off-parameters50",
     )
 ]  # fmt: skip
 

@@ -23,9 +23,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert": {"kind": "bert", **SMALL, **LEARNED, "embedding_norm": True, "types": 2},
 }
 CASES = [
-    ("llama", "dp2.z1", "bf16"), ("llama", "dp2.tp2.sp.z3", "fp32"), ("llama", "dp2.pp2.z2.interleaved2", "bf16"), ("llama-tied", "tp2.pp2", "fp32"),
-    ("llama-tied", "dp2.pp2.z3", "bf16"), ("gpt2", "dp2.tp2.z3", "bf16"), ("gpt2", "pp4", "fp32"), ("gpt2", "dp2x2.z2", "fp32"), ("bert", "dp2.pp2.z1", "bf16"),
-    ("bert", "tp4", "fp32"), ("bert", "dp4.z3", "bf16"), ("llama", "dp2.cp2.z3", "bf16"), ("gpt2", "cp2.z1", "fp32"),
+    ("llama", "dp2.z1", "bf16"), ("llama", "dp2.tp2.sp.z3", "fp32"), ("llama", "dp2.pp2.z2.interleaved2", "bf16"),
+    ("llama-tied", "tp2.pp2", "fp32"), ("llama-tied", "dp2.pp2.z3", "bf16"), ("gpt2", "dp2.tp2.z3", "bf16"),
+    ("gpt2", "pp4", "fp32"), ("gpt2", "dp2x2.z2", "fp32"), ("bert", "dp2.pp2.z1", "bf16"), ("bert", "tp4", "fp32"),
+    ("bert", "dp4.z3", "bf16"), ("llama", "dp2.cp2.z3", "bf16"), ("gpt2", "cp2.z1", "fp32"),
 ]  # fmt: skip
 BATCH = 4
 

@@ -19,9 +19,9 @@ transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
 
 STACKS = {
-    "d_model": HIDDEN, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS,
-    "encoder_ffn_dim": FFN, "decoder_ffn_dim": FFN, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "pad_token_id": 0,
-    "decoder_start_token_id": 1, "use_cache": False,
+    "d_model": HIDDEN, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": FFN, "decoder_ffn_dim": FFN, "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32, "pad_token_id": 0, "decoder_start_token_id": 1, "use_cache": False,
 }  # fmt: skip
 MODELS = {
     "t5": ("T5ForConditionalGeneration", FAMILIES["t5"][1]),
@@ -34,8 +34,9 @@ MODELS = {
     ),
 }
 INNER = {
-    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-    "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "use_cache": False,
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8,
+    "query_pre_attn_scalar": 8, "use_cache": False,
 }  # fmt: skip
 """Of each stack of T5Gemma: two tables, of which the head holds the second; fewer key-value heads than ranks."""
 
@@ -129,7 +130,8 @@ def seeing() -> Any:
             "head_dim",
         )
     }
-    images = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": HIDDEN, "patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
+    images = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": HIDDEN,
+        "patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
     torch.manual_seed(0)
     config = transformers.Qwen3VLConfig(text_config={**text, "num_attention_heads": HEADS}, vision_config=images)
     return transformers.Qwen3VLForConditionalGeneration(config)

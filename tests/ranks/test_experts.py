@@ -36,17 +36,19 @@ from meshwright.spec.workload import LoraConfig
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
-    ("mixture", "dp2.ep2.z1"), ("mixture", "dp2.ep2.z2.rc-full"), ("mixture", "tp2"), ("mixture", "tp2.sp.ep2.mb2"), ("mixture", "cp2.ep2"),
-    ("mixture", "dp2.tp2.ep4.z3.mb2"), ("mixture", "tp4.ep2.mb4"), ("mixture", "dp2.pp2.ep2.z3"), ("mixtral", "dp2.ep2.z2"), ("qwen3-moe", "tp2.sp.ep2.mb2"),
-    ("llama4", "dp2.tp2.ep4.z3.mb2"), ("llama4", "tp2.mb2"),
-    ("qwen2-moe", "tp2.ep2.mb2"), ("gpt-oss", "tp2.mb2"), ("dbrx", "tp2.ep2.mb2"), ("deepseek-v3", "dp2.ep2.z3"), ("mixture", "dp2.tp2.ep4.z1.mb2.order-tp-dp-pp"),
+    ("mixture", "dp2.ep2.z1"), ("mixture", "dp2.ep2.z2.rc-full"), ("mixture", "tp2"), ("mixture", "tp2.sp.ep2.mb2"),
+    ("mixture", "cp2.ep2"), ("mixture", "dp2.tp2.ep4.z3.mb2"), ("mixture", "tp4.ep2.mb4"),
+    ("mixture", "dp2.pp2.ep2.z3"), ("mixtral", "dp2.ep2.z2"), ("qwen3-moe", "tp2.sp.ep2.mb2"),
+    ("llama4", "dp2.tp2.ep4.z3.mb2"), ("llama4", "tp2.mb2"), ("qwen2-moe", "tp2.ep2.mb2"), ("gpt-oss", "tp2.mb2"),
+    ("dbrx", "tp2.ep2.mb2"), ("deepseek-v3", "dp2.ep2.z3"), ("mixture", "dp2.tp2.ep4.z1.mb2.order-tp-dp-pp"),
 ]  # fmt: skip
 """Each strategy with experts, and families of each form, under some of them."""
 
 WIDER = [
-    ("mixture", "dp2"), ("mixture", "dp4.ep2.z1"), ("mixture", "dp2x2.ep2.z2.mb2"), ("mixture", "tp2.sp.mb2"), ("mixture", "dp2.tp2.ep2.z1"),
-    ("mixture", "dp2.tp2.pp2.ep2.z3.mb2"), ("mixture", "dp2.cp2.ep4.z1"), ("mixture", "pp2.dp2.ep2.z1.zbh1"), ("mixture", "dp2.ep2.z1.off-activations"),
-    ("mixture", "dp2.ep2.z1.rc-attn"), ("mixtral", "tp2.mb2"), ("gpt-oss", "tp4.ep2.mb2"), ("olmoe", "tp2.ep2"), ("granite-moe", "dp2.ep2.z3"),
+    ("mixture", "dp2"), ("mixture", "dp4.ep2.z1"), ("mixture", "dp2x2.ep2.z2.mb2"), ("mixture", "tp2.sp.mb2"),
+    ("mixture", "dp2.tp2.ep2.z1"), ("mixture", "dp2.tp2.pp2.ep2.z3.mb2"), ("mixture", "dp2.cp2.ep4.z1"),
+    ("mixture", "pp2.dp2.ep2.z1.zbh1"), ("mixture", "dp2.ep2.z1.off-activations"), ("mixture", "dp2.ep2.z1.rc-attn"),
+    ("mixtral", "tp2.mb2"), ("gpt-oss", "tp4.ep2.mb2"), ("olmoe", "tp2.ep2"), ("granite-moe", "dp2.ep2.z3"),
     ("deepseek-v3", "tp2.ep2"), ("deepseek-v3", "pp3"), ("glm4-moe", "dp2.tp2.ep4.z1"),
 ]  # fmt: skip
 

@@ -26,8 +26,8 @@ pytest.importorskip("transformers")
 torch.set_num_threads(1)
 
 PLANS = (
-    "dp2.mb4", "tp2.mb8", "tp4.mb8", "tp8.mb8", "tp2.sp.mb8", "pp2.mb4", "tp2.pp2.mb4", "dp2.z3.mb4", "dp2.tp2.z2.mb4", "pp2.dp2.z3.mb2",
-    "tp2.mb4.rc-full", "dp2.tp2.sp.z1.mb4", "dp2.tp2.pp2.z1.mb2", "tp4.sp.mb8",
+    "dp2.mb4", "tp2.mb8", "tp4.mb8", "tp8.mb8", "tp2.sp.mb8", "pp2.mb4", "tp2.pp2.mb4", "dp2.z3.mb4", "dp2.tp2.z2.mb4",
+    "pp2.dp2.z3.mb2", "tp2.mb4.rc-full", "dp2.tp2.sp.z1.mb4", "dp2.tp2.pp2.z1.mb2", "tp4.sp.mb8",
 )  # fmt: skip
 
 

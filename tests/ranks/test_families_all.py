@@ -13,7 +13,8 @@ from sweep import UNTRIED, asked
 
 transformers = pytest.importorskip("transformers")
 PLANS: dict[str, Sizes] = {
-    "tp2.mb4": USUAL, "tp2.sp.mb4": USUAL, "pp2.mb2": USUAL, "dp2.z3.mb4": USUAL, "cp2.mb4": USUAL, "tp3.mb4": THREE, "tp4.mb4": FEW_KEYS, "tp6.mb4": SIX,
+    "tp2.mb4": USUAL, "tp2.sp.mb4": USUAL, "pp2.mb2": USUAL, "dp2.z3.mb4": USUAL, "cp2.mb4": USUAL, "tp3.mb4": THREE,
+    "tp4.mb4": FEW_KEYS, "tp6.mb4": SIX,
 }  # fmt: skip
 """The sizes that each is tried with: 3 heads and 509 words on 3 ranks, 2 key-value heads on 4 and on 6."""
 

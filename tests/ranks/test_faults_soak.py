@@ -43,14 +43,22 @@ QUIET = 6.0
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "faults.json"
 HEAD = """# Faults in real runs
 
-Each row is one run of 80 steps (450 of row 33) with 20 faults (200) where chance says (rank, step, phase, up to 10 ms later), on ranks of this machine, compared with the same run undisturbed. Passed: the culprit is
-named, no step is run again, and losses, weights, optimizer and random states at the end are equal to the bit; of two that fall into one recovery one is named (19 of 20). In time: of what is frozen or hung, noticed within max(1 s, 5 steps) or max(2 s, 10 steps) of silence; of
-the others, the next new step within 1 s. Seconds: silence before a hang was noticed, and from the decision to the end of the next new step; the machine has two cores, its load while the row was measured and the
-median step stand beside them. Of rows that depend on no kind of plan, passed means what the tests of test_faults_soak_rows.py, _links.py, _slow.py and _silent.py say of each; of row 9 silence is how long the link was down and recovery the wait once it is back, in time within half a second and
-a step; of rows 11 and 12 in time is told of within 20 steps. What has no meaning for a row is empty. A row measured at a load under 6 gives way only to another such. Written by `make soak` (tests/ranks/test_faults_soak.py and
+Each row is one run of 80 steps (450 of row 33) with 20 faults (200) where chance says (rank, step, phase, up to 10 ms \
+later), on ranks of this machine, compared with the same run undisturbed. Passed: the culprit is
+named, no step is run again, and losses, weights, optimizer and random states at the end are equal to the bit; of two \
+that fall into one recovery one is named (19 of 20). In time: of what is frozen or hung, noticed within max(1 s, 5 \
+steps) or max(2 s, 10 steps) of silence; of
+the others, the next new step within 1 s. Seconds: silence before a hang was noticed, and from the decision to the end \
+of the next new step; the machine has two cores, its load while the row was measured and the
+median step stand beside them. Of rows that depend on no kind of plan, passed means what the tests of \
+test_faults_soak_rows.py, _links.py, _slow.py and _silent.py say of each; of row 9 silence is how long the link was \
+down and recovery the wait once it is back, in time within half a second and
+a step; of rows 11 and 12 in time is told of within 20 steps. What has no meaning for a row is empty. A row measured \
+at a load under 6 gives way only to another such. Written by `make soak` (tests/ranks/test_faults_soak.py and
 those beside it).
 
-| fault (row of the table) | plan | injected | passed | in time | steps lost | final state | silence, median | recovery, median | largest | step | load |
+| fault (row of the table) | plan | injected | passed | in time | steps lost | final state | silence, median | \
+recovery, median | largest | step | load |
 |---|---|---|---|---|---|---|---|---|---|---|---|
 """
 

@@ -115,7 +115,10 @@ def test_twenty_saves_of_an_old_buffer_are_caught_when_they_are_written(
     there = {path.name for path in (folder / "checkpoints").glob("step-*")}
     assert there == {f"step-{step:08d}" for step in (*saves, LONG) if str(step) not in stale}
     assert all(verify_checkpoint(folder / "checkpoints" / name) == [] for name in there) and events(folder) == []
-    words = r"no checkpoint at step {0}: .* rank {1}: .*: (model|optimizer)/\S+ reads back otherwise than it is in memory: wrong data were written.*"
+    words = (
+        r"no checkpoint at step {0}: .* rank {1}: .*: (model|optimizer)/\S+ reads back otherwise than it is in "
+        r"memory: wrong data were written.*"
+    )
     passed = sum(any(re.fullmatch(words.format(step, rank), note) for note in notes) for step, rank in stale.items())
     settle("17 a save of wrong data", PLAN, passed, folder, same(folder, whole))
 
@@ -269,7 +272,10 @@ def test_twenty_drifts_of_a_job_are_refused_with_the_difference_or_go_on_with_a_
         shutil.copytree(place / "runs" / "begun", place / "runs" / run)
         code, _, err = launched(place, run, *drift(name, value))
         if name in REFUSED:
-            words = rf"meshwright: run 'runs/{run}' holds another job: {re.escape(name)} is \S+ there and \S+ here; choose another --run, or give the same job\n"
+            words = (
+                rf"meshwright: run 'runs/{run}' holds another job: {re.escape(name)} is \S+ there and \S+ here; "
+                r"choose another --run, or give the same job\n"
+            )
             right = (
                 code == 2
                 and re.fullmatch(words, err) is not None

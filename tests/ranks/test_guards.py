@@ -219,7 +219,10 @@ def test_a_length_is_proven_once_and_known_between_the_shortest_and_the_longest(
     for losses, lines in ranks.run(2, on_lengths, "inner:half-detach", lengths, plan, "start"):
         assert losses == pytest.approx(expected, rel=1e-10)
         why = [line.split(": loss")[0] for line in lines]
-        other = "proven equal to one device again (the batch has other sizes: given ({0}), labels ({0}), known are 8 to {1})"
+        other = (
+            "proven equal to one device again (the batch has other sizes: given ({0}), labels ({0}), known are 8 to "
+            "{1})"
+        )
         assert why == ["proven equal to one device before step 1", other.format(24, 16), other.format(6, 24)], why
 
 

@@ -43,8 +43,8 @@ FAMILIES: dict[str, Any] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            bos_token_id=1, eos_token_id=1,
+            n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
         )
     ),
     "mixtral": lambda: transformers.MixtralForCausalLM(
@@ -52,8 +52,9 @@ FAMILIES: dict[str, Any] = {
     ),
 }  # fmt: skip
 STARTS = [
-    ("llama", "dp2"), ("llama", "dp2.z3"), ("llama", "tp2"), ("llama", "pp2"), ("llama", "dp2.tp2.z1"), ("llama", "tp2.pp2.mb4"),
-    ("gpt2", "dp2.z2"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.pp2.z3"), ("mixtral", "dp2.z3"), ("mixtral", "pp2"), ("mixtral", "dp2.ep2.z1"),
+    ("llama", "dp2"), ("llama", "dp2.z3"), ("llama", "tp2"), ("llama", "pp2"), ("llama", "dp2.tp2.z1"),
+    ("llama", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.pp2.z3"),
+    ("mixtral", "dp2.z3"), ("mixtral", "pp2"), ("mixtral", "dp2.ep2.z1"),
 ]  # fmt: skip
 
 
@@ -165,12 +166,17 @@ def renamed(folder: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (lambda folder: renamed(folder, lambda held: {k: v for k, v in held.items() if "o_proj" not in k}), r"has no tensor '.*o_proj.weight' and 1 more"),
-        (lambda folder: renamed(folder, lambda held: {**held, "model.layers.2.mlp.up_proj.weight": torch.ones(4)}), "holds a tensor that this model has not"),
+        (lambda folder: renamed(folder, lambda held: {k: v for k, v in held.items() if "o_proj" not in k}),
+            r"has no tensor '.*o_proj.weight' and 1 more"),
+        (lambda folder: renamed(folder, lambda held: {**held, "model.layers.2.mlp.up_proj.weight": torch.ones(4)}),
+            "holds a tensor that this model has not"),
         (lambda folder: renamed(folder, lambda held: {**held, "model.norm.weight": torch.ones(5)}), r"has shape \[5\]"),
-        (lambda folder: renamed(folder, lambda held: {**held, "model.norm.weight": torch.ones(32, dtype=torch.int8)}), "holds I8, not floating-point"),
-        (lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]), "cut short"),
-        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "pickle and is not read: convert it once"),
+        (lambda folder: renamed(folder, lambda held: {**held, "model.norm.weight": torch.ones(32, dtype=torch.int8)}),
+            "holds I8, not floating-point"),
+        (lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]),
+            "cut short"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "pickle and is not read: convert it once"),
         (lambda folder: quantized(folder), "quantized and cannot be trained"),
     ],
 )  # fmt: skip
@@ -288,7 +294,8 @@ def test_a_model_folder_is_trained_exported_and_writes_text_in_transformers(trai
 
 
 SHOWN: dict[str, tuple[Any, str, str]] = {
-    "gpt2": (lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=512, n_positions=64), "pp=2,tp=2", "local:4"),
+    "gpt2": (lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=512, n_positions=64),
+        "pp=2,tp=2", "local:4"),
     "mixtral": (
         lambda: transformers.MixtralConfig(**{**SIZES, "vocab_size": 512}, num_key_value_heads=2, num_local_experts=4),
         "dp=2,ep=2,zero=1",
@@ -366,8 +373,8 @@ def test_a_run_from_weights_begins_where_they_left_off_with_their_tokenizer(trai
 # -------------------------------------------------------------------------------------------------------------------
 
 ADAPTED = [
-    ("llama", "dp2"), ("llama", "dp2.z3.rc-full"), ("llama", "tp2"), ("llama", "tp2.sp.mb4"), ("llama", "dp2.tp2.z1"), ("llama", "tp2.pp2.mb4"),
-    ("llama", "dp2.pp2.z3"), ("llama", "tp4"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"),
+    ("llama", "dp2"), ("llama", "dp2.z3.rc-full"), ("llama", "tp2"), ("llama", "tp2.sp.mb4"), ("llama", "dp2.tp2.z1"),
+    ("llama", "tp2.pp2.mb4"), ("llama", "dp2.pp2.z3"), ("llama", "tp4"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"),
 ]  # fmt: skip
 LORA = LoraConfig(rank=4, alpha=8.0)
 
@@ -487,8 +494,9 @@ def test_adapters_are_exported_for_peft_and_added_to_the_weights(
 
 
 RELOADED = [
-    ("llama", "tp2.pp2.mb4"), ("llama", "tp2.sp.mb4"), ("llama", "tp4"), ("llama", "cp2"), ("llama", "pp2"), ("llama", "dp2.pp2.z3"), ("llama", "dp2.tp2.z1"),
-    ("gpt2", "tp2"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"), ("mixtral", "dp2.ep2.z1"), ("mixtral", "tp2.mb4"), ("mixtral", "dp2.pp2.z3"),
+    ("llama", "tp2.pp2.mb4"), ("llama", "tp2.sp.mb4"), ("llama", "tp4"), ("llama", "cp2"), ("llama", "pp2"),
+    ("llama", "dp2.pp2.z3"), ("llama", "dp2.tp2.z1"), ("gpt2", "tp2"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"),
+    ("mixtral", "dp2.ep2.z1"), ("mixtral", "tp2.mb4"), ("mixtral", "dp2.pp2.z3"),
 ]  # fmt: skip
 FEW = {("llama", "tp2.pp2.mb4"), ("llama", "cp2"), ("gpt2", "tp2"), ("mixtral", "dp2.ep2.z1")}
 

@@ -22,8 +22,9 @@ from meshwright.train.trainer import parallelize
 
 FEW = [("llama-tied", "pp2.dualpipev"), ("hf-gpt2", "tp2.z1"), ("mixture", "dp2.ep2.z1")]
 MORE = [
-    ("llama", "dp2.z3"), ("llama", "tp2.sp"), ("llama", "dp2.off-parameters.z3"), ("llama", "dp2.off-optimizer"), ("llama-tied", "pp2"), ("llama-tied", "tp2.pp2"),
-    ("gpt2", "dp2.tp2.z1"), ("bert", "tp2"), ("convnet", "tp2"), ("hf-llama", "dp2.pp2.z2"), ("mixture", "tp2"), ("qwen3-moe", "ep2.tp2"),
+    ("llama", "dp2.z3"), ("llama", "tp2.sp"), ("llama", "dp2.off-parameters.z3"), ("llama", "dp2.off-optimizer"),
+    ("llama-tied", "pp2"), ("llama-tied", "tp2.pp2"), ("gpt2", "dp2.tp2.z1"), ("bert", "tp2"), ("convnet", "tp2"),
+    ("hf-llama", "dp2.pp2.z2"), ("mixture", "tp2"), ("qwen3-moe", "ep2.tp2"),
 ]  # fmt: skip
 
 

@@ -62,8 +62,8 @@ class Nodes:
     def start(self, number: int, behind: Sequence[str] = (), **more: str) -> subprocess.Popen:
         there = {
             **environment(self.place),
-            "MESHWRIGHT_NODE": "1", "RANK": str(number), "WORLD_SIZE": str(self.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port),
-            **self.paced, **more,
+            "MESHWRIGHT_NODE": "1", "RANK": str(number), "WORLD_SIZE": str(self.count), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port), **self.paced, **more,
         }  # fmt: skip
         command = [*behind, *self.program, "train", "job.yaml", "--folder", f"runs/{self.run}", *self.steps]
         with open(self.words(number), "a") as err:  # no pipe, which is full one day, and whose writer waits then

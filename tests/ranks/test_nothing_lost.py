@@ -19,7 +19,8 @@ from meshwright.train.trainer import parallelize
 
 LAYERS = 10
 CUTS = [
-    "dp2.z0", "dp2.z1", "dp2.z3", "tp2", "pp2", "pp4", "pp2.ls6-4", "pp2.interleaved2", "pp2.zbv", "pp2.dualpipev", "pp2.tp2", "dp2.pp2.z3", "dp2x2.z2", "cp2.z1",
+    "dp2.z0", "dp2.z1", "dp2.z3", "tp2", "pp2", "pp4", "pp2.ls6-4", "pp2.interleaved2", "pp2.zbv", "pp2.dualpipev",
+    "pp2.tp2", "dp2.pp2.z3", "dp2x2.z2", "cp2.z1",
 ]  # fmt: skip
 
 

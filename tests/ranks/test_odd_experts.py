@@ -12,8 +12,8 @@ from meshwright.analysis.analyze import analyze_model
 from meshwright.spec.plan import parse_plan
 
 OVER_TOKENS = [
-    "noise", "capacity", "square", "backward tokens", "many tokens", "written", "scaled", "pairs normed", "zero gate", "zero down",
-    "many tokens, width", "eval square",
+    "noise", "capacity", "square", "backward tokens", "many tokens", "written", "scaled", "pairs normed", "zero gate",
+    "zero down", "many tokens, width", "eval square",
 ]  # fmt: skip
 """What the rank of an expert would do otherwise: with its own pairs alone, or with experts that are numbered from 0."""
 OVER_WIDTH = ["training width", "backward width", "eval width"]

@@ -60,10 +60,11 @@ def bit_for_bit(
 
 
 CASES = [
-    ("llama", "dp1", "fp32", "optimizer-disk"), ("llama", "dp2", "fp64", "optimizer-disk"), ("llama", "dp2.z1", "bf16", "optimizer-disk"),
-    ("llama", "dp2.z1", "fp32", "optimizer"), ("llama", "dp2.z2", "fp32", "optimizer-disk"), ("llama", "dp2.z3", "bf16", "optimizer"),
-    ("llama", "tp2", "fp16", "optimizer-disk"), ("llama-tied", "pp2", "fp32", "optimizer-disk"), ("llama", "dp2.pp2.z3", "fp32", "optimizer-disk"),
-    ("mixtral", "dp2.ep2.z1", "fp32", "optimizer-disk"),
+    ("llama", "dp1", "fp32", "optimizer-disk"), ("llama", "dp2", "fp64", "optimizer-disk"),
+    ("llama", "dp2.z1", "bf16", "optimizer-disk"), ("llama", "dp2.z1", "fp32", "optimizer"),
+    ("llama", "dp2.z2", "fp32", "optimizer-disk"), ("llama", "dp2.z3", "bf16", "optimizer"),
+    ("llama", "tp2", "fp16", "optimizer-disk"), ("llama-tied", "pp2", "fp32", "optimizer-disk"),
+    ("llama", "dp2.pp2.z3", "fp32", "optimizer-disk"), ("mixtral", "dp2.ep2.z1", "fp32", "optimizer-disk"),
 ]  # fmt: skip
 
 
@@ -77,8 +78,9 @@ def test_a_run_with_its_optimizer_away_is_bit_for_bit_the_run_without(
 
 
 SHARES = [
-    ("llama", "dp2.z1", "bf16", "optimizer-disk50"), ("llama", "dp1", "fp32", "optimizer-disk20"), ("llama", "dp2.z3", "fp64", "optimizer-disk80"),
-    ("mixtral", "dp2.ep2.z1", "bf16", "optimizer40"), ("llama-tied", "pp2", "fp32", "optimizer-disk50"),
+    ("llama", "dp2.z1", "bf16", "optimizer-disk50"), ("llama", "dp1", "fp32", "optimizer-disk20"),
+    ("llama", "dp2.z3", "fp64", "optimizer-disk80"), ("mixtral", "dp2.ep2.z1", "bf16", "optimizer40"),
+    ("llama-tied", "pp2", "fp32", "optimizer-disk50"),
 ]  # fmt: skip
 
 
@@ -93,7 +95,8 @@ def test_a_run_with_a_share_of_its_optimizer_away_is_bit_for_bit_the_run_without
 
 PARAMETERS = [
     ("llama", "dp2.z3", "fp64", "parameters-disk"), ("llama", "dp2.z3", "bf16", "parameters-disk"),
-    ("llama", "dp1.z3", "fp32", "optimizer-disk.off-parameters-disk"), ("llama", "dp2.z3", "bf16", "optimizer-disk.off-parameters-disk"),
+    ("llama", "dp1.z3", "fp32", "optimizer-disk.off-parameters-disk"),
+    ("llama", "dp2.z3", "bf16", "optimizer-disk.off-parameters-disk"),
     ("llama", "tp2.z3", "fp32", "optimizer.off-parameters-disk"), ("llama-tied", "pp2.z3", "bf16", "parameters-disk"),
     ("llama", "dp2.z3", "fp32", "parameters"), ("mixtral", "dp2.ep2.z3", "fp32", "parameters-disk"),
 ]  # fmt: skip
@@ -112,8 +115,9 @@ def test_a_run_with_its_weights_away_is_bit_for_bit_the_run_without(
 
 
 PARTS = [
-    ("llama", "dp2.z3", "fp64", "parameters-disk50"), ("llama", "dp2.z3", "bf16", "parameters-disk50"), ("llama-tied", "pp2.z3", "fp32", "parameters-disk40"),
-    ("llama", "dp2.z3", "fp32", "parameters50"), ("mixtral", "dp2.ep2.z3", "fp32", "parameters-disk60"),
+    ("llama", "dp2.z3", "fp64", "parameters-disk50"), ("llama", "dp2.z3", "bf16", "parameters-disk50"),
+    ("llama-tied", "pp2.z3", "fp32", "parameters-disk40"), ("llama", "dp2.z3", "fp32", "parameters50"),
+    ("mixtral", "dp2.ep2.z3", "fp32", "parameters-disk60"),
 ]  # fmt: skip
 
 
@@ -131,11 +135,16 @@ def test_a_run_with_a_share_of_its_weights_away_is_bit_for_bit_the_run_without(
 
 
 BOTH = [
-    ("llama", "dp1.z3", "fp32", "optimizer-disk60.off-parameters-disk50"), ("llama", "dp2.z3", "bf16", "optimizer-disk60.off-parameters-disk50"),
-    ("llama", "dp2.z3", "fp64", "optimizer-disk30.off-parameters-disk70"), ("llama", "dp2.z3", "bf16", "optimizer-disk30.off-parameters-disk70"),
-    ("llama", "dp2.z3", "fp32", "optimizer-disk.off-parameters-disk40"), ("llama", "dp2.z3", "bf16", "optimizer50.off-parameters-disk"),
-    ("llama", "tp2.z3", "fp16", "optimizer-disk70.off-parameters50"), ("llama-tied", "pp2.z3", "fp32", "optimizer-disk20.off-parameters-disk40"),
-    ("mixtral", "dp2.ep2.z3", "bf16", "optimizer-disk50.off-parameters-disk50"), ("llama", "dp3.z3", "bf16", "optimizer-disk60.off-parameters-disk40"),
+    ("llama", "dp1.z3", "fp32", "optimizer-disk60.off-parameters-disk50"),
+    ("llama", "dp2.z3", "bf16", "optimizer-disk60.off-parameters-disk50"),
+    ("llama", "dp2.z3", "fp64", "optimizer-disk30.off-parameters-disk70"),
+    ("llama", "dp2.z3", "bf16", "optimizer-disk30.off-parameters-disk70"),
+    ("llama", "dp2.z3", "fp32", "optimizer-disk.off-parameters-disk40"),
+    ("llama", "dp2.z3", "bf16", "optimizer50.off-parameters-disk"),
+    ("llama", "tp2.z3", "fp16", "optimizer-disk70.off-parameters50"),
+    ("llama-tied", "pp2.z3", "fp32", "optimizer-disk20.off-parameters-disk40"),
+    ("mixtral", "dp2.ep2.z3", "bf16", "optimizer-disk50.off-parameters-disk50"),
+    ("llama", "dp3.z3", "bf16", "optimizer-disk60.off-parameters-disk40"),
     ("llama", "dp2.z3.zw3-1", "fp32", "optimizer-disk60.off-parameters-disk30"),
     ("llama", "dp2.z3.rc-full.mb2", "bf16", "optimizer-disk40.off-parameters-disk70.off-activations-disk"),
 ]  # fmt: skip

@@ -22,11 +22,13 @@ from meshwright.spec.plan import parse_plan
 
 SAMPLE = [
     ("muon", "llama", "dp2.tp2.z3.mb2"), ("muon", "llama-tied", "dp2.pp2.z2"), ("adafactor", "llama", "dp2.z3"),
-    ("given AdamW by dimensions", "llama", "dp2.z2"), ("given AdamW by path", "llama", "dp2.z1"), ("own AdamW by name", "llama", "dp2.tp2.z3"),
-    ("own AdamW by name", "llama-tied", "pp2"), ("own AdamW by name", "gpt2", "dp2.z1.off-optimizer-disk"), ("own Muon by name", "llama", "dp2.pp2.z1"),
+    ("given AdamW by dimensions", "llama", "dp2.z2"), ("given AdamW by path", "llama", "dp2.z1"),
+    ("own AdamW by name", "llama", "dp2.tp2.z3"), ("own AdamW by name", "llama-tied", "pp2"),
+    ("own AdamW by name", "gpt2", "dp2.z1.off-optimizer-disk"), ("own Muon by name", "llama", "dp2.pp2.z1"),
 ]  # fmt: skip
 PLANS = ("dp1", "dp2", "dp2.z1", "dp4.z2", "dp2.z3.mb2", "dp2x2.z1", "tp2.mb4", "tp4.sp.mb4", "pp4", "dp2.tp2.z3.mb2",
-         "tp2.pp2.mb2.interleaved2", "dp2.pp2.z1.zbh1", "dp2.tp2.pp2.z2.mb2", "dp2.cp2.z1", "pp2.zbv", "dp2.z1.zw3-1")  # fmt: skip
+         "tp2.pp2.mb2.interleaved2", "dp2.pp2.z1.zbh1", "dp2.tp2.pp2.z2.mb2", "dp2.cp2.z1", "pp2.zbv",
+         "dp2.z1.zw3-1")  # fmt: skip
 
 # A key's bias moves no score: its gradient is rounding, of which Adafactor makes whole steps. It trains the models
 # without one.
@@ -269,9 +271,7 @@ def test_an_optimizer_that_no_part_of_a_model_can_follow_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_the_same_optimizer_of_own_parameters_each_time_and_one_with_states_from_the_start_are_refused_in_one_line() -> (
-    None
-):
+def test_one_optimizer_for_every_call_and_one_that_starts_with_states_are_refused() -> None:
     own = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     names = {id(tensor): name for name, tensor in own.items()}
     in_block = {name: name.startswith("blocks") for name in SHAPES}

@@ -21,8 +21,9 @@ from meshwright.train.trainer import parallelize
 ROWS, CLASSES = 4, 5
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 SPEECH = {
-    "vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0, "decoder_start_token_id": 1, "pad_token_id": 0, "use_cache": False,
+    "vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0,
+    "decoder_start_token_id": 1, "pad_token_id": 0, "use_cache": False,
 }  # fmt: skip
 DRY = {
     "hidden_dropout": 0.0,
@@ -32,8 +33,9 @@ DRY = {
     "layerdrop": 0.0,
 }
 WAVES = {
-    **SIZES, **DRY, "vocab_size": 20, "final_dropout": 0.0, "conv_dim": (16, 16, 16), "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 3),
-    "num_feat_extract_layers": 3, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False,
+    **SIZES, **DRY, "vocab_size": 20, "final_dropout": 0.0, "conv_dim": (16, 16, 16), "conv_stride": (5, 2, 2),
+    "conv_kernel": (10, 3, 3), "num_feat_extract_layers": 3, "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False,
 }  # fmt: skip
 FILM = {**SIZES, "image_size": 16, "patch_size": 4, "num_frames": 4, "tubelet_size": 2, "num_labels": CLASSES}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -260,6 +262,6 @@ def test_what_comes_of_weights_without_a_gradient_is_sent_from_stage_to_stage(ra
 def test_a_mask_that_comes_of_weights_of_another_stage_is_refused_and_not_guessed(ranks: Any) -> None:
     for said in ranks.run(2, fixed_trained, "pp2.mb2", True):
         assert (
-            said
-            == "layers.0 is given a mask or numbers that are made of weights of another stage: use pp1, or give them as floats"
+            said == "layers.0 is given a mask or numbers that are made of weights of another stage: use pp1, or give "
+            "them as floats"
         )

@@ -27,7 +27,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {**SIZES, "num_key_value_heads": 4},
     "Qwen2": {**SIZES, "num_key_value_heads": 4},
     "GPTNeoX": SIZES,
-    "GPT2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": WORDS, "n_positions": 16, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    "GPT2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": WORDS, "n_positions": 16, "resid_pdrop": 0,
+        "embd_pdrop": 0, "attn_pdrop": 0},
 }  # fmt: skip
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
 

@@ -28,8 +28,9 @@ from meshwright.spec.schedules.schedule_registry import schedule_orders
 from meshwright.train.trainer import LocalBatch, parallelize
 
 SAMPLE = [
-    ("llama", "pp4.zbh1"), ("llama-tied", "pp2.zbv"), ("llama", "pp2.dualpipev.mb2"), ("llama-tied", "dp2.pp2.z1.zbv"), ("llama", "dp2.pp2.z2.zbh1"),
-    ("llama-tied", "dp2.pp2.z3.zbv"), ("llama", "tp2.sp.pp2.zbh1.mb2"), ("hf-gpt2", "pp2.zbv.rc-full"), ("llama", "pp3.zbh1.ls1-1-2"),
+    ("llama", "pp4.zbh1"), ("llama-tied", "pp2.zbv"), ("llama", "pp2.dualpipev.mb2"), ("llama-tied", "dp2.pp2.z1.zbv"),
+    ("llama", "dp2.pp2.z2.zbh1"), ("llama-tied", "dp2.pp2.z3.zbv"), ("llama", "tp2.sp.pp2.zbh1.mb2"),
+    ("hf-gpt2", "pp2.zbv.rc-full"), ("llama", "pp3.zbh1.ls1-1-2"),
 ]  # fmt: skip
 LENGTHS = (16, 11, 20)
 

@@ -35,9 +35,10 @@ def proof_of(name: str, plan: str, precision: str = "fp64", rows: int = 8) -> tu
 
 
 PLANS = (
-    ("llama", "dp2"), ("llama", "tp2"), ("llama", "tp2.sp"), ("llama", "pp2"), ("llama", "cp2"), ("llama", "dp2.z1"), ("llama", "dp2.z2"),
-    ("llama", "dp2.z3"), ("llama-tied", "pp2"), ("llama-tied", "tp2"), ("gpt2", "tp2"), ("gpt2", "dp2.z3"), ("bert", "pp2.gpipe"),
-    ("bert", "tp2"), ("convnet", "dp2"), ("hf-llama", "tp2"), ("hf-gpt2", "pp2"), ("llama", "dp1.rc-full"),
+    ("llama", "dp2"), ("llama", "tp2"), ("llama", "tp2.sp"), ("llama", "pp2"), ("llama", "cp2"), ("llama", "dp2.z1"),
+    ("llama", "dp2.z2"), ("llama", "dp2.z3"), ("llama-tied", "pp2"), ("llama-tied", "tp2"), ("gpt2", "tp2"),
+    ("gpt2", "dp2.z3"), ("bert", "pp2.gpipe"), ("bert", "tp2"), ("convnet", "dp2"), ("hf-llama", "tp2"),
+    ("hf-gpt2", "pp2"), ("llama", "dp1.rc-full"),
 )  # fmt: skip
 
 

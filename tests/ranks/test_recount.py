@@ -54,8 +54,10 @@ def test_a_bit_that_flips_in_a_gradient_is_found_where_it_is_computed_twice_and_
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "gradients.md"
 HEAD = """# Bits that flip in gradients
 
-Three flips of each bit of a float32, each in one number of the gradient of one rank before it is summed, in 96 steps of one run (dp2). Found when only what looks wrong is computed again, and when every step is computed twice; where that
-found less than three, the sum over ranks had rounded the bit away. Written by `make soak` (tests/ranks/test_recount.py).
+Three flips of each bit of a float32, each in one number of the gradient of one rank before it is summed, in 96 steps \
+of one run (dp2). Found when only what looks wrong is computed again, and when every step is computed twice; where that
+found less than three, the sum over ranks had rounded the bit away. Written by `make soak` \
+(tests/ranks/test_recount.py).
 
 | bit | what it is | found by suspicion | found where computed twice |
 |---|---|---|---|

@@ -81,7 +81,8 @@ def test_a_rule_that_is_wrong_is_one_line() -> None:
         (ruled("down", "down"), "layers.0.down reads 32 features, but layers.0.down gives 16"),
         (
             ruled("up", "down", mixes=True),
-            r"model.rules\[0\]: layers.0.up cannot be cut so: on 2 tensor ranks the output of layers.0.down does not sum to the whole: it differs by 6.9e-02; leave",
+            r"model.rules\[0\]: layers.0.up cannot be cut so: on 2 tensor ranks the output of layers.0.down does not "
+            r"sum to the whole: it differs by 6.9e-02; leave",
         ),
     ):
         with pytest.raises(InputError, match=words) as caught:

@@ -20,12 +20,15 @@ from meshwright.train.straggler import CONFIRMATION_STEPS, MEDIAN_WINDOW_STEPS, 
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
-    ("llama", "dp2.ga6-2"), ("llama", "dp2.z1.mb2.ga1-3"), ("llama-tied", "dp2.pp2.z1.ga5-3"), ("llama", "dp2x2.z1.ga1-2-4-1"),
-    ("gpt2", "dp2.tp2.z1.mb2.ga3-1"), ("llama", "dp4.rc-full.ga1-1-2-4"),
-    ("llama", "dp2.mb3-1.ga2-2"), ("llama-tied", "dp2.z3.mb3-1"), ("gpt2", "dp2.pp2.z1.mb2-1.ga3-2"), ("llama", "dp2.tp2.z2.mb3-1"),
+    ("llama", "dp2.ga6-2"), ("llama", "dp2.z1.mb2.ga1-3"), ("llama-tied", "dp2.pp2.z1.ga5-3"),
+    ("llama", "dp2x2.z1.ga1-2-4-1"), ("gpt2", "dp2.tp2.z1.mb2.ga3-1"), ("llama", "dp4.rc-full.ga1-1-2-4"),
+    ("llama", "dp2.mb3-1.ga2-2"), ("llama-tied", "dp2.z3.mb3-1"), ("gpt2", "dp2.pp2.z1.mb2-1.ga3-2"),
+    ("llama", "dp2.tp2.z2.mb3-1"),
 ]  # fmt: skip
-MORE = [(model, plan) for model in ("llama", "bert", "gpt2") for plan in ("dp2.pp2.gpipe.ga7-1", "dp2.pp2.zbh1.ga3-5", "dp2.pp2.zbv.ga5-3", "dp2.cp2.z1.ga3-5", "dp3.z1.ga2-5-1",
-    "dp2.pp2.z3.mb3-1.interleaved2", "dp2.pp2.z1.mb2-1.zbv.ga3-2", "dp2.cp2.z1.mb1-2.ga4-2", "dp2x2.z1.mb4-2-1-1.ga1-1-1-1", "dp2.z2.mb3-1.rc-full")
+MORE = [(model, plan) for model in ("llama", "bert", "gpt2") for plan in ("dp2.pp2.gpipe.ga7-1", "dp2.pp2.zbh1.ga3-5",
+    "dp2.pp2.zbv.ga5-3", "dp2.cp2.z1.ga3-5", "dp3.z1.ga2-5-1",
+    "dp2.pp2.z3.mb3-1.interleaved2", "dp2.pp2.z1.mb2-1.zbv.ga3-2", "dp2.cp2.z1.mb1-2.ga4-2",
+    "dp2x2.z1.mb4-2-1-1.ga1-1-1-1", "dp2.z2.mb3-1.rc-full")
     if not (model == "bert" and "cp" in plan)]  # fmt: skip
 
 

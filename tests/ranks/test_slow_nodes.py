@@ -26,7 +26,8 @@ import sys
 from meshwright.core.secure_channel import SecureChannel, open_channel
 from meshwright.elastic.node import NodeAgent
 end, hello = open_channel("127.0.0.1", int(sys.argv[1]), "secret", {"name": "b", "devices": 2, "order": 1})
-sys.exit(NodeAgent(SecureChannel(end, hello), "127.0.0.1", "secret", 1, {"SLOWED_NODE": "b", "MESHWRIGHT_ADDRESS": "127.0.0.1"}).run()[0])
+sys.exit(NodeAgent(SecureChannel(end, hello), "127.0.0.1", "secret", 1, {"SLOWED_NODE": "b", "MESHWRIGHT_ADDRESS": \
+"127.0.0.1"}).run()[0])
 """
 
 

@@ -206,7 +206,8 @@ def test_a_gradient_hook_that_takes_no_random_gradient_is_refused_in_one_line(ra
     for line in ranks.run(2, refuses, "tp2"):
         assert (
             line.startswith(
-                "plan tp2: the gradient hook of norm.weight does not run with a random gradient (ValueError: not mine), "
+                "plan tp2: the gradient hook of norm.weight does not run with a random gradient (ValueError: not "
+                "mine), "
             )
             and "\n" not in line
         )

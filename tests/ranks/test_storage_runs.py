@@ -47,7 +47,8 @@ def test_whatever_the_process_that_writes_a_checkpoint_raises_says_or_does_costs
     unsaved = [event for event in events(folder) if event.kind == "unsaved"]
     assert [event.step for event in unsaved] == [2, 8, 12]
     assert [event.cause.partition(" for ")[0] for event in unsaved] == [
-        "ValueError: nobody expected this", "the process that writes it made no progress", "ValueError: nobody expected this",
+        "ValueError: nobody expected this", "the process that writes it made no progress",
+        "ValueError: nobody expected this",
     ]  # fmt: skip
     said = "\n".join(notes)
     assert all(f"no checkpoint at step {step}: " in said for step in (2, 8, 12)) and "gossip" in kinds - set(

@@ -46,13 +46,13 @@ def small(kind: str, **changes: object) -> nn.Module:
 def hugging_face(name: str, attention: str, tied: bool = False) -> nn.Module:
     if name == "llama":
         config = transformers.LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, intermediate_size=48,
-            tie_word_embeddings=tied, attn_implementation=attention,
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+            intermediate_size=48, tie_word_embeddings=tied, attn_implementation=attention,
         )  # fmt: skip
         return transformers.LlamaForCausalLM(config)
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, n_inner=48, attn_implementation=attention,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, n_inner=48,
+        attn_implementation=attention, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 

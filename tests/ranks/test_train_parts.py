@@ -256,7 +256,10 @@ def test_a_run_that_mostly_waits_for_its_disk_says_so_once(
 
 
 def test_a_run_folder_has_one_tenant_at_a_time_even_between_processes(tmp_path: Path) -> None:
-    code = f"from pathlib import Path\nfrom meshwright.train.run_lock import RunLock\nwith RunLock(Path({str(tmp_path)!r})): pass"
+    code = (
+        "from pathlib import Path\nfrom meshwright.train.run_lock import RunLock\nwith "
+        f"RunLock(Path({str(tmp_path)!r})): pass"
+    )
     with RunLock(tmp_path):
         second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert "is being trained by process" in second.stderr.splitlines()[-1]

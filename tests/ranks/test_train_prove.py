@@ -92,7 +92,8 @@ def test_a_run_may_be_proven_every_so_many_steps(own: Path) -> None:
 def test_a_hugging_face_folder_is_proven(tmp_path: Path, text: Path) -> None:
     place = furnished(tmp_path, text, JOB.format(model="{path: model}", plan="tp2", run=""))
     config = transformers.LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=512, num_key_value_heads=2, max_position_embeddings=64
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=512,
+        num_key_value_heads=2, max_position_embeddings=64
     )  # fmt: skip
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(place / "model")
@@ -115,7 +116,8 @@ def test_auto_says_in_a_line_that_a_proof_is_too_dear_and_trains(ranks: Any) -> 
     for lines, is_proven in ranks.run(2, dear, 90.0):
         assert not is_proven and len(lines) == 1, lines
         assert lines[0].startswith(
-            "the plan is not proven on these ranks: a proof would take about 1 min 30 s, more than 1% of the first 1,000 steps"
+            "the plan is not proven on these ranks: a proof would take about 1 min 30 s, more than 1% of the first "
+            "1,000 steps"
         )
     for lines, is_proven in ranks.run(2, dear, 4.0):
         assert is_proven and lines[0].startswith(PROVEN)

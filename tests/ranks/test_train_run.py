@@ -26,7 +26,8 @@ from meshwright.spec.workload import OptimizerConfig
 from meshwright.train.optimizer import learning_rate
 
 JOB = """
-model: {name: llama-tiny, sizes: {layers: 2, hidden: 32, heads: 4, kv_heads: 4, head_dim: 8, ffn: 64, vocab: 258, seq: 64}}
+model: {name: llama-tiny, sizes: {layers: 2, hidden: 32, heads: 4, kv_heads: 4, head_dim: 8, ffn: 64, vocab: 258, seq: \
+64}}
 workload: {sequence: 32, batch: 8, steps: 40, precision: fp32, optimizer: {lr: 1.0e-2, warmup: 5}}
 data: {source: text.txt, tokenizer: bytes, held_out: 0.1}
 cluster: {name: "local:2"}
@@ -209,7 +210,8 @@ def test_a_run_folder_of_another_job_is_refused_with_the_difference(place: Path,
     code, _, err = train(place, "whole", "--batch", "16")
     assert code == 2
     assert err.strip() == (
-        "meshwright: run 'runs/whole' holds another job: workload.batch is 8 there and 16 here; choose another --run, or give the same job"
+        "meshwright: run 'runs/whole' holds another job: workload.batch is 8 there and 16 here; choose another "
+        "--run, or give the same job"
     )
 
 
@@ -222,7 +224,10 @@ def test_a_run_folder_of_another_version_is_refused_in_one_line(place: Path, who
         (folder / "launch.json").write_text(text.replace(before, after))
         code, _, err = train(place, name)
         assert code == 2
-        words = rf"meshwright: run 'runs/{name}' was begun by another version, or its launch.json is damaged \(.+\): go on with that version, or choose another --run\n"
+        words = (
+            rf"meshwright: run 'runs/{name}' was begun by another version, or its launch.json is damaged \(.+\): go "
+            r"on with that version, or choose another --run\n"
+        )
         assert re.fullmatch(words, err), err
 
 
@@ -235,7 +240,8 @@ def test_a_second_launch_of_a_run_is_refused_while_the_first_one_lasts(place: Pa
     first.communicate()
     assert code == 2
     assert re.fullmatch(
-        rf"meshwright: run 'runs/twice' is being trained by process {first.pid} on \S+: wait for it, or choose another --run\n",
+        rf"meshwright: run 'runs/twice' is being trained by process {first.pid} on \S+: wait for it, or choose "
+        r"another --run\n",
         err,
     )
     assert gone(place)

@@ -163,7 +163,8 @@ PARENT = """
 import sys
 from pathlib import Path
 from meshwright.elastic.supervisor import Supervisor; from meshwright.elastic.attempt import RankJob
-Supervisor(RankJob("targets:until_stopped", 3, {}, Path(sys.argv[1]), ("targets",)), lambda rank, said: print(said["pid"], flush=True)).run()
+Supervisor(RankJob("targets:until_stopped", 3, {}, Path(sys.argv[1]), ("targets",)), lambda rank, said: \
+print(said["pid"], flush=True)).run()
 """
 
 

@@ -45,13 +45,16 @@ PLACES = {
     "data": ("", "dp2", "dp2.z1", "dp2.z2", "dp2.z3", "dp2x2.z3", "dp4.z2", "dp3.ga3-3-2", "z3", "dp2.z2.zw3-1"),
     "recompute": ("", "rc-full", "rc-attn", "rc-full1"),
     "micro": ("", "mb2"),
-    "beside": ("", "off-activations", "off-optimizer", "off-parameters", "off-optimizer-disk60.off-parameters-disk50", "lc2", "order-dp-pp-tp", "order-tp-dp-pp"),
+    "beside": ("", "off-activations", "off-optimizer", "off-parameters", "off-optimizer-disk60.off-parameters-disk50",
+        "lc2", "order-dp-pp-tp", "order-tp-dp-pp"),
 }  # fmt: skip
 
 SAMPLE = [
-    ("llama", "dp2.pp2.z3.zbh1.rc-full.off-activations"), ("llama-tied", "pp2.cp2.z3.rc-attn"), ("hf-gpt2", "tp2.cp2.z2.mb2.rc-full"),
-    ("mixture", "pp2.cp2.ep2.z3.rc-full"), ("mixtral", "tp2.pp2.ep2.zbh1.mb2.off-activations"),
-    ("llama-tied", "pp2.z3.mb2.off-optimizer-disk60.off-parameters-disk50"), ("mixtral", "dp2.tp2.ep2.z3.off-optimizer-disk30.off-parameters-disk60"),
+    ("llama", "dp2.pp2.z3.zbh1.rc-full.off-activations"), ("llama-tied", "pp2.cp2.z3.rc-attn"),
+    ("hf-gpt2", "tp2.cp2.z2.mb2.rc-full"), ("mixture", "pp2.cp2.ep2.z3.rc-full"),
+    ("mixtral", "tp2.pp2.ep2.zbh1.mb2.off-activations"),
+    ("llama-tied", "pp2.z3.mb2.off-optimizer-disk60.off-parameters-disk50"),
+    ("mixtral", "dp2.tp2.ep2.z3.off-optimizer-disk30.off-parameters-disk60"),
 ]  # fmt: skip
 """For every `make test`: each strategy among others."""
 

@@ -7,7 +7,7 @@ checkpoint on disk. `test_protocol.py` visits all its states, checks in each of 
 and performs its transitions on the
 real leader and nodes (`protocol_cluster.py`). An action is a verb and a node:
 
-| step, begin | all ranks of the generation end a step; or have joined each other, and go on from a step that all of them know |
+| step, begin | all ranks of the generation end a step; or have joined each other, and go on from a common step |
 | mirror n | node n has copied the snapshots that it was ordered to copy |
 | crash n, kill n | faults: node n is gone with all of its memory; the rank of node n is gone |
 | hear n | the leader notices that the connection to node n has ended; any other action may come before |
@@ -267,7 +267,7 @@ def _resize(s: State, world: int) -> State:
     if old == s.key and not s.whole and s.worlds[old] > 1:
         s = s._replace(
             safe=0
-        )  # a second change of plan before there were mirrors: a node that is lost now costs the steps since the checkpoint
+        )  # a second change of plan before there were mirrors: a lost node now costs the steps since the checkpoint
     s = s._replace(key=s.key + 1, old=old, worlds=(*s.worlds, world), whole=0, round=None, stepped=False)
     return _joins(s, world)
 

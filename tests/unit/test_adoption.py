@@ -35,7 +35,8 @@ def is_memory(path):
         return os.readlink(path).startswith("/memfd:meshwright")
     except OSError:
         return False
-folder, seconds, kept, leaves = Path(sys.argv[1]), float(sys.argv[2]), [int(word) for word in sys.argv[3].split(",")], sys.argv[4] == "leaves"
+folder, seconds, kept, leaves = Path(sys.argv[1]), float(sys.argv[2]), [int(word) for word in sys.argv[3].split(",")], \
+sys.argv[4] == "leaves"
 sets = [SharedFileStore(2) for _ in kept]
 for held, step in zip(sets, kept):
     for rank in range(2):
@@ -47,7 +48,8 @@ own.hold(6, RankJob("a:b", 2, {"plan": "dp2"}, folder), None, sets[0])
 if len(sets) > 1:
     own.hold(7, RankJob("a:b", 2, {"plan": "dp2"}, folder), *sets)
 if leaves:
-    print(subprocess.Popen(["sleep", "1000"], pass_fds=(own.lifeline,), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)
+    print(subprocess.Popen(["sleep", "1000"], pass_fds=(own.lifeline,), stdout=subprocess.DEVNULL, \
+stderr=subprocess.DEVNULL).pid)
 place = f"/proc/{own._process.pid}/fd"
 while sum(is_memory(f"{place}/{file}") for file in os.listdir(place)) < 3 * len(sets):
     pass

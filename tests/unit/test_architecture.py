@@ -109,10 +109,13 @@ BANNED_IN_NAMES = frozenset(
 """Words of an older vocabulary. GLOSSARY: say offloaded, saved, stored, heterogeneous, requested, overlapped,
 recomputed, deferred."""
 BANNED_IN_PROSE = re.compile(
-    r"\b(alike|apart|beside|besides|deeds?|elsewhere|fullest|ghosts?|hears|lies|lent|nouns?|stands|tells|told|unlike|want of memory|wings?"
-    r"|goes its own way|for certain|put off|puts off|handed on|makes? (it |them )?again|made again|made anew|in its turn|by turns"
+    r"\b(alike|apart|beside|besides|deeds?|elsewhere|fullest|ghosts?|hears|lies|lent|nouns?|stands|tells|told|unlike"
+    r"|want of memory|wings?"
+    r"|goes its own way|for certain|put off|puts off|handed on|makes? (it |them )?again|made again|made anew"
+    r"|in its turn|by turns"
     r"|without memory|is let in|as it was|is through|(states|weights|gradients|activations|what) waits?"
-    r"|wait in (host|files|memory)|shares? of (states|weights)|is gone|are gone|goes away|pretended ranks|played device)\b",
+    r"|wait in (host|files|memory)|shares? of (states|weights)|is gone|are gone|goes away"
+    r"|pretended ranks|played device)\b",
     re.IGNORECASE,
 )
 

@@ -203,9 +203,7 @@ def test_a_measured_cluster_is_read_from_a_file_like_any_other(tmp_path: Path) -
     assert read_cluster(str(tmp_path / "measured.json")) == unlike()
 
 
-def test_a_rank_with_a_part_of_a_core_starts_operations_as_many_times_slower_and_small_micro_batches_cost_more_for_it() -> (
-    None
-):
+def test_a_rank_with_a_fraction_of_a_core_launches_operations_that_much_slower() -> None:
     devices = tuple(rank(n, 0, share=0.25).but(launch=5e-6) for n in range(4))
     slow = calibrate(ClusterProfile(devices=devices), parse_cluster("1x4:cpu")).cluster
     assert slow.groups[0].device.launch == pytest.approx(20e-6)

@@ -62,11 +62,13 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
         (["plan", *SMALL, "--plan", "dp2"], "dp(2) * tp(1) * pp(1) = 2 but the cluster has 4 devices"),
         (
             ["train", "--cluster", "local:1", "--optimizer", "muon", "--plan", "dp1.off-optimizer-disk"],
-            "plan dp1.off-optimizer-disk: an optimizer of whole tensors cannot wait elsewhere: leave off-optimizer-disk out",
+            "plan dp1.off-optimizer-disk: an optimizer of whole tensors cannot wait elsewhere: leave "
+            "off-optimizer-disk out",
         ),
         (
             ["plan", "--set", "run.checkpoint_every=often"],
-            "$.run.checkpoint_every: input should be a valid integer, unable to parse string as an integer, or 'auto', got 'often'",
+            "$.run.checkpoint_every: input should be a valid integer, unable to parse string as an integer, or "
+            "'auto', got 'often'",
         ),
         (["estimate", *SMALL, "--precision", "bf17"], "got 'bf17'; did you mean 'bf16'"),
         (
@@ -151,8 +153,8 @@ def test_an_error_of_ours_is_exit_code_1_and_asks_for_debug(
     code, out, err = called(capsys, "plan")
     assert (code, out) == (1, "")
     assert (
-        err
-        == "meshwright: ZeroDivisionError: integer division or modulo by zero; this is a fault of meshwright, --debug shows where\n"
+        err == "meshwright: ZeroDivisionError: integer division or modulo by zero; this is a fault of meshwright, "
+        "--debug shows where\n"
     )
 
 
@@ -324,7 +326,10 @@ def test_the_reference_is_what_help_says(tmp_path: Path) -> None:
 )
 def test_a_command_imports_only_what_it_needs(tokens: list[str], strangers: str) -> None:
     """Start time is import time: bench/ holds the seconds, this holds their cause."""
-    script = f"import sys; from meshwright.cli.main import main; code = main({tokens!r}); sys.exit(code or ' '.join(set({strangers.split()!r}) & sys.modules.keys()) or None)"
+    script = (
+        f"import sys; from meshwright.cli.main import main; code = main({tokens!r}); "
+        f"sys.exit(code or ' '.join(set({strangers.split()!r}) & sys.modules.keys()) or None)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
 

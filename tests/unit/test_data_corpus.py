@@ -56,7 +56,7 @@ def test_the_data_section_takes_one_source_or_several() -> None:
     assert "names no file" in refusal(validate_data, DataConfig, {"source": []})
 
 
-# --- files ------------------------------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_standard_library_is_ten_megabytes_without_tests_and_in_a_fixed_order() -> None:

@@ -124,7 +124,10 @@ def test_a_report_names_rank_and_cause_first_and_counts_the_innocent(tmp_path: P
 
 
 def test_a_crash_is_told_with_the_innermost_line_that_is_not_torchs_of_the_last_stack(tmp_path: Path) -> None:
-    stack = 'Fatal Python error: {}\n\nCurrent thread 0x01 (most recent call first):\n  File "/x/torch/_ops.py", line 1 in call\n{}\nThread 0x02 (most recent call first):\n  File "b.py", line 9 in wait\n'
+    stack = (
+        'Fatal Python error: {}\n\nCurrent thread 0x01 (most recent call first):\n  File "/x/torch/_ops.py", line 1 '
+        'in call\n{}\nThread 0x02 (most recent call first):\n  File "b.py", line 9 in wait\n'
+    )
     log = tmp_path / "rank-0.log"
     log.write_text(
         "step 1\n"

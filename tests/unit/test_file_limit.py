@@ -41,7 +41,10 @@ def test_a_limit_below_what_ranks_need_is_one_line_with_both_numbers() -> None:
 
 
 def test_training_under_a_limit_that_is_too_low_ends_before_any_rank_is_started(tmp_path: Path) -> None:
-    command = f"ulimit -n 60; exec {sys.executable} -m meshwright train --model llama-tiny --cluster local:2 --steps 1 --folder {tmp_path}/run"
+    command = (
+        f"ulimit -n 60; exec {sys.executable} -m meshwright train --model llama-tiny --cluster local:2 --steps 1 "
+        f"--folder {tmp_path}/run"
+    )
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"}
     )

@@ -39,7 +39,7 @@ def written(folder: Path, text: str, name: str = "job.yaml") -> Path:
     return path
 
 
-# --- jobs -------------------------------------------------------------------------------------------------------------------------
+# --- jobs -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_job_of_the_documentation_reads(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ cluster:
 
 
 # --- models
-# -----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_architecture_file_reads_like_the_catalog(tmp_path: Path) -> None:
@@ -219,9 +219,10 @@ def test_a_configuration_without_a_size_says_which() -> None:
 
 
 QWEN: dict[str, Any] = {
-    "model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
-    "intermediate_size": 5632, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts": 60,
-    "num_experts_per_tok": 4, "vocab_size": 151936, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    "model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "intermediate_size": 5632, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4, "vocab_size": 151936,
+    "max_position_embeddings": 8192, "tie_word_embeddings": False,
 }  # fmt: skip
 """Qwen1.5-MoE-A2.7B."""
 
@@ -426,7 +427,8 @@ def test_local_is_the_devices_that_cuda_shows_for_its_variable(
     [
         (
             ["NVIDIA Quadro 6000"],
-            "the device 'NVIDIA Quadro 6000' is not in the catalog; name one that is like it, such as --cluster 1x1:a100-80gb",
+            "the device 'NVIDIA Quadro 6000' is not in the catalog; name one that is like it, such as --cluster "
+            "1x1:a100-80gb",
         ),
         (
             ["NVIDIA H200", "NVIDIA L4"],
@@ -448,7 +450,7 @@ def test_a_cluster_file_gives_back_the_cluster(tmp_path: Path) -> None:
     assert read_cluster(str(written(tmp_path, cluster.to_json(), "cluster.json"))) == cluster
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------------------
+# --- plans ------------------------------------------------------------------------------------------------------------
 
 
 def question(**options: Any) -> Any:
@@ -467,7 +469,8 @@ def question(**options: Any) -> Any:
         ("pp8.interleaved8.dp2", "pp(8) * virtual(8) = 64 stages need as many blocks, the model has 32"),
         (
             "dp2.pp8.mb8.interleaved2",
-            "interleaved: 4 micro-batches are not a multiple of pp(8); a batch of 128 sequences or a multiple of it would be",
+            "interleaved: 4 micro-batches are not a multiple of pp(8); a batch of 128 sequences or a multiple of it "
+            "would be",
         ),
     ],
 )
@@ -547,7 +550,8 @@ def test_numbers_beyond_all_measure_are_refused_in_one_line(
 def test_groups_that_are_none_are_refused_in_one_line(tmp_path: Path, groups: str, line: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(
-        f"model: {{name: gpt2}}\ncluster: {{network: {{name: l, bandwidth: 1 GB/s, latency: 3 us}}, groups: {groups}}}\n",
+        f"model: {{name: gpt2}}\ncluster: {{network: {{name: l, bandwidth: 1 GB/s, latency: 3 us}}, groups: "
+        f"{groups}}}\n",
         encoding="utf-8",
     )
     with pytest.raises(InputError) as raised:

@@ -17,7 +17,8 @@ from meshwright.core.errors import InputError, Interrupted
 
 BIG = JobOptions(model="llama-7b", cluster="4x8:h100")
 SBATCH = {
-    "job-name", "nodes", "ntasks-per-node", "exclusive", "gpus-per-node", "partition", "time", "signal", "requeue", "no-kill", "open-mode", "output", "mem", "account", "qos",
+    "job-name", "nodes", "ntasks-per-node", "exclusive", "gpus-per-node", "partition", "time", "signal", "requeue",
+    "no-kill", "open-mode", "output", "mem", "account", "qos",
 }  # fmt: skip
 """Long options that the manual of sbatch lists."""
 

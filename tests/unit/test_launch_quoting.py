@@ -22,10 +22,12 @@ from meshwright.elastic.launch.submission import JobSubmission, NodeSet, network
 from meshwright.planner.inputs.clusters import read_cluster
 
 PIECES = [
-    "\n", "\r", "\r\n", "\x0b", "\x0c", "\x85", "\u2028", "\u2029", "\x00", "\x1b[2J", "\t", " ", "  #", "'", '"', "\\", "`", "$", "$(", ")", "${",
-    "}", ";", "&&", "||", "|", "&", ">", "<", "(", "{", "[", "]", "*", "?", "~", "!", "%", "@", ":", ": ", "- ", "---", "---\n", "...\n", "\n---\n",
-    "kind: Pod", "\nkind: Pod\n", "!!python/object:x ", "&a ", "*a", "<<: ", "#SBATCH --wrap=foreign", "\n#SBATCH --wrap=foreign\n", "\nforeign\n",
-    "$(foreign)", "`foreign`", "; foreign #", "\nsrun foreign\n", "'$(foreign)'", "EOF\n", "yes", "null", "1e3", "0x10", "é", "集群", "🙂", "\u202e",
+    "\n", "\r", "\r\n", "\x0b", "\x0c", "\x85", "\u2028", "\u2029", "\x00", "\x1b[2J", "\t", " ", "  #", "'", '"', "\\",
+    "`", "$", "$(", ")", "${", "}", ";", "&&", "||", "|", "&", ">", "<", "(", "{", "[", "]", "*", "?", "~", "!", "%",
+    "@", ":", ": ", "- ", "---", "---\n", "...\n", "\n---\n", "kind: Pod", "\nkind: Pod\n", "!!python/object:x ", "&a ",
+    "*a", "<<: ", "#SBATCH --wrap=foreign", "\n#SBATCH --wrap=foreign\n", "\nforeign\n", "$(foreign)", "`foreign`",
+    "; foreign #", "\nsrun foreign\n", "'$(foreign)'", "EOF\n", "yes", "null", "1e3", "0x10", "é", "集群", "🙂",
+    "\u202e",
     "\ufeff", "\ud800", "a", "runs/x", "--", "-rf", "=", ",", "x", "GLOO", "^",
 ]  # fmt: skip
 

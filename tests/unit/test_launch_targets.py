@@ -180,7 +180,8 @@ def test_resources_are_those_of_the_vendor_with_memory_and_rdma() -> None:
 DESCRIBED = """
 name: mine
 network: {name: ib, bandwidth: 25 GB/s}
-groups: [{nodes: 2, devices: 8, device: {name: my-gpu, memory: 80 GiB, bandwidth: 2 TB/s, peak: {bf16: 900 TFLOP/s, fp32: 60 TFLOP/s}}, link: {name: nv, bandwidth: 450 GB/s}}]
+groups: [{nodes: 2, devices: 8, device: {name: my-gpu, memory: 80 GiB, bandwidth: 2 TB/s, peak: {bf16: 900 TFLOP/s, \
+fp32: 60 TFLOP/s}}, link: {name: nv, bandwidth: 450 GB/s}}]
 """
 
 

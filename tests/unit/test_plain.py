@@ -77,7 +77,8 @@ def test_a_number_of_a_cluster_file_that_is_too_large_is_one_line(number: str, t
         ('{"a":\n 1e999}', "x:2: the number 1e999 is too large"),
         ("a: [1,\n  2", "x:2: not valid YAML"),
         ("a: " + "x" * MAX_TEXT_CHARACTERS, "x: has 16,777,219 characters"),
-        ("a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)), "more than 1,000,000 values"),
+        ("a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 10)}]\n"
+         for a, b in zip("abcdefg", "bcdefgh", strict=True)), "more than 1,000,000 values"),
     ],
 )  # fmt: skip
 def test_a_text_that_is_no_plain_data_is_refused_with_its_line(text: str, words: str) -> None:
@@ -132,6 +133,7 @@ def test_words_and_numbers_are_those_of_yaml_and_dates_are_text() -> None:
         "x",
     )
     assert read == {
-        "a": 31, "b": 1000, "c": 1e-4, "d": float("inf"), "e": False, "f": None, "g": "2001-01-01", "h": "1", "i": "0x_", "j": {"k": 1}, "l": {"k": 1}, "on": 1,
+        "a": 31, "b": 1000, "c": 1e-4, "d": float("inf"), "e": False, "f": None, "g": "2001-01-01", "h": "1",
+        "i": "0x_", "j": {"k": 1}, "l": {"k": 1}, "on": 1,
     }  # fmt: skip
     assert parse_text("", "x") is None and parse_text("# nothing", "x") is None

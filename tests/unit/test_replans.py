@@ -23,8 +23,8 @@ from meshwright.spec.workload import OptimizerConfig, Workload
 def test_a_folder_that_cannot_be_written_costs_what_it_says_of_the_plan_and_not_the_run(tmp_path: Path) -> None:
     """A full disk, or a folder that is gone: the ranks start from what they hold in memory all the same."""
     launch = LaunchSpec(
-        model={"name": "m", "folder": "model"}, workload={"sequence": 32, "batch": 12}, data={"source": "text"}, plan=Plan(dp_replicate=4),
-        run={"folder": str(tmp_path / "gone" / "run")},
+        model={"name": "m", "folder": "model"}, workload={"sequence": 32, "batch": 12}, data={"source": "text"},
+        plan=Plan(dp_replicate=4), run={"folder": str(tmp_path / "gone" / "run")},
     )  # fmt: skip
     work = Replanner(launch, PlanChoice(None, launch.plan, None, []), tmp_path / "gone" / "run").replan(3)
     assert (work.world, work.plan) == (3, "dp3") and not (tmp_path / "gone").exists()
@@ -70,7 +70,8 @@ def test_a_launch_knows_what_each_pipeline_rank_is_to_take(tmp_path: Path) -> No
     """Also under another plan than the first."""
     job, plan = question("4:cpu", "adamw"), parse_plan("dp4.mb2")
     launch = LaunchSpec(
-        model={"name": "m", "folder": "model"}, workload=job.workload, data={"source": "text"}, plan=plan, run={"folder": str(tmp_path)}
+        model={"name": "m", "folder": "model"}, workload=job.workload, data={"source": "text"}, plan=plan,
+        run={"folder": str(tmp_path)}
     )  # fmt: skip
     work = Replanner(launch, PlanChoice(job, plan, estimate(job, plan), []), tmp_path).replan(2)
     assert work.payload["predicted"] == [stage.model_dump() for stage in estimate(*_asked(job, work.plan)).per_stage]

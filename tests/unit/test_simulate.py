@@ -261,7 +261,7 @@ def test_on_a_host_device_compute_stands_still_while_ranks_exchange() -> None:
 
 
 # --- faults
-# -----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_rank_slows_all_and_all_wait_for_it() -> None:
@@ -332,7 +332,8 @@ def test_faults_read_from_tuples_and_from_text() -> None:
         (["--slow", "1:inf"], "--slow '1:inf'.factor"),
         (
             ["--link", "1:0"],
-            "link: rank 1 has no bandwidth left for good, so no step ends; say for how long, such as 1:0:2s, or kill the rank",
+            "link: rank 1 has no bandwidth left for good, so no step ends; say for how long, such as 1:0:2s, or kill "
+            "the rank",
         ),
         (["--link", "1:2"], "--link '1:2'.share: input should be less than or equal to 1"),
         (["--link", "1:0:x"], "--link '1:0:x'.seconds: expected a quantity"),
@@ -352,9 +353,7 @@ def test_what_is_wrong_with_a_question_is_said_in_one_line(
     assert line in said and said.count("\n") == 1
 
 
-def test_a_death_costs_half_a_step_and_the_recovery_where_another_rank_has_the_state_else_the_steps_since_the_last_save() -> (
-    None
-):
+def test_a_failure_costs_the_recovery_and_without_a_replica_the_steps_since_a_save() -> None:
     job, policy = (
         small_job(on=cluster(1, 4), batch=16),
         RecoveryPolicy(save=2.0, detect=10.0, rebuild=20.0, restore=5.0),

@@ -55,7 +55,9 @@ def test_the_end_of_a_terminal_is_a_request_to_stop_and_what_is_said_then_no_err
         process = subprocess.Popen(
             [sys.executable, "-c", HEARS.replace("os.write(3", f"os.write({tell}")],
             stdin=screen, stdout=screen, stderr=screen, pass_fds=(tell,),
-            preexec_fn=lambda ignored=ignored: signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL),  # type: ignore[misc]
+            preexec_fn=lambda ignored=ignored: signal.signal(  # type: ignore[misc]
+                signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL
+            ),
         )  # fmt: skip
         for handle in (tell, screen):
             os.close(handle)

@@ -177,7 +177,8 @@ def test_a_verdict_with_balance_says_what_it_does_and_ranks_that_meet_in_every_m
         assert bool(plans) is adjusted
     assert (
         said[0]
-        == f"step {WARMUP_STEPS + MEDIAN_WINDOW_STEPS + CONFIRMATION_STEPS - 2}: rank 3 computes 2.5 times as long as its peers"
+        == f"step {WARMUP_STEPS + MEDIAN_WINDOW_STEPS + CONFIRMATION_STEPS - 2}: rank 3 computes 2.5 times as long "
+        "as its peers"
     )
     assert said[1].startswith(f"step {WARMUP_STEPS + MEDIAN_WINDOW_STEPS + CONFIRMATION_STEPS - 2}: dp4.z1.ga")
     assert len(said) == 3
@@ -189,9 +190,7 @@ def test_stages_are_compared_with_their_own_kind() -> None:
     assert [watch.hear(stages) for _ in range(30)] == [None] * 30
 
 
-def test_what_a_change_of_shares_gained_is_said_beside_what_it_promised_and_a_rank_that_becomes_slower_still_gets_less() -> (
-    None
-):
+def test_the_gain_of_rebalancing_is_reported_and_a_rank_that_slows_further_gets_less() -> None:
     said: list[str] = []
     watch, step, plans = StragglerMonitor(parse_plan("dp4.z1"), 32, said.append), 0, []
     for slow in (1.0, 2.0, 6.0, 1.0):

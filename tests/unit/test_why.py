@@ -87,9 +87,7 @@ def test_a_tight_plan_comes_first_only_when_it_is_more_than_5_percent_faster() -
     assert passed
 
 
-def test_a_plan_over_a_link_to_the_host_that_was_not_measured_comes_first_only_when_it_is_more_than_5_percent_faster() -> (
-    None
-):
+def test_a_plan_over_an_unmeasured_host_link_is_first_only_if_over_5_percent_faster() -> None:
     job = named_job("llama2-70b", "8x8:h100", 512, 4096)
     group = job.cluster.groups[0].but(host_memory=2.0 * job.cluster.groups[0].host_memory)
     job = job.but(cluster=job.cluster.but(groups=(group,)))

@@ -171,9 +171,10 @@ def said_by(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     "place",
     [
-        "spec/plan.py", "spec/plan_name.py", "spec/constraints.py", "planner/search/*.py", "planner/inputs/*.py", "cli/plan.py", "cli/fit.py", "cli/train.py", "cli/doctor.py",
-        "train/console.py", "elastic/*.py", "train/recovery.py", "train/run_lock.py", "report/*.py", "cli/report.py", "cli/probe.py",
-        "cli/trials.py", "cli/node_role.py", "cli/launch.py", "elastic/launch/*.py",
+        "spec/plan.py", "spec/plan_name.py", "spec/constraints.py", "planner/search/*.py", "planner/inputs/*.py",
+        "cli/plan.py", "cli/fit.py", "cli/train.py", "cli/doctor.py", "train/console.py", "elastic/*.py",
+        "train/recovery.py", "train/run_lock.py", "report/*.py", "cli/report.py", "cli/probe.py", "cli/trials.py",
+        "cli/node_role.py", "cli/launch.py", "elastic/launch/*.py",
     ],
 )  # fmt: skip
 def test_every_line_that_a_command_says_is_known_in_chinese(place: str) -> None:
@@ -184,17 +185,18 @@ def test_every_line_that_a_command_says_is_known_in_chinese(place: str) -> None:
 
 def test_what_a_proof_found_is_said_in_both_languages() -> None:
     found = {
-        "precision": "fp32", "equal": False, "loss": 0.5, "gradient": 0.25, "where": "a.weight", "steps": 3, "weight": 0.125, "weight_where": "b.bias",
-        "parameters": (5000, 4000), "labels": (12, 12), "labels_by_replica": [5, 7], "missing": ["c"], "rounding": 2, "first": "d differs first",
+        "precision": "fp32", "equal": False, "loss": 0.5, "gradient": 0.25, "where": "a.weight", "steps": 3,
+        "weight": 0.125, "weight_where": "b.bias", "parameters": (5000, 4000), "labels": (12, 12),
+        "labels_by_replica": [5, 7], "missing": ["c"], "rounding": 2, "first": "d differs first",
     }  # fmt: skip
     english, chinese = (
         "".join(render_message(part, language) for part in _finding_text(found, parse_plan("dp2")))
         for language in MESSAGE_TABLES
     )
     assert english == (
-        "float32 dp2 differs from one device: loss 5.0e-01, gradients 2.5e-01 at a.weight, weights after 3 steps 1.2e-01 at b.bias, "
-        "4,000 parameters instead of 5,000, 12 labels, 5 to 7 a replica, 1 gradients are missing or extra, the first c, "
-        "2 gradients are rounding noise and are skipped, d differs first"
+        "float32 dp2 differs from one device: loss 5.0e-01, gradients 2.5e-01 at a.weight, weights after 3 steps "
+        "1.2e-01 at b.bias, 4,000 parameters instead of 5,000, 12 labels, 5 to 7 a replica, 1 gradients are missing "
+        "or extra, the first c, 2 gradients are rounding noise and are skipped, d differs first"
     )
     numbers = [sorted(re.findall(r"\d[\d.e-]*", text.replace(",", ""))) for text in (english, chinese)]
     assert numbers[0] == numbers[1] and "单设备不同" in chinese
@@ -274,7 +276,8 @@ def test_a_line_in_chinese_has_every_value_of_the_english_one() -> None:
             "固定项 tp(3) = 3，而集群有 8 个设备，3 除不尽",
         ),
         (
-            "no plan is legal: dp4.ep2: ep(2): the model has no experts; use ep 1 (3 plans); tp8: tp(8) does not divide heads(4) (1 plan)",
+            "no plan is legal: dp4.ep2: ep(2): the model has no experts; use ep 1 (3 plans); tp8: tp(8) does not "
+            "divide heads(4) (1 plan)",
             "没有合法的方案：dp4.ep2：ep(2)：模型没有专家；用 ep 1（3 个方案）；tp8：tp(8) 除不尽 heads(4)（1 个方案）",
         ),
         (
@@ -282,10 +285,11 @@ def test_a_line_in_chinese_has_every_value_of_the_english_one() -> None:
             "$.workload：Workload 没有字段 'sequenc'；是不是 'sequence'？",
         ),
         (
-            "rank 3 is out of memory in step 2: 2.00 GiB more were asked for beside parameters 8 B; that is 2.10 GiB for activations and all else, "
-            "1.00 GiB more than the 1.10 GiB that were predicted; no plan for 2 ranks takes less memory than dp2: use more ranks, or a smaller batch",
-            "rank 3 在第 2 步内存不足：还要 2.00 GiB，已占 parameters 8 B；activations and all else 共 2.10 GiB，比预测的 1.10 GiB 多 1.00 GiB；"
-            "2 个 rank 没有比 dp2 更省内存的方案：请用更多 rank，或更小的 batch",
+            "rank 3 is out of memory in step 2: 2.00 GiB more were asked for beside parameters 8 B; that is 2.10 GiB "
+            "for activations and all else, 1.00 GiB more than the 1.10 GiB that were predicted; no plan for 2 ranks "
+            "takes less memory than dp2: use more ranks, or a smaller batch",
+            "rank 3 在第 2 步内存不足：还要 2.00 GiB，已占 parameters 8 B；activations and all else 共 2.10 GiB，"
+            "比预测的 1.10 GiB 多 1.00 GiB；2 个 rank 没有比 dp2 更省内存的方案：请用更多 rank，或更小的 batch",
         ),
         ("a line that nobody wrote", "a line that nobody wrote"),
     ],

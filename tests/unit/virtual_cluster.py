@@ -350,7 +350,7 @@ class Cluster:
         self.hosts: dict[int, SimpleNamespace] = {}
         self.counted: Counter[str] = Counter()
 
-    # --- time -----------------------------------------------------------------------------------------------------------------
+    # --- time ---------------------------------------------------------------------------------------------------------
 
     def at(self, seconds: float, do: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + seconds, next(self.numbers), do))
@@ -471,7 +471,7 @@ class Cluster:
         host.is_alive = False
         host.node.end((75, ""))
 
-    # --- ranks ----------------------------------------------------------------------------------------------------------------
+    # --- ranks --------------------------------------------------------------------------------------------------------
 
     def started(self, rank: Rank) -> None:
         generation = rank.start["generation"]
@@ -612,7 +612,7 @@ class Cluster:
         for number, rank in self.ranks.items():
             rank.nursery.die(number, 0)
 
-    # --- a run ----------------------------------------------------------------------------------------------------------------
+    # --- a run --------------------------------------------------------------------------------------------------------
 
     def train(self) -> Cluster:
         """From the start to the end of the run; every note of the supervisor is in `notes`."""
