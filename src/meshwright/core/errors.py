@@ -100,7 +100,8 @@ def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseEx
     It translates Ctrl-C, a full disk and too many open files. It also translates an error for a path that is one of
     `words`, the arguments of a command.
 
-    >>> translate_system_error(FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json"), ["--save", "/proc/out/plan.json"])
+    >>> error = FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json")
+    >>> translate_system_error(error, ["--save", "/proc/out/plan.json"])
     InputError("'/proc/out/plan.json': No such file or directory; name another path")
     >>> translate_system_error(OSError(28, "No space left on device"), [])
     MeshwrightError('the disk is full (No space left on device): make room, then the same command goes on')

@@ -6,7 +6,8 @@ checkpoint. Without a supervisor the row is private memory of the rank.
 
 >>> pulse = Heartbeat(memoryview(bytearray(2 * HEARTBEAT_FIELDS * 8)), 1)
 >>> pulse.at(RankPhase.reduce, 7)
->>> Heartbeat(pulse.memory, 1).read(HeartbeatField.step), RankPhase(pulse.read(HeartbeatField.phase)).name, Heartbeat(pulse.memory, 0).read(HeartbeatField.beat)
+>>> (Heartbeat(pulse.memory, 1).read(HeartbeatField.step), RankPhase(pulse.read(HeartbeatField.phase)).name,
+...     Heartbeat(pulse.memory, 0).read(HeartbeatField.beat))
 (7, 'reduce', 0)
 """
 

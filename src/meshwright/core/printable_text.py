@@ -48,7 +48,8 @@ def reason_of(error: Exception, longest: int = 200) -> str:
     """Returns the class of `error` and the first sentence of its message, on one line. A message longer than `longest`
     characters is cut at a word and ends in dots.
 
-    >>> reason_of(ValueError("a size is wrong: 3. Hint: look")), reason_of(KeyError()), reason_of(ValueError("one two three"), 20)
+    >>> (reason_of(ValueError("a size is wrong: 3. Hint: look")), reason_of(KeyError()),
+    ...     reason_of(ValueError("one two three"), 20))
     ('ValueError: a size is wrong: 3', 'KeyError', 'ValueError: one ...')
     """
     said = (str(error).strip().splitlines() or [""])[0].partition(". ")[0]

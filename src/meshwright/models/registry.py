@@ -25,7 +25,8 @@ MODEL_KINDS = ("llama", "decoder", "gpt2", "bert", "convnet")
 def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
     """The model with those sizes. Empty sizes ('' or None) count as left out.
 
-    >>> sum(p.numel() for p in build_reference_model({"layers": 1, "hidden": 8, "heads": 2, "ffn": 16, "vocab": 32, "seq": 4}).parameters())
+    >>> model = build_reference_model({"layers": 1, "hidden": 8, "heads": 2, "ffn": 16, "vocab": 32, "seq": 4})
+    >>> sum(p.numel() for p in model.parameters())
     1176
     """
     given = {name: value for name, value in model.items() if value not in ("", None)}

@@ -1,12 +1,10 @@
 """What broke in a run and what it cost: RUN/events.jsonl read back, and goodput with every term of its loss.
 
 Rule: goodput = useful seconds / all seconds that are accounted for. Useful are the steps that count, each once as it
-was run last, without
-its waiting for data. Lost are: waiting for data, skipped steps, steps run again, saves that training waited for,
-silence before a hang was
-noticed, and recoveries (from the decision to the end of the next new step, less that step and those that were run again
-before it: they count
-above). The table of what broke shows a recovery whole and what of it was lost, goodput the sum of what was lost.
+was run last, without its waiting for data. Lost are: waiting for data, skipped steps, steps run again, saves that
+training waited for, silence before a hang was noticed, and recoveries (from the decision to the end of the next new
+step, less that step and those that were run again before it: they count above). The table of what broke shows a
+recovery whole and what of it was lost, goodput the sum of what was lost.
 Source: Jiang et al., MegaScale, NSDI 2024, and ByteRobust (effective training time ratio) for the notion.
 """
 
@@ -68,7 +66,8 @@ def compute_goodput(records: Sequence[StepRecord], repeated: float, events: Sequ
 def lost_seconds(event: RunEvent, steps: Sequence[StepRecord]) -> float:
     """Seconds of a recovery in which no step ran: all but its new step and those run again, which count as steps.
 
-    >>> steps = [StepRecord(step=number, loss=5.0, tokens=8, gradient_norm=1.0, lr=1e-3, seconds=2.0) for number in (1, 2, 3, 4)]
+    >>> step = StepRecord(step=1, loss=5.0, tokens=8, gradient_norm=1.0, lr=1e-3, seconds=2.0)
+    >>> steps = [step.but(step=number) for number in (1, 2, 3, 4)]
     >>> lost_seconds(RunEvent(kind="recovery", at=0.0, step=1, lost=1, seconds=9.0), steps)
     5.0
     """
@@ -94,7 +93,8 @@ def goodput_text(found: Goodput, language: str = "en") -> str:
 
 def _short_cause(event: RunEvent) -> str:
     """
-    >>> _short_cause(RunEvent(kind="divergence", at=0.0, step=8, cause="step 8: the states of ranks 0, 1, 2 differed: rank 2 held wrong ones"))
+    >>> cause = "step 8: the states of ranks 0, 1, 2 differed: rank 2 held wrong ones"
+    >>> _short_cause(RunEvent(kind="divergence", at=0.0, step=8, cause=cause))
     'the states of ranks 0, 1, 2 differed'
     """
     return event.cause.removeprefix(f"step {event.step}: ").partition(":")[0] or event.kind

@@ -77,7 +77,8 @@ def check_sample_balance(
             )
     proven = [record for record in steps if record.samples]
     return SampleBalance(
-        steps=len(steps), proven=len(proven), samples=rows * len(steps), left_out=len(left_out), problems=tuple(problems),
+        steps=len(steps), proven=len(proven), samples=rows * len(steps), left_out=len(left_out),
+        problems=tuple(problems),
         missing=max(last, steps[-1].step) - len(steps),
     )  # fmt: skip
 
@@ -86,7 +87,8 @@ def sample_balance_text(found: SampleBalance) -> str:
     """
     >>> sample_balance_text(SampleBalance(steps=10, proven=9, samples=80, left_out=4))
     '80 samples in 10 steps, each once; proven for 9 of them; 4 batches left out'
-    >>> sample_balance_text(SampleBalance(steps=10, proven=10, samples=80, problems=("step 4 read batch 2 again, not batch 3",)))
+    >>> problems = ("step 4 read batch 2 again, not batch 3",)
+    >>> sample_balance_text(SampleBalance(steps=10, proven=10, samples=80, problems=problems))
     'DOES NOT BALANCE: step 4 read batch 2 again, not batch 3'
     >>> sample_balance_text(SampleBalance(steps=25, proven=25, samples=200, missing=35))
     '200 samples in 25 steps, each once; 35 steps more have no record of what they read'

@@ -91,7 +91,8 @@ class Backend:
     nominal_flops: ClassVar[float] = 2e14
     """FLOP/s assumed before anything is measured, for the estimate of a first proof."""
     nominal_flops_per_byte: ClassVar[float] = 100.0
-    """FLOPs of matrix products in the time of reading one byte: 400 TFLOP/s and 4 TB/s; on a CPU 80 GFLOP/s and 27 GB/s."""
+    """FLOPs of matrix products in the time of reading one byte: 400 TFLOP/s and 4 TB/s; on a CPU 80 GFLOP/s and 27
+    GB/s."""
     profiling: ClassVar[ProfilingSizes] = ProfilingSizes()
 
     def __init_subclass__(cls) -> None:
@@ -308,7 +309,8 @@ OTHER_DEVICES = Backend()
 def backend_of(device: torch.device | str) -> Backend:
     """Returns the backend of a device or of a device type.
 
-    >>> backend_of("cpu").memory_is_host, backend_of(torch.device("cuda", 1)).has_streams, backend_of("meta").has_streams
+    >>> (backend_of("cpu").memory_is_host, backend_of(torch.device("cuda", 1)).has_streams,
+    ...     backend_of("meta").has_streams)
     (True, True, False)
     """
     return Backend.by_type.get(device if isinstance(device, str) else device.type, OTHER_DEVICES)

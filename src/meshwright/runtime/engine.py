@@ -387,7 +387,8 @@ class Engine:
         return [each for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None]
 
     def open_ungated(self) -> None:
-        """Gathers the ZeRO-3 groups whose modules have no forward of their own (norms, positions) for the whole step."""
+        """Gathers the ZeRO-3 groups whose modules have no forward of their own (norms, positions) for the whole
+        step."""
         for unit in self.zero.units:
             if not unit.hooked:
                 unit.unshard()

@@ -164,7 +164,8 @@ def job_difference(mine: LaunchSpec, theirs: LaunchSpec) -> str:
     """Returns the first difference that makes two launches two jobs, as text; empty if they are one job.
 
     >>> from meshwright.spec.plan import Plan
-    >>> def launch(batch): return LaunchSpec(model={"name": "a", "module": "a:b"}, workload={"batch": batch}, data={}, plan=Plan(), run={})
+    >>> model = {"name": "a", "module": "a:b"}
+    >>> def launch(batch): return LaunchSpec(model=model, workload={"batch": batch}, data={}, plan=Plan(), run={})
     >>> job_difference(launch(8), launch(4))
     'workload.batch is 4 there and 8 here'
     """
@@ -180,7 +181,8 @@ def describe_extension(mine: LaunchSpec, theirs: LaunchSpec) -> str:
     have run are not changed.
 
     >>> from meshwright.spec.plan import Plan
-    >>> def launch(steps): return LaunchSpec(model={"name": "a", "module": "a:b"}, workload={"steps": steps}, data={}, plan=Plan(), run={})
+    >>> model = {"name": "a", "module": "a:b"}
+    >>> def launch(steps): return LaunchSpec(model=model, workload={"steps": steps}, data={}, plan=Plan(), run={})
     >>> describe_extension(launch(8), launch(4)).partition(": ")[0]
     'goes on to step 8 instead of 4'
     """

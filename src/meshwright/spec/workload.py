@@ -126,7 +126,8 @@ class OptimizerConfig(StrictModel):
     def elements(self, shape: tuple[int, ...], in_block: bool) -> float:
         """Returns the state elements per element of an unsharded parameter.
 
-        >>> OptimizerConfig(name="muon").elements((64, 16), True), OptimizerConfig(name="adafactor").elements((64, 16), True)
+        >>> (OptimizerConfig(name="muon").elements((64, 16), True),
+        ...     OptimizerConfig(name="adafactor").elements((64, 16), True))
         (1.0, 0.078125)
         """
         if self.name == "muon" and in_block and len(shape) == 2:
@@ -237,7 +238,8 @@ class Workload(StrictModel):
     def bytes_per_parameter(self) -> float:
         """Bytes of weights, gradients and optimizer per parameter, for states with the shape of the weights.
 
-        >>> Workload(precision="bf16").bytes_per_parameter, Workload(precision="bf16-pure", reduce="fp32").bytes_per_parameter
+        >>> (Workload(precision="bf16").bytes_per_parameter,
+        ...     Workload(precision="bf16-pure", reduce="fp32").bytes_per_parameter)
         (16.0, 10.0)
         """
         recipe = self.recipe

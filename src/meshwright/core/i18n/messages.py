@@ -90,7 +90,8 @@ class _MessageFormatter(string.Formatter):
 def choose_language(asked: str | None, environment: Mapping[str, str]) -> str:
     """Returns the requested language, else that of the locale, else English.
 
-    >>> choose_language(None, {"LANG": "zh_CN.UTF-8"}), choose_language("en", {"LANG": "zh_CN.UTF-8"}), choose_language(None, {})
+    >>> (choose_language(None, {"LANG": "zh_CN.UTF-8"}), choose_language("en", {"LANG": "zh_CN.UTF-8"}),
+    ...     choose_language(None, {}))
     ('zh', 'en', 'en')
     """
     if asked is not None:

@@ -6,8 +6,8 @@ With context parallelism c ranks each hold a part of a sequence and attend over 
               twice the bytes, for their gradients
     ulysses   queries, keys and values exchanged for whole heads, outputs back: an exposed all-to-all each; backward the
               same
-    both      u neighbours exchange heads, then c / u - 1 steps of rings over ranks at distance u, which move as many bytes as
-              one ring over all ranks
+    both      u neighbours exchange heads, then c / u - 1 steps of rings over ranks at distance u, which move as
+              many bytes as one ring over all ranks
 
 Each rank holds one part from the front and one from the back of a sequence, so that a causal mask gives all ranks equal
 work. Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al., DeepSpeed Ulysses, arXiv

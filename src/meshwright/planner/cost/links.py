@@ -23,10 +23,12 @@ Rings that cross nodes leave each node once per rank of the group in it. B is th
 of that many network shares, whichever is less. A group is `ranks` ranks at distance `stride`, and it begins at a
 multiple of ranks * stride. It fits in one domain when the domain holds whole groups.
 
->>> links = LinkModel(8, Link(name="NVLink", bandwidth=300e9, latency=3e-6, efficiency=1.0), Link(name="IB", bandwidth=25e9, efficiency=1.0))
+>>> nvlink = Link(name="NVLink", bandwidth=300e9, latency=3e-6, efficiency=1.0)
+>>> links = LinkModel(8, nvlink, Link(name="IB", bandwidth=25e9, efficiency=1.0))
 >>> round(float(collective_rates(links, 8, 1).gather(8e9)), 4)       # 7/8 of 8 GB at 300 GB/s, 7 hops and the pipeline
 0.0249
->>> collective_rates(links, 32, 1).bandwidth, collective_rates(links, 4, 8).bandwidth   # 8 network shares carry a ring over whole nodes, 1 a ring of one rank each
+>>> # 8 network links carry a ring over whole nodes, 1 a ring of one rank each
+>>> collective_rates(links, 32, 1).bandwidth, collective_rates(links, 4, 8).bandwidth
 (200000000000.0, 25000000000.0)
 """
 
@@ -135,7 +137,9 @@ def collective_rates(
 ) -> CollectiveRates:
     """Returns the rates of a group. `wire`: the ratio of compressed gradients.
 
-    >>> collective_rates(LinkModel(7, Link(name="in", bandwidth=100.0, efficiency=1.0), Link(name="out", bandwidth=9.0, efficiency=1.0)), 2, 1).bandwidth
+    >>> inside = Link(name="in", bandwidth=100.0, efficiency=1.0)
+    >>> outside = Link(name="out", bandwidth=9.0, efficiency=1.0)
+    >>> collective_rates(LinkModel(7, inside, outside), 2, 1).bandwidth
     9.0
     """
     near, far = links.near, links.far
@@ -175,8 +179,11 @@ def _hierarchical_bandwidth(links: LinkModel, ranks: int, concurrent: int, times
     """Returns the bytes/s of a ring that takes as long as the hierarchical collective, which sends `times` the bytes
     between nodes.
 
-    >>> links = LinkModel(2, Link(name="in", bandwidth=1e12, efficiency=1.0), Link(name="out", bandwidth=10.0, efficiency=1.0))
-    >>> round(_hierarchical_bandwidth(links, 4, 2, 1.0), 3), round(_hierarchical_bandwidth(links, 4, 2, 0.25), 3)      # of 4 bytes each rank sends 1, a ring would p2p_seconds 3 over 2 wires
+    >>> inside = Link(name="in", bandwidth=1e12, efficiency=1.0)
+    >>> outside = Link(name="out", bandwidth=10.0, efficiency=1.0)
+    >>> links = LinkModel(2, inside, outside)
+    >>> # of 4 bytes each rank sends 1, a ring would send 3 over 2 links
+    >>> round(_hierarchical_bandwidth(links, 4, 2, 1.0), 3), round(_hierarchical_bandwidth(links, 4, 2, 0.25), 3)
     (30.0, 120.0)
     """
     near, far = links.near, links.far

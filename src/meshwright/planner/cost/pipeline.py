@@ -43,7 +43,8 @@ def slowest_rank_and_bubble(seconds: Array, counts: Array, virtual_stages: Array
     """Returns (longest, bubble) of ranks that take `seconds` a micro-batch: kinds of ranks along the first axis,
     `counts` of each.
 
-    >>> slowest_rank_and_bubble(np.array([2.0, 3.0]), np.array([1, 3]), np.array(1))        # 1F1B of four ranks: 2 + 3 + 3 of the others
+    >>> # 1F1B of four ranks: 2 + 3 + 3 of the others
+    >>> slowest_rank_and_bubble(np.array([2.0, 3.0]), np.array([1, 3]), np.array(1))
     (np.float64(3.0), np.float64(8.0))
     """
     longest = seconds.max(axis=0, keepdims=seconds.ndim > 1)

@@ -114,8 +114,8 @@ class BatchChoice(NamedTuple):
 
 class RecomputeChoice(NamedTuple):
     """Says what recomputes: all blocks, or the first `layers` of each virtual stage, or `part` of
-    RECOMPUTE_PARTS_PER_STAGE of it. The other blocks do as `rest` says. `fewer`: the choice counts only where a stage has more than `layers` blocks, else it
-    duplicates the choice of all blocks."""
+    RECOMPUTE_PARTS_PER_STAGE of it. The other blocks do as `rest` says. `fewer`: the choice counts only where a stage
+    has more than `layers` blocks, else it duplicates the choice of all blocks."""
 
     kind: Recompute
     layers: int = 0

@@ -15,8 +15,8 @@ The rules of autograd that decide it:
   tensors.
 - A sum saves nothing, so a residual costs only what the following norm saves.
 - Where a block recomputes by operation (analysis/remat/tape.py), the outputs of norms, activations, rotations and
-  copies are recomputed from the outputs of matrix products and attention and from the two sums of the residual stream. The
-  input of a float32 norm is saved in the compute type.
+  copies are recomputed from the outputs of matrix products and attention and from the two sums of the residual stream.
+  The input of a float32 norm is saved in the compute type.
 - A compiled block drops those of them that no matrix product reads, and saves 1/rms.
 
 `transient` is the largest amount that a layer's own pass adds on top: two gradients of the feed-forward width for a

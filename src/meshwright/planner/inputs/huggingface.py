@@ -1,8 +1,8 @@
 """A Hugging Face `config.json` to `ArchitectureSizes`, by its fields; no library of theirs is needed.
 
 Fields have several spellings for one thing (`hidden_size`, `n_embd`, `d_model`); what no field says follows from
-`model_type`, as in
-transformers' own configuration classes: biases, norms, tied embeddings, the form of the feed-forward.
+`model_type`, as in transformers' own configuration classes: biases, norms, tied embeddings, the form of the
+feed-forward.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def _unsupported_moe(config: Mapping[str, Any]) -> str:
 def sizes_from_hf_config(config: Mapping[str, Any], where: str) -> ArchitectureSizes:
     """`config` as `ArchitectureSizes`. A composite model's text part is meant.
 
-    >>> sizes_from_hf_config({"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}, "x").ffn
+    >>> sizes = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    >>> sizes_from_hf_config({"model_type": "gpt2", **sizes}, "x").ffn
     3072
     """
     if isinstance(config.get("text_config"), Mapping):

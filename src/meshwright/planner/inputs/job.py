@@ -2,10 +2,8 @@
 planned).
 
 Order: defaults, then the file, then `--set`, then options; a later one wins. What is left open is filled from what is
-known: the precision is
-the fastest that every device has (of equally fast ones the first of bf16, fp16, fp32), the sequence no longer than the
-model's positions.
-An error names the file and the place in it.
+known: the precision is the fastest that every device has (of equally fast ones the first of bf16, fp16, fp32), the
+sequence no longer than the model's positions. An error names the file and the place in it.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 
 class ModelChoice(StrictModel):
     """Which model: one of `name` (catalog), `path` (folder or architecture file), `module`. `sizes` changes some of its
-    sizes, `rules` say what
-    tensor ranks share of blocks that are not understood."""
+    sizes, `rules` say what tensor ranks share of blocks that are not understood."""
 
     name: OneLine = ""
     path: OneLine = ""
@@ -224,7 +221,8 @@ def resolve_precision(file: JobFile) -> str:
 def default_precision(cluster: Cluster) -> str:
     """The precision in which the slowest device is fastest.
 
-    >>> default_precision(read_cluster("1x8:v100-32gb")), default_precision(read_cluster("1x8:h100")), default_precision(read_cluster("1x4:cpu"))
+    >>> (default_precision(read_cluster("1x8:v100-32gb")), default_precision(read_cluster("1x8:h100")),
+    ...     default_precision(read_cluster("1x4:cpu")))
     ('fp16', 'bf16', 'fp32')
     """
     return max(PRECISIONS, key=lambda name: min(group.device.peak.get(name, 0.0) for group in cluster.groups))

@@ -2,16 +2,15 @@
 on.
 
 A file per machine and number of ranks; the machine is its processors, their number, its memory and its cards, so that a
-cache that several
-machines share holds each of them. MESHWRIGHT_MEASURED=0 leaves it unread: then `local` is what the catalog says.
+cache that several machines share holds each of them. MESHWRIGHT_MEASURED=0 leaves it unread: then `local` is what the
+catalog says.
 
 `local`: this machine. CUDA devices if the driver shows any, else ranks on the host's cores; found without importing
 torch.
 
 Rule for cores: at least 4 ranks, more where there are more cores, at most 8; `local:N` says another number. Ranks
-beyond the cores share
-them: peak, memory bandwidth and link are each the core's times cores / ranks. Memory is the host's, or the container's,
-over the ranks.
+beyond the cores share them: peak, memory bandwidth and link are each the core's times cores / ranks. Memory is the
+host's, or the container's, over the ranks.
 """
 
 from __future__ import annotations
@@ -149,9 +148,11 @@ def visible_devices(visible: str, cards: list[CudaDevice]) -> list[CudaDevice]:
 
     >>> [card.name for card in visible_devices("1,0,-1,2", [CudaDevice("a"), CudaDevice("b"), CudaDevice("c")])]
     ['b', 'a']
-    >>> visible_devices("-1", [CudaDevice("a")]), visible_devices("NoDevFiles", [CudaDevice("a")]), visible_devices("0,0", [CudaDevice("a")])
+    >>> (visible_devices("-1", [CudaDevice("a")]), visible_devices("NoDevFiles", [CudaDevice("a")]),
+    ...     visible_devices("0,0", [CudaDevice("a")]))
     ([], [], [])
-    >>> [card.name for card in visible_devices("GPU-8932f937,MIG-1c2d3e4f", [CudaDevice("a"), CudaDevice("b", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6")])]
+    >>> devices = [CudaDevice("a"), CudaDevice("b", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6")]
+    >>> [card.name for card in visible_devices("GPU-8932f937,MIG-1c2d3e4f", devices)]
     ['b', 'a']
     """
     found: dict[str, CudaDevice] = {}

@@ -123,7 +123,8 @@ def scale_cluster(cluster: Cluster, compute: float, links: float) -> Cluster:
 
     >>> from meshwright.spec.cluster import Device
     >>> link = Link(name="a", bandwidth=1e9, latency=1e-5)
-    >>> group = NodeGroup(nodes=1, devices=2, device=Device(name="d", memory=1e9, bandwidth=1e9, peak={"fp32": 1e9}), link=link)
+    >>> device = Device(name="d", memory=1e9, bandwidth=1e9, peak={"fp32": 1e9})
+    >>> group = NodeGroup(nodes=1, devices=2, device=device, link=link)
     >>> found = scale_cluster(Cluster(name="c", groups=(group,), network=link), 2.0, 0.5)
     >>> found.groups[0].device.peak, found.network.bandwidth, found.groups[0].link.latency
     ({'fp32': 2000000000.0}, 500000000.0, 2e-05)

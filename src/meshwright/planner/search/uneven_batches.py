@@ -282,7 +282,8 @@ def _fits_on_group(setting: CostContext, prices: GridCost, box: PlanGrid) -> Arr
 def split_micro_batches(number: int, each: Sequence[float], once: Sequence[float]) -> tuple[int, ...]:
     """`number` micro-batches shared out so that the last replica ends first, each at least one.
 
-    >>> split_micro_batches(16, (1.0, 1.0, 3.0, 3.0), (0.0,) * 4), split_micro_batches(4, (1.0, 9.0, 9.0, 9.0), (0.0,) * 4)
+    >>> (split_micro_batches(16, (1.0, 1.0, 3.0, 3.0), (0.0,) * 4),
+    ...     split_micro_batches(4, (1.0, 9.0, 9.0, 9.0), (0.0,) * 4))
     ((6, 6, 2, 2), (1, 1, 1, 1))
     """
     rate = sum(1.0 / seconds for seconds in each)

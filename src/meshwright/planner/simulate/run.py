@@ -130,7 +130,8 @@ def count_surviving_replicas(plan: Plan, rank: int, dead: set[int]) -> int:
     """Returns how many living ranks have all the state of `rank`.
 
     >>> from meshwright.spec.plan import parse_plan
-    >>> count_surviving_replicas(parse_plan("dp4.tp2"), 0, {0, 2}), count_surviving_replicas(parse_plan("dp4.tp2.z1"), 0, {0}), count_surviving_replicas(parse_plan("dp2x2.tp2.z3"), 0, {0})
+    >>> failures = (("dp4.tp2", {0, 2}), ("dp4.tp2.z1", {0}), ("dp2x2.tp2.z3", {0}))
+    >>> tuple(count_surviving_replicas(parse_plan(plan), 0, lost) for plan, lost in failures)
     (2, 0, 1)
     """
     strides = rank_strides(plan)

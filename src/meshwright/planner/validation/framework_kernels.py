@@ -1,8 +1,8 @@
 """What the kernels of a framework keep for backward and move through memory, in place of those of our own runtime.
 
 Elements a token of the compute type. Sources: Korthikanti et al. (arXiv 2205.05198), table 2, for fused kernels with
-dropout: 10 and 24 bytes
-s b h a layer and 5 a s^2 b of unfused attention; autograd's own rules for the rest (see `intake.activations`).
+dropout: 10 and 24 bytes s b h a layer and 5 a s^2 b of unfused attention; autograd's own rules for the rest (see
+`intake.activations`).
 
 | operation | fused: keeps, moves | operation by operation: keeps, moves |
 |---|---|---|
@@ -38,8 +38,8 @@ class FrameworkKernels(NamedTuple):
     """What an operand of an 8-bit product keeps, over the compute type: Transformer Engine keeps its 8-bit copy, others
     the original."""
     passing: float = 1.0
-    """Additional elements of the compute type that a logit takes while the loss runs: 4 where it is made float32 first (8
-    bytes of 12)."""
+    """Additional elements of the compute type that a logit takes while the loss runs: 4 where it is made float32 first
+    (8 bytes of 12)."""
     chunked: bool = False
     """Logits stay in the compute type and become float32 a chunk at a time."""
     logits: float = 0.0

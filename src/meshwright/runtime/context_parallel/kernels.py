@@ -159,8 +159,10 @@ def supports_flash(part: PartialAttention) -> bool:
     """Returns whether the fused kernel accepts the dtypes and shapes: 16 bits, no bias, and rows of heads in multiples
     of 16 bytes.
 
-    >>> of = lambda width, dtype, bias=None: PartialAttention(*torch.empty(3, 1, 2, 4, width, dtype=dtype), 1.0, bias=bias)
-    >>> [supports_flash(of(width, torch.bfloat16)) for width in (64, 128, 60, 256)], supports_flash(of(64, torch.float32))
+    >>> def of(width, dtype, bias=None):
+    ...     return PartialAttention(*torch.empty(3, 1, 2, 4, width, dtype=dtype), 1.0, bias=bias)
+    >>> ([supports_flash(of(width, torch.bfloat16)) for width in (64, 128, 60, 256)],
+    ...     supports_flash(of(64, torch.float32)))
     ([True, True, False, False], False)
     >>> supports_flash(of(64, torch.bfloat16, torch.zeros(1, 1, 4, 4)))
     False

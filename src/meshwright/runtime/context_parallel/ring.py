@@ -7,8 +7,8 @@
                  arXiv 2310.01889)
 
 Ranks of one host gather through shared memory (2 ranks, 8 heads of 64, forward and backward: 13.7 ms against 14.4 by
-gloo messages for 512 positions, 127 against 132 for 2,048). Over links the ring hides the transfer and stores two pieces
-instead of c.
+gloo messages for 512 positions, 127 against 132 for 2,048). Over links the ring hides the transfer and stores two
+pieces instead of c.
 
 Under a causal mask, the queries of rank r (chunks r and 2c - 1 - r) see of the keys of rank s: both chunks causally for
 s = r; the front chunk for s < r; both chunks, from the back chunk's queries only, for s > r. Each case is half of all

@@ -93,8 +93,8 @@ def ep_coords(grid: RankGrid, rank: int) -> EpCoords:
 
 
 def make_ep_groups(mesh: ParallelContext, factory: GroupFactory, anatomy: ModelGraph) -> EpGroups:
-    """Creates the groups. All ranks call it. Without ep the tensor ranks split every expert, and the data ranks are those
-    of the dense weights."""
+    """Creates the groups. All ranks call it. Without ep the tensor ranks split every expert, and the data ranks are
+    those of the dense weights."""
     plan, grid = mesh.plan, mesh.grid
     place = ep_coords(grid, mesh.rank)
     if plan.ep == 1:

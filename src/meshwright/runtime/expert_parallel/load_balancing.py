@@ -3,7 +3,8 @@
 Balance loss. It equals that of one device: a product of two means over a micro-batch, however ranks divide it. With n
 pairs of token and layer, F_e how often expert e was among the top k of these, and P_e the sum of its probabilities,
 
-    balance = E / n^2  sum_e F_e P_e          loss = mean over labels + coefficient x mean over the micro-batches of balance
+    balance = E / n^2  sum_e F_e P_e
+    loss = mean over labels + coefficient x mean over the micro-batches of balance
 
 F is a count and has no gradient, so balance is linear in P. Each rank needs the F of all, and adds the P of its own
 tokens. Pipeline stages send (F, P, n) of the layers so far with the hidden state. The last stage computes the loss, and
@@ -313,7 +314,7 @@ def within_capacity(index: torch.Tensor, experts: int, factor: float) -> torch.T
 
     >>> within_capacity(torch.tensor([[[0], [0], [1], [0]]]), 2, 1.0).flatten().tolist()
     [True, True, True, False]
-    >>> within_capacity(torch.tensor([[[2], [2], [0], [0]]]), 2, 0.5).flatten().tolist()  # 2 is none of them, and has no share
+    >>> within_capacity(torch.tensor([[[2], [2], [0], [0]]]), 2, 0.5).flatten().tolist()  # 2: none of the experts
     [True, True, True, False]
     """
     rows, length, chosen = index.shape

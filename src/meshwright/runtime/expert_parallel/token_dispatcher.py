@@ -273,8 +273,8 @@ class ExpertDispatcher:
         return index if self.ranks.ranks == 1 else index.masked_fill(~saved, self.experts.count), weights * saved
 
     def _enter(self, given: list[torch.Tensor], differentiable: tuple[int, ...]) -> list[torch.Tensor]:
-        """Returns the tokens this rank works on: its part of the tokens that tensor ranks share, or those of all ranks that
-        split an expert."""
+        """Returns the tokens this rank works on: its part of the tokens that tensor ranks share, or those of all ranks
+        that split an expert."""
         if self.sequence_parallel:
             return given if self.shared is None else [_all_gather_tokens(tensor, self.shared) for tensor in given]
         joined = self.ranks.joined

@@ -77,8 +77,8 @@ class BoundarySpec:
 
 @dataclass
 class BoundaryState:
-    """One pass of a stage of blocks [start, stop): received tensors, their placeholders in this stage's own run, and the
-    tensors to send."""
+    """One pass of a stage of blocks [start, stop): received tensors, their placeholders in this stage's own run, and
+    the tensors to send."""
 
     wants: BoundarySpec
     start: int = 0

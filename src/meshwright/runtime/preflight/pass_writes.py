@@ -6,14 +6,16 @@ One device makes one pass a step, with all rows and full weights. "Parts" are th
 | written | plan | outcome |
 |---|---|---|
 | anything | one process, one micro-batch, no recompute, weights updated in place | equal: it is one device |
-| a parameter, independent of the rows | dp with one micro-batch, at most ZeRO 2, no recompute, no float32 copy | equal: each replica writes the same |
+| a parameter, independent of the rows | dp, one micro-batch, ZeRO 2 at most, no recompute, no float32 copy | equal |
 | a parameter | all other plans | refused |
-| an embedding with `max_norm` | one process, weights updated in place | equal: a row is renormalised before it is read, and a second time changes nothing |
+| an embedding with `max_norm` | one process, weights updated in place | equal: renormalising twice changes nothing |
 | an embedding with `max_norm` | several processes | refused: ranks renormalise only the rows that they read |
 | a buffer, independent of the rows (a count of steps) | any | equal: the value of the first micro-batch, once a step |
 | a buffer, and the pass reads it | several micro-batches, recompute by layer | refused (batch_separability.py) |
-| a buffer, by the rows (a running mean) | one part | equal, if tensor and context ranks write the same; norms with statistics hold their own channels |
+| a buffer, by the rows (a running mean) | one part | equal, if tensor and context ranks write the same |
 | a saved buffer, by the rows | several parts | refused |
+
+Norms with statistics hold the channels of their own rank.
 
 Method: one micro-batch passes forward and backward in training mode. Other rows, more or fewer, then pass from the same
 state. The dispatcher records writes to parameters (analysis/dry_run.py), and a comparison of values finds writes to

@@ -1,5 +1,5 @@
-"""Profiles the device of one rank: matrix products by size and type, memory, host link, storage, CPU share; and, with all
-ranks at once, the cluster.
+"""Profiles the device of one rank: matrix products by size and type, memory, host link, storage, CPU share; and, with
+all ranks at once, the cluster.
 
 CPU ranks share processors with each other and with other programs. Their products are therefore timed in thread time,
 and `share` is the CPU time that this rank gets per wall second while all ranks are busy. On CUDA devices both are wall
@@ -136,7 +136,8 @@ def measure_stream_bandwidth(device: torch.device) -> float:
 
 
 def measure_attention(device: torch.device) -> float:
-    """Returns FLOP/s of fused attention: two products of all positions with all positions, in the backend's profiling type."""
+    """Returns FLOP/s of fused attention: two products of all positions with all positions, in the backend's profiling
+    type."""
     sizes = backend_of(device).profiling
     heads, sequence, width = sizes.attention
     query = tensor_factory(device.type)(1, heads, sequence, width, device=device, dtype=sizes.dtype)
@@ -222,8 +223,8 @@ def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
 
 
 def measure_storage_bandwidth() -> float:
-    """Returns bytes/s of writing and reading a file in the temporary folder, as offloading to disk does: past the page cache,
-    piece by piece, both directions together. 0 where nothing can be written."""
+    """Returns bytes/s of writing and reading a file in the temporary folder, as offloading to disk does: past the page
+    cache, piece by piece, both directions together. 0 where nothing can be written."""
     try:
         scratch, piece = SwapFile(Path(tempfile.gettempdir())), page_aligned_buffer(STORAGE_PIECE_BYTES)
         piece.fill_(1)
