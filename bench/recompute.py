@@ -149,7 +149,10 @@ def measure(
             trainer.step(batch_of(setting.sizes, warm + rounds))
         held = trainer.bytes()
         peak = (
-            sum(size for kind, size in held.items() if kind != "offloaded") + trainer.passing + watch.peak - watch.kept
+            sum(size for kind, size in held.items() if kind != "offloaded")
+            + trainer.passing
+            + watch.peak
+            - watch.remaining
         )
         taken[plan] = {"peak": peak, **held}
     for trainer in trainers.values():

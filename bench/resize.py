@@ -61,7 +61,7 @@ def launch(folder: Path, name: str, plan: str, hidden: int, steps: int) -> Launc
     )
 
 
-def train(nursery: LocalAgent, work: LaunchSpec, plans: dict[int, str], asks: dict[int, int], first: int) -> None:
+def train(agent: LocalAgent, work: LaunchSpec, plans: dict[int, str], asks: dict[int, int], first: int) -> None:
     folder = Path(work.run.folder)
     folder.mkdir()
 
@@ -79,17 +79,17 @@ def train(nursery: LocalAgent, work: LaunchSpec, plans: dict[int, str], asks: di
         hear,
         generation=first,
         care=FaultPolicy(5, 10.0, lambda world: of(plans[world])),
-        lent=nursery,
+        agent=agent,
     ).run()
 
 
-def once(nursery: LocalAgent, way: str, hidden: int, every: int, first: int) -> list[dict[str, Any]]:
+def once(agent: LocalAgent, way: str, hidden: int, every: int, first: int) -> list[dict[str, Any]]:
     plan, plans = WAYS[way]
     asks = {every: 3, 2 * every: 2, 3 * every: 4}
     with tempfile.TemporaryDirectory() as place:
         whole, moved = (launch(Path(place), name, plan, hidden, 4 * every) for name in ("whole", "moved"))
-        train(nursery, whole, {}, {}, first)
-        train(nursery, moved, plans, asks, first + 100)
+        train(agent, whole, {}, {}, first)
+        train(agent, moved, plans, asks, first + 100)
         runs = [read_run(Path(run.run.folder)) for run in (whole, moved)]
     steps = {record.step: record for record in runs[1].steps}
     off = max(abs(steps[record.step].loss / record.loss - 1) for record in runs[0].steps)
@@ -121,12 +121,12 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     report: dict[str, Any] = {"machine": machine(), "workload": {"hidden": given.hidden}, "changes": []}
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory() as place, LocalAgent(Path(place) / "log", (LOOP, SCRIBE)) as nursery:
-        while not nursery.events(1.0):
-            assert not nursery.ended
+    with tempfile.TemporaryDirectory() as place, LocalAgent(Path(place) / "log", (LOOP, SCRIBE)) as agent:
+        while not agent.events(1.0):
+            assert not agent.ended
         for number in range(given.rounds):
             for at, way in enumerate(WAYS):
-                report["changes"] += once(nursery, way, given.hidden, given.every, 1000 * (1 + 3 * number + at))
+                report["changes"] += once(agent, way, given.hidden, given.every, 1000 * (1 + 3 * number + at))
     lines = [
         "| way | change | to plan | pause s | of it transfer | build | step s | in steps | lost | losses off by |",
         "|---|---|---|---|---|---|---|---|---|---|",

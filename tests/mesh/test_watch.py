@@ -55,7 +55,7 @@ def test_what_an_earlier_watch_saw_made_may_go_while_another_looks() -> None:
     with trace_memory() as watch:
         del before
         torch.ones(10)
-    assert watch.kept == -4000 and all(moment.buffers >= 0 and moment.activations >= 0 for moment in watch.moments)
+    assert watch.remaining == -4000 and all(moment.buffers >= 0 and moment.activations >= 0 for moment in watch.moments)
 
 
 TYPES = torch._C._profiler._EventType
@@ -97,8 +97,8 @@ def test_the_watch_of_an_accelerator_counts_its_memory_alone_and_names_what_ran_
     freed = event(40, "aten::free", change(41, 3, -200, "cuda:0"), change(42, 2, -9000, "cpu"))
     watch = StepMemoryTrace("cuda")
     _fill_trace(watch, [backward, freed, forward])
-    assert (watch.peak, watch.kept, watch.place) == (300, 100, "backward of head")
+    assert (watch.peak, watch.remaining, watch.place) == (300, 100, "backward of head")
     assert watch.highest.activations == 300 and watch.highest.buffers == 0
     host = StepMemoryTrace()
     _fill_trace(host, [backward, freed, forward])
-    assert (host.peak, host.kept, host.place) == (9000, 0, "forward of head")
+    assert (host.peak, host.remaining, host.place) == (9000, 0, "forward of head")

@@ -45,9 +45,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAgent]:
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAgent]:
     """The warm process of all runs that fail (faulty.py)."""
-    yield from warm_process(tmp_path_factory.mktemp("nursery"))
+    yield from warm_process(tmp_path_factory.mktemp("agent"))
 
 
 @pytest.fixture

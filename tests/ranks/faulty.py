@@ -89,7 +89,7 @@ def work_of(work: LaunchSpec, faults: list[dict[str, Any]], pause: float = 0.0, 
 
 
 def train(
-    nursery: LocalAgent,
+    agent: LocalAgent,
     work: LaunchSpec,
     faults: list[dict[str, Any]],
     notes: list[str] | None = None,
@@ -127,7 +127,7 @@ def train(
         replan_leaner if leaner else None, instead, terms=terms
     )  # fmt: skip
     Supervisor(
-        work_of(work, faults, pause, **more), ask, said.append, generation=next(FIRST), care=care, lent=nursery
+        work_of(work, faults, pause, **more), ask, said.append, generation=next(FIRST), care=care, agent=agent
     ).run()
 
 

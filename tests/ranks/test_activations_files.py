@@ -45,7 +45,7 @@ def watched(plan: str, folder: str) -> tuple[list[float], int, list[int]]:
             losses.append(trainer.step({"input_ids": ids, "labels": ids}).loss)
         sizes.append(trainer.mesh.activation_store.peak_bytes if trainer.mesh.activation_store else 0)
     held = sum(size for kind, size in trainer.bytes().items() if kind != "offloaded")
-    return losses, held + trainer.passing + watch.peak - watch.kept, sizes
+    return losses, held + trainer.passing + watch.peak - watch.remaining, sizes
 
 
 def test_what_blocks_keep_waits_in_a_file_and_two_blocks_of_it_in_memory(ranks: Any, tmp_path: Any) -> None:
@@ -135,7 +135,7 @@ def test_of_the_first_blocks_alone_activations_wait_as_estimated(ranks: Any) -> 
 def passes(rank: ActivationOffload, count: int, size: int) -> torch.Tensor:
     hidden = torch.ones(size, requires_grad=True)
     for place in range(count):
-        with rank.kept_by(place):
+        with rank.collect_block(place):
             hidden = hidden.exp()
     return hidden.sum()
 
@@ -145,7 +145,7 @@ def test_room_comes_back_with_a_pass_that_is_dropped_or_broken(tmp_path: Path) -
     for _ in range(3):
         loss = passes(rank, 4, 4 * PAGE_BYTES)
         del loss
-        with pytest.raises(ZeroDivisionError), rank.kept_by(0):
+        with pytest.raises(ZeroDivisionError), rank.collect_block(0):
             torch.ones(4 * PAGE_BYTES, requires_grad=True).exp()
             raise ZeroDivisionError
         gc.collect()
@@ -161,7 +161,7 @@ def test_several_passes_in_flight_share_the_file_and_each_gets_its_own_back(tmp_
     for each in given:
         hidden = each
         for place in range(3):
-            with rank.kept_by(place):
+            with rank.collect_block(place):
                 hidden = hidden.exp()
         ends.append(hidden.sum())
     for end in (*ends[::2], *ends[1::2]):
@@ -213,7 +213,7 @@ def test_rooms_that_come_back_in_another_thread_are_given_to_one_alone(tmp_path:
 def test_a_storage_that_is_kept_in_several_forms_waits_once_and_a_small_part_by_itself(tmp_path: Path) -> None:
     rank = ActivationOffload(torch.device("cpu"), (), ActivationStore(tmp_path, torch.device("cpu")))
     given, weight = torch.arange(4.0 * PAGE_BYTES), torch.ones(4 * PAGE_BYTES, requires_grad=True)
-    with rank.kept_by(0) as block:
+    with rank.collect_block(0) as block:
         whole, turned, part = (
             weight * given,
             weight.view(4, -1) * given.view(4, -1),
@@ -228,7 +228,7 @@ def test_parts_of_storages_that_are_gone_are_told_apart(tmp_path: Path) -> None:
     """A storage that is freed while its block runs leaves its number to the next one."""
     rank = ActivationOffload(torch.device("cpu"), (), ActivationStore(tmp_path, torch.device("cpu")))
     weight, found = torch.ones(2 * PAGE_BYTES, requires_grad=True), []
-    with rank.kept_by(0):
+    with rank.collect_block(0):
         for value in range(8):
             found.append((weight * torch.full((8 * PAGE_BYTES,), float(value))[: 2 * PAGE_BYTES]).sum())
     sum(found).backward()
@@ -238,7 +238,7 @@ def test_parts_of_storages_that_are_gone_are_told_apart(tmp_path: Path) -> None:
 def test_what_was_written_after_it_was_kept_is_refused_as_autograd_does(tmp_path: Path) -> None:
     rank = ActivationOffload(torch.device("cpu"), (), ActivationStore(tmp_path, torch.device("cpu")))
     weight, given = torch.ones(PAGE_BYTES, requires_grad=True), torch.ones(PAGE_BYTES)
-    with rank.kept_by(0):
+    with rank.collect_block(0):
         output = weight * given
     given += 1
     with pytest.raises(RuntimeError, match="written in place after it was kept"):

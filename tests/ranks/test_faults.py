@@ -22,13 +22,13 @@ PLANS = ["dp2.tp2.z1", "dp2.pp2.z2.mb2", "dp4.mb2", "dp2x2.z2.mb2", "dp2.tp2.z3"
 @pytest.mark.parametrize("plan", [*PLANS[:2], *(pytest.param(plan, marks=pytest.mark.soak) for plan in PLANS[2:])])
 @pytest.mark.covering(1)
 def test_ranks_killed_or_crashed_anywhere_cost_no_step_and_no_bit(
-    nursery: LocalAgent, tmp_path: Path, text: Path, plan: str
+    agent: LocalAgent, tmp_path: Path, text: Path, plan: str
 ) -> None:
     whole, broken = (launch(text, tmp_path / name, plan) for name in ("whole", "broken"))
-    train(nursery, whole, [])
+    train(agent, whole, [])
     how = ["SIGKILL"] if PLANS.index(plan) % 2 == 0 else ["SIGSEGV", "SIGABRT", "exit", "raise"]
     faults = random_faults(3, 4, how, seed=len(plan), apart=4)
-    train(nursery, broken, faults)
+    train(agent, broken, faults)
     found = events(tmp_path / "broken")
     assert [event.kind for event in found] == ["fault", "recovery"] * 3
     assert [event.rank for event in found if event.kind == "fault"] == [fault["rank"] for fault in faults]
@@ -36,26 +36,26 @@ def test_ranks_killed_or_crashed_anywhere_cost_no_step_and_no_bit(
     assert state(tmp_path / "broken") == state(tmp_path / "whole") != {}
 
 
-def test_all_ranks_killed_at_once_lose_nothing_either(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_all_ranks_killed_at_once_lose_nothing_either(agent: LocalAgent, tmp_path: Path, text: Path) -> None:
     work = launch(text, tmp_path / "run", "dp4.z3")
-    train(nursery, work, [{"rank": rank, "step": 6, "phase": "backward", "how": "SIGKILL"} for rank in range(4)])
+    train(agent, work, [{"rank": rank, "step": 6, "phase": "backward", "how": "SIGKILL"} for rank in range(4)])
     *_, recovery = events(tmp_path / "run")
     assert recovery.source == "memory" and recovery.lost == 0
     assert sorted(losses(tmp_path / "run")) == list(range(STEPS + 1))
 
 
 def test_the_same_error_in_the_same_step_twice_ends_the_run_with_its_verdict(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     work = launch(text, tmp_path / "run", "dp2.z1")
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .*ValueError: hidden 100 is not divisible") as caught:
-        train(nursery, work, [{"rank": 1, "step": 5, "phase": "update", "how": "raise", "always": True}])
+        train(agent, work, [{"rank": 1, "step": 5, "phase": "update", "how": "raise", "always": True}])
     assert "gave up after the same error in the same step again" in str(caught.value)
     assert [event.kind for event in events(tmp_path / "run")] == ["fault", "verdict"]
 
 
 def test_checkpoints_are_written_beside_training_and_are_those_of_the_ranks_themselves(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Every fourth step, with ranks killed meanwhile; the same steps written by the ranks, which have no copies in
     memory then."""
@@ -64,8 +64,8 @@ def test_checkpoints_are_written_beside_training_and_are_those_of_the_ranks_them
         launch(text, tmp_path / "beside", plan, checkpoint_every=4, keep=9),
         launch(text, tmp_path / "alone", plan, checkpoint_every=4, memory_checkpoints=False, keep=9),
     )
-    train(nursery, alone, [])
-    train(nursery, beside, [{"rank": 1, "step": 5, "phase": "backward", "how": "SIGKILL"}])
+    train(agent, alone, [])
+    train(agent, beside, [{"rank": 1, "step": 5, "phase": "backward", "how": "SIGKILL"}])
     for step in (4, 8, 12, 16):
         path = tmp_path / "beside" / "checkpoints" / f"step-{step:08d}"
         if path.exists() or step == STEPS:
@@ -85,22 +85,22 @@ def test_checkpoints_are_written_beside_training_and_are_those_of_the_ranks_them
 
 
 def test_a_bit_that_flips_in_one_of_several_copies_is_voted_out_and_mended(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """At the end of a step, before the copies are compared: nobody has computed with it yet, so nothing of it is
     left."""
     whole, broken = (launch(text, tmp_path / name, "dp4.mb2", replica_check_every=4) for name in ("whole", "broken"))
-    train(nursery, whole, [])
-    train(nursery, broken, [{"rank": 2, "step": 8, "phase": "compare", "how": "flip"}])
+    train(agent, whole, [])
+    train(agent, broken, [{"rank": 2, "step": 8, "phase": "compare", "how": "flip"}])
     [event] = events(tmp_path / "broken")
     assert (event.kind, event.rank, event.step) == ("divergence", 2, 8)
     assert state(tmp_path / "broken") == state(tmp_path / "whole") != {}
 
 
-def test_copies_are_never_compared_where_nobody_asked_for_it(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_copies_are_never_compared_where_nobody_asked_for_it(agent: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Nor at the end."""
     train(
-        nursery,
+        agent,
         launch(text, tmp_path / "run", "dp4.mb2", replica_check_every=0),
         [{"rank": 2, "step": STEPS, "phase": "update", "how": "flip"}],
     )
@@ -108,15 +108,15 @@ def test_copies_are_never_compared_where_nobody_asked_for_it(nursery: LocalAgent
 
 
 def test_two_copies_that_differ_end_the_run_because_nobody_can_say_which_is_right(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     work = launch(text, tmp_path / "run", "dp2.mb4", replica_check_every=4)
     with pytest.raises(MeshwrightError, match="the states of ranks 0, 1 differ after step 8 and there is no majority"):
-        train(nursery, work, [{"rank": 1, "step": 8, "phase": "update", "how": "flip"}])
+        train(agent, work, [{"rank": 1, "step": 8, "phase": "update", "how": "flip"}])
 
 
 def test_a_run_whose_weights_drift_ends_in_one_line_because_its_copies_may_have_drifted_too(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Nothing starts again by itself: the copies in memory are those of the step before, and hold what a window of the
     sentinel has not come to yet."""
@@ -124,17 +124,17 @@ def test_a_run_whose_weights_drift_ends_in_one_line_because_its_copies_may_have_
     with pytest.raises(
         MeshwrightError, match=r"^step 7: weights that are held alike differ: rank 0 has [0-9]+, rank 1 has [0-9]+: "
     ) as caught:
-        train(nursery, work, [{"rank": 1, "step": 7, "phase": "backward", "how": "flip"}])
+        train(agent, work, [{"rank": 1, "step": 7, "phase": "backward", "how": "flip"}])
     assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
     assert max(losses(tmp_path / "run")) == 6
 
 
 def test_ranks_that_share_rows_and_read_other_bytes_end_the_run_with_their_names(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     work = launch(text, tmp_path / "run", "tp2.dp2.mb2")
     with pytest.raises(
         MeshwrightError, match=r"step 6: rank [23] and rank [23] share their rows and read different bytes"
     ):
-        train(nursery, work, [], poison=[5], poisoned=3)
+        train(agent, work, [], poison=[5], poisoned=3)
     assert max(losses(tmp_path / "run")) == 5

@@ -20,15 +20,15 @@ def contents(folder: Path) -> dict[int, str]:
 
 
 def test_ranks_that_are_lost_or_asked_for_change_the_plan_and_not_the_losses(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """4 ranks, 2 by request, 4 again by request, then 3 because one fails again and again."""
     whole = launch(text, tmp_path / "whole", "dp4.mb2")
-    train(nursery, whole, [])
+    train(agent, whole, [])
     broken = launch(text, tmp_path / "broken", "dp2x2.z2.mb2", least=2)
     faults = [{"rank": 3, "step": step, "phase": "backward", "how": "SIGKILL"} for step in (12, 13, 14)]
     plans = {2: "pp2.z1.mb2", 3: "dp1", 4: "tp2.dp2.z1"}
-    train(nursery, broken, faults, plans=plans, asks={2: 2, 6: 4})
+    train(agent, broken, faults, plans=plans, asks={2: 2, 6: 4})
     found = events(tmp_path / "broken")
     assert [event.plan for event in found if event.kind == "resize"] == ["pp2.z1.mb2", "dp2.tp2.z1", "dp1"]
     expected = losses(tmp_path / "whole")
@@ -47,12 +47,12 @@ WAYS = {
 @pytest.mark.soak
 @pytest.mark.parametrize("way", WAYS)
 def test_four_ranks_become_three_and_two_and_four_again_without_a_step_lost(
-    nursery: LocalAgent, tmp_path: Path, text: Path, way: str
+    agent: LocalAgent, tmp_path: Path, text: Path, way: str
 ) -> None:
     plans, first = WAYS[way]
     whole, moved = (launch(text, tmp_path / name, first, workload={"batch": 12}) for name in ("whole", "moved"))
-    train(nursery, whole, [])
-    train(nursery, moved, [], plans=plans, asks={3: 3, 7: 2, 11: 4})
+    train(agent, whole, [])
+    train(agent, moved, [], plans=plans, asks={3: 3, 7: 2, 11: 4})
     found = events(tmp_path / "moved")
     assert [event.plan for event in found if event.kind == "resize"] == [plans[3], plans[2], plans[4]]
     assert not any(event.lost for event in found)
@@ -62,7 +62,7 @@ def test_four_ranks_become_three_and_two_and_four_again_without_a_step_lost(
 
 
 def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Losses and weights; under the other plan files are cut otherwise, so whole tensors are compared."""
     exact = {"batch": 12, "exact": 1}
@@ -70,10 +70,10 @@ def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(
         launch(text, tmp_path / name, plan, workload=exact)
         for name, plan in (("whole", "dp4.z1"), ("moved", "dp2x2.z3"))
     )
-    train(nursery, whole, [])
+    train(agent, whole, [])
     faults = [{"rank": 1, "step": 5, "phase": "backward", "how": "SIGKILL"}]
     plans = {3: "dp3.z2", 2: "dp2", 4: "dp4.z3"}
-    train(nursery, moved, faults, plans=plans, asks={3: 3, 7: 2, 11: 4})
+    train(agent, moved, faults, plans=plans, asks={3: 3, 7: 2, 11: 4})
     assert [event.kind for event in events(tmp_path / "moved")].count("resize") == 3
     assert losses(tmp_path / "moved") == losses(tmp_path / "whole")
     whole_contents = contents(tmp_path / "whole")
@@ -87,13 +87,13 @@ def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(
 
 
 def test_a_checkpoint_that_is_written_while_the_number_of_ranks_changes_is_not_written_by_two(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """The one of step 4 takes as long as the change; the ranks of the next plan ask for it again, and wait for their
     turn."""
     work = launch(text, tmp_path / "run", "dp2.z1", steps=8, checkpoint_every=4, keep=9)
     notes: list[str] = []
-    train(nursery, work, [], notes, plans={1: "dp1"}, asks={4: 1}, disk={"4": "slow"})
+    train(agent, work, [], notes, plans={1: "dp1"}, asks={4: 1}, disk={"4": "slow"})
     found = events(tmp_path / "run")
     assert [event.kind for event in found] == ["resize", "recovery"]
     assert [note for note in notes if "no checkpoint" in note] == []

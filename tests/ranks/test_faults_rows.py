@@ -27,10 +27,10 @@ from meshwright.spec.job import Job
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+def undisturbed(agent: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """A run of dp2x2.z2."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(nursery, launch(text, folder, "dp2x2.z2.mb2"), [])
+    train(agent, launch(text, folder, "dp2x2.z2.mb2"), [])
     return folder
 
 
@@ -47,7 +47,7 @@ def places(ranks: list[int], steps: list[int], phases: list[str], how: str, **mo
 
 
 def test_both_ranks_of_a_shard_group_killed_at_once_three_times_lose_nothing(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Rows 6 and 29, on one machine: whoever holds a copy of the other half is not among the dead, and need not be."""
     faults = [
@@ -55,31 +55,31 @@ def test_both_ranks_of_a_shard_group_killed_at_once_three_times_lose_nothing(
         for pair, step, phase in (((0, 1), 4, "backward"), ((2, 3), 8, "update"), ((1, 3), 12, "reduce"))
         for rank in pair
     ]
-    train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), faults)
+    train(agent, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), faults)
     assert not any(event.lost for event in events(tmp_path / "run"))
     assert state(tmp_path / "run") == whole != {}
 
 
 def test_a_rank_killed_while_the_run_recovers_makes_that_recovery_longer_and_nothing_else(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Row 29: in build, in restore, and in the first step behind."""
     faults = places([1], [6], ["backward"], "SIGKILL")
     faults += places([0, 2], [0, 0], ["build", "restore"], "SIGKILL", times=2) + places(
         [3], [6], ["update"], "SIGKILL", times=2
     )
-    train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), faults)
+    train(agent, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), faults)
     found = events(tmp_path / "run")
     assert [event.kind for event in found].count("fault") >= 3 and not any(event.lost for event in found)
     assert state(tmp_path / "run") == whole != {}
 
 
 def test_the_store_of_addresses_that_is_killed_is_started_anew(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Row 26: nobody could join any more; the process that starts ranks is replaced, and no rank is special."""
     faults = random_faults(1, 4, ["store"], seed=1)
-    train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), faults)
+    train(agent, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), faults)
     found = events(tmp_path / "run")
     assert [event.kind for event in found] == ["fault", "recovery"] * len(faults) and not any(
         event.lost for event in found
@@ -88,10 +88,10 @@ def test_the_store_of_addresses_that_is_killed_is_started_anew(
 
 
 def test_a_rank_without_memory_is_named_with_that_reason_and_a_lasting_want_ends_the_run(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Row 23, as torch says it."""
-    train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), places([3], [5], ["update"], "memory"))
+    train(agent, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), places([3], [5], ["update"], "memory"))
     fault, recovery = events(tmp_path / "run")
     assert fault.rank == 3 and recovery.lost == 0
     assert fault.cause.startswith(
@@ -99,17 +99,17 @@ def test_a_rank_without_memory_is_named_with_that_reason_and_a_lasting_want_ends
     )
     assert state(tmp_path / "run") == whole != {}
     with pytest.raises(MeshwrightError, match=r"rank 0 is out of memory in step 5: .*; something else than dp1$"):
-        train(nursery, launch(text, tmp_path / "again", "dp1"), places([0], [5], ["update"], "memory", always=True))
+        train(agent, launch(text, tmp_path / "again", "dp1"), places([0], [5], ["update"], "memory", always=True))
 
 
 def test_want_of_memory_that_lasts_changes_the_plan_to_one_that_takes_less(
-    nursery: LocalAgent, tmp_path: Path, text: Path, undisturbed: Path
+    agent: LocalAgent, tmp_path: Path, text: Path, undisturbed: Path
 ) -> None:
     """Row 23, where starting again does not help: where nothing recomputes, step 5 finds no memory."""
     work = launch(text, tmp_path / "run", "dp2x2.z2.mb2")
     question = Job(model=read_model("llama-tiny", **SIZES), cluster=read_cluster("4:cpu"), workload=work.workload)
     notes: list[str] = []
-    train(nursery, work, places([3], [5], ["update"], "memory", always=True, spares="sac"), notes, leaner=question)
+    train(agent, work, places([3], [5], ["update"], "memory", always=True, spares="sac"), notes, leaner=question)
     first, second, changed, recovery = events(tmp_path / "run")
     assert (first.decision, second.decision) == (
         "ranks start again",
@@ -127,24 +127,24 @@ def test_want_of_memory_that_lasts_changes_the_plan_to_one_that_takes_less(
 
 
 def test_ranks_that_are_not_in_the_same_collective_end_the_run_with_both_sizes(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Row 5."""
     words = r"rank (\d) and rank (?!\1)\d are not in the same collective: .* 3 elements of float32"
     with pytest.raises(MeshwrightError, match=words):
-        train(nursery, launch(text, tmp_path / "run", "dp2.z1"), places([1], [4], ["agree"], "mismatch"))
+        train(agent, launch(text, tmp_path / "run", "dp2.z1"), places([1], [4], ["agree"], "mismatch"))
     assert max(losses(tmp_path / "run")) == 3
 
 
 def test_a_disk_that_is_full_or_fails_and_a_writer_that_is_killed_cost_checkpoints_and_nothing_else(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Rows 13, 14 and 15: seven checkpoints cannot be written, one is slow, and what stands under a checkpoint's name
     is whole."""
     hows = {2: "full", 4: "broken", 6: "killed", 8: "full", 10: "broken", 12: "killed", 14: "slow"}
     notes: list[str] = []
     work = launch(text, tmp_path / "run", "dp2x2.z2.mb2", checkpoint_every=2, keep=9)
-    train(nursery, work, [], notes, hear=hearing(notes), disk={str(step): how for step, how in hows.items()})
+    train(agent, work, [], notes, hear=hearing(notes), disk={str(step): how for step, how in hows.items()})
     folder = tmp_path / "run" / "checkpoints"
     found = sorted(path.name for path in folder.glob("step-*"))
     assert found == ["step-00000014", "step-00000016"] and all(verify_checkpoint(folder / name) == [] for name in found)
@@ -168,57 +168,57 @@ def hearing(notes: list[str]) -> Callable[[int, dict[str, Any]], None]:
 
 
 def test_a_run_asked_to_stop_three_times_ends_in_the_same_bits(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Row 24: each time the step ends, everything is saved, and the same command goes on."""
     work = launch(text, tmp_path / "run", "dp2x2.z2.mb2")
     for step in (3, 7, 12):
         with pytest.raises(Interrupted, match="stopped by SIGTERM: everything is saved"):
-            train(nursery, work, [], asks={step: 0})
+            train(agent, work, [], asks={step: 0})
         assert step <= max(losses(tmp_path / "run")) < STEPS
-    train(nursery, work, [])
+    train(agent, work, [])
     assert state(tmp_path / "run") == whole != {}
 
 
 def test_a_fault_between_a_request_to_stop_and_its_end_makes_the_run_save_a_step_later(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Rows 1 and 24: the ranks that start again hear of the request too."""
     work = launch(text, tmp_path / "run", "dp2x2.z2.mb2")
     with pytest.raises(Interrupted, match="stopped by SIGTERM: everything is saved"):
-        train(nursery, work, places([2], [6], ["backward"], "SIGKILL"), asks={5: 0})
+        train(agent, work, places([2], [6], ["backward"], "SIGKILL"), asks={5: 0})
     assert max(losses(tmp_path / "run")) < STEPS and [event.kind for event in events(tmp_path / "run")] == [
         "fault",
         "recovery",
     ]
-    train(nursery, work, [])
+    train(agent, work, [])
     assert state(tmp_path / "run") == whole != {}
 
 
 def test_failures_without_a_step_between_them_are_tried_so_often_and_no_more(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Row 28: with longer and longer pauses; and a rank that fails before anything has begun is not tried again at
     all."""
     with pytest.raises(RankFailed, match="gave up after 4 failures without a step between them"):
         train(
-            nursery,
+            agent,
             launch(text, tmp_path / "run", "dp2", retries=3),
             places([1], [3], ["backward"], "SIGKILL", always=True),
         )
     assert [event.kind for event in events(tmp_path / "run")] == ["fault"] * 3 + ["verdict"]
     with pytest.raises(RankFailed, match="rank 0 of 2"):
-        train(nursery, launch(text, tmp_path / "early", "dp2"), places([0], [0], ["build"], "SIGKILL", always=True))
+        train(agent, launch(text, tmp_path / "early", "dp2"), places([0], [0], ["build"], "SIGKILL", always=True))
     assert not (tmp_path / "early" / "events.jsonl").exists()
 
 
 @pytest.mark.parametrize("loss", ["removed", "moved", "emptied"])
 def test_a_run_that_had_saved_does_not_begin_anew_in_silence(
-    nursery: LocalAgent, tmp_path: Path, text: Path, loss: str
+    agent: LocalAgent, tmp_path: Path, text: Path, loss: str
 ) -> None:
     """Row 30."""
     work = launch(text, tmp_path / "run", "dp1", steps=4, checkpoint_every=2)
-    train(nursery, work, [])
+    train(agent, work, [])
     checkpoints = tmp_path / "run" / "checkpoints"
     if loss == "removed":
         shutil.rmtree(checkpoints)
@@ -230,8 +230,8 @@ def test_a_run_that_had_saved_does_not_begin_anew_in_silence(
     with pytest.raises(
         InputError, match=r"has reported 4 steps and has no checkpoint any more: .* --set run\.restart=true"
     ):
-        train(nursery, work, [])
-    train(nursery, work.but(run=work.run.but(restart=True)), [])
+        train(agent, work, [])
+    train(agent, work.but(run=work.run.but(restart=True)), [])
     assert (checkpoints / "step-00000004").is_dir()
 
 
@@ -240,12 +240,12 @@ def test_a_run_that_had_saved_does_not_begin_anew_in_silence(
 )
 @pytest.mark.covering(1)
 def test_three_that_hang_are_named_and_nothing_is_lost(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes], how: str, phases: list[str]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes], how: str, phases: list[str]
 ) -> None:
     """Rows 3 and 4. The first is at step 7: before the fourth step there is no measure of one. They hang for good;
     patience is for a machine that stands still."""
     faults = places([1, 3, 2], [7, 10, 13], phases, how)
-    train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2", hang_timeout=6.0), faults)
+    train(agent, launch(text, tmp_path / "run", "dp2x2.z2.mb2", hang_timeout=6.0), faults)
     found = events(tmp_path / "run")
     assert [(event.rank, event.step) for event in found if event.kind == "fault"] == [(1, 7), (3, 10), (2, 13)]
     assert not any(event.lost for event in found) and state(tmp_path / "run") == whole != {}
@@ -282,7 +282,7 @@ def test_only_the_event_log_asks_for_the_time_of_day() -> None:
 
 
 def test_a_damaged_block_of_tokens_is_left_out_alike_under_every_plan_and_written_down(
-    nursery: LocalAgent, tmp_path: Path
+    agent: LocalAgent, tmp_path: Path
 ) -> None:
     """Row 22: bits flip in a file that was read before; its size and its time say nothing of it."""
     file = tmp_path / "tokens.bin"
@@ -293,12 +293,12 @@ def test_a_damaged_block_of_tokens_is_left_out_alike_under_every_plan_and_writte
     for name, plan in (("whole", "dp2.z1"), ("hurt", "dp2.z1"), ("other", "tp2.mb2")):
         work = launch(file, tmp_path / name, plan)
         runs[name] = work.but(data=work.data.but(tokenizer="auto"))
-    train(nursery, runs["whole"], [])
+    train(agent, runs["whole"], [])
     tokens[3 * DIGEST_BLOCK_TOKENS : 4 * DIGEST_BLOCK_TOKENS : 999] ^= 1
     tokens.tofile(file)
     os.utime(file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
-    train(nursery, runs["hurt"], [])
-    train(nursery, runs["other"], [])
+    train(agent, runs["hurt"], [])
+    train(agent, runs["other"], [])
     found = events(tmp_path / "hurt")
     words = f"data {file}: tokens {3 * DIGEST_BLOCK_TOKENS} to {4 * DIGEST_BLOCK_TOKENS - 1} are damaged"
     assert found and all(event.kind == "bad_data" and event.cause.startswith(words) for event in found)

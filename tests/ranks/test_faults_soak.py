@@ -150,13 +150,13 @@ def tabulate(rows: Sequence[dict[str, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str], Path]:
+def undisturbed(agent: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str], Path]:
     """The folder of a run under a plan that nothing happens to; each is run once."""
 
     @cache
     def run(plan: str) -> Path:
         folder = tmp_path_factory.mktemp(plan)
-        train(nursery, launch(text, folder, plan, LONG), [])
+        train(agent, launch(text, folder, plan, LONG), [])
         return folder
 
     return run
@@ -164,13 +164,13 @@ def undisturbed(nursery: LocalAgent, tmp_path_factory: pytest.TempPathFactory, t
 
 @pytest.mark.parametrize(("kind", "plan"), lacking())
 def test_twenty_faults_of_a_kind_under_a_kind_of_plan_lose_nothing(
-    nursery: LocalAgent, tmp_path: Path, text: Path, undisturbed: Callable[[str], Path], plan: str, kind: str
+    agent: LocalAgent, tmp_path: Path, text: Path, undisturbed: Callable[[str], Path], plan: str, kind: str
 ) -> None:
     world, row = parse_plan(plan).world, int(kind.split()[0])
     whole, hurt = undisturbed(plan), launch(text, tmp_path / "hurt", plan, LONG, hang_timeout=USUAL)
     seed = 100 * PLANS.index(plan) + row
     faults = several(world, FAULTS, seed) if row == 29 else random_faults(FAULTS, world, KINDS[kind], seed, LONG)
-    train(nursery, hurt, faults)
+    train(agent, hurt, faults)
     found = events(tmp_path / "hurt")
     broken, healed = ([event for event in found if event.kind == kind] for kind in ("fault", "recovery"))
     steps = {fault["step"] for fault in faults}
@@ -193,7 +193,7 @@ LOOP = "import os\nwhile os.getppid() == {0}: pass"
 
 
 def test_nobody_is_blamed_in_ten_minutes_at_twenty_times_overload(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Row 28: so many processes that compute for each core, with the same claim to it as the ranks."""
     plan = "dp2x2.z2.mb2"
@@ -210,7 +210,7 @@ def test_nobody_is_blamed_in_ten_minutes_at_twenty_times_overload(
 
     try:
         with pytest.raises(Interrupted):
-            train(nursery, work, [], hear=hear)
+            train(agent, work, [], hear=hear)
     finally:
         for process in busy:
             process.kill()
@@ -242,7 +242,7 @@ def held_open() -> tuple[int, int]:
 
 
 def test_two_hundred_mixed_faults_in_one_run_lose_nothing_and_leak_nothing(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Row 33: all kinds, in one run."""
     plan = "dp2x2.z2.mb2"
@@ -250,10 +250,10 @@ def test_two_hundred_mixed_faults_in_one_run_lose_nothing_and_leak_nothing(
         launch(text, tmp_path / name, plan, LONGEST, retries=9, checkpoint_every=50, hang_timeout=USUAL)
         for name in ("whole", "hurt")
     )
-    train(nursery, whole, [])
+    train(agent, whole, [])
     how = ["SIGKILL"] * 6 + ["SIGSEGV", "exit", "raise", "SIGSTOP", "livelock"]
     before = held_open()
-    train(nursery, hurt, random_faults(MIXED, 4, how, 33, LONGEST))
+    train(agent, hurt, random_faults(MIXED, 4, how, 33, LONGEST))
     files, memory = held_open()
     found = events(tmp_path / "hurt")
     healed = [event for event in found if event.kind == "recovery"]

@@ -37,13 +37,13 @@ PLAN, COPIES = "dp2x2.z2.mb2", "dp4.mb2"
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[..., Path]:
+def whole(agent: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[..., Path]:
     """Runs that nothing happens to, by their plan and steps."""
 
     @cache
     def run(plan: str, steps: int = LONG) -> Path:
         folder = tmp_path_factory.mktemp(plan)
-        train(nursery, launch(text, folder, plan, steps), [])
+        train(agent, launch(text, folder, plan, steps), [])
         return folder
 
     return run
@@ -84,13 +84,13 @@ def groups(seed: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["6 a group of ranks killed", "23 no memory left", "26 the store killed"])
 def test_twenty_from_which_the_run_recovers(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path], kind: str
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path], kind: str
 ) -> None:
     """A store is killed where the one before is long replaced; it is nobody's."""
     row, folder = int(kind.split()[0]), tmp_path / "hurt"
     how, apart = {6: ("", 1), 23: ("memory", 1), 26: ("store", 4)}[row]
     faults = groups(row) if row == 6 else random_faults(FAULTS, 4, [how], row, LONG, apart)
-    train(nursery, launch(text, folder, PLAN, LONG), faults)
+    train(agent, launch(text, folder, PLAN, LONG), faults)
     broken, healed = ([event for event in events(folder) if event.kind == which] for which in ("fault", "recovery"))
     named = sum(
         any(is_named(fault, broken) for fault in faults if fault["step"] == step)
@@ -108,14 +108,14 @@ def test_twenty_from_which_the_run_recovers(
     )
 
 
-def test_twenty_ranks_in_unlike_collectives_are_named(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_twenty_ranks_in_unlike_collectives_are_named(agent: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Row 5: each ends a run of its own, in the step that it happens in."""
     chance, passed = random.Random(5), 0
     words = r"rank (\d) and rank (?!\1)\d are not in the same collective: .* 3 elements of float32"
     for number in range(FAULTS):
         fault = {"rank": chance.randrange(4), "step": chance.randrange(2, 8), "phase": "agree", "how": "mismatch"}
         with pytest.raises(MeshwrightError, match=words):
-            train(nursery, launch(text, tmp_path / str(number), PLAN, 8), [fault])
+            train(agent, launch(text, tmp_path / str(number), PLAN, 8), [fault])
         passed += max(losses(tmp_path / str(number))) == fault["step"] - 1
     settle("5 unlike collectives", PLAN, passed, tmp_path / "0")
 
@@ -124,7 +124,7 @@ EVERY = 9
 """Steps from a loss to the next: three in which a rank fails, some with the others, some until it is back."""
 
 
-def test_twenty_ranks_lost_for_good_and_come_back_cost_no_step(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_twenty_ranks_lost_for_good_and_come_back_cost_no_step(agent: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Rows 7 and 8: a rank that fails three times running is left out; some steps later there are to be four again."""
     chance, folder, steps = random.Random(7), tmp_path / "hurt", EVERY * FAULTS + EVERY
     plans, more = {4: "dp4.z2.mb3", 3: "dp3.z2.mb4"}, {"batch": 12, "precision": "fp64"}
@@ -142,8 +142,8 @@ def test_twenty_ranks_lost_for_good_and_come_back_cost_no_step(nursery: LocalAge
         if rank == 0 and message["kind"] == "record" and message["record"]["step"] in back:
             (folder / "ranks").write_text("4")
 
-    train(nursery, whole, [])
-    train(nursery, hurt, faults, plans=plans, hear=hear)
+    train(agent, whole, [])
+    train(agent, hurt, faults, plans=plans, hear=hear)
     found, expected, ours = events(folder), losses(tmp_path / "whole"), losses(folder)
     ledger = summarize_run(read_run(folder)).ledger
     assert ledger is not None and ledger.problems == ()
@@ -165,13 +165,13 @@ def test_twenty_ranks_lost_for_good_and_come_back_cost_no_step(nursery: LocalAge
     ],
 )
 def test_twenty_saves_that_fail_cost_checkpoints_and_nothing_else(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path], kind: str, how: str
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path], kind: str, how: str
 ) -> None:
     """What stands under a checkpoint's name is whole, and who asked for one that is not there is told."""
     folder, notes, every = tmp_path / "hurt", list[str](), 3
     hows = {str(step): how for step in range(every, every * FAULTS + 1, every)}
     hear = lambda rank, message: notes.append(message["line"]) if message["kind"] == "note" else None
-    train(nursery, launch(text, folder, PLAN, LONG, checkpoint_every=every, keep=99), [], notes, hear=hear, disk=hows)
+    train(agent, launch(text, folder, PLAN, LONG, checkpoint_every=every, keep=99), [], notes, hear=hear, disk=hows)
     there = {path.name for path in (folder / "checkpoints").glob("step-*")}
     assert all(verify_checkpoint(folder / "checkpoints" / name) == [] for name in there) and events(folder) == []
     said = sum(note.startswith("no checkpoint") for note in notes)
@@ -180,7 +180,7 @@ def test_twenty_saves_that_fail_cost_checkpoints_and_nothing_else(
 
 
 def test_twenty_bits_that_flip_in_states_are_voted_out(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]
 ) -> None:
     """Row 18: in a weight of one of four copies, before each comparison."""
     chance, folder, every = random.Random(18), tmp_path / "hurt", LONG // FAULTS
@@ -188,7 +188,7 @@ def test_twenty_bits_that_flip_in_states_are_voted_out(
         {"rank": chance.randrange(4), "step": step, "phase": "compare", "how": "flip"}
         for step in range(every, LONG + 1, every)
     ]
-    train(nursery, launch(text, folder, COPIES, LONG, replica_check_every=every), faults)
+    train(agent, launch(text, folder, COPIES, LONG, replica_check_every=every), faults)
     found = [(event.rank, event.step) for event in events(folder) if event.kind == "divergence"]
     passed = sum((fault["rank"], fault["step"]) in found for fault in faults)
     settle("18 a bit flips in the states", COPIES, passed, folder, same(folder, whole(COPIES)))
@@ -200,24 +200,24 @@ def gradients(seed: int, **more: Any) -> list[dict[str, Any]]:
 
 
 def test_twenty_bits_that_flip_in_gradients_are_found_where_they_are_computed_twice(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]
 ) -> None:
     """Row 19: the upper sixteen; of the lower ones the sum over ranks rounds some away."""
     folder, faults = tmp_path / "hurt", gradients(19)
-    train(nursery, launch(text, folder, PLAN, LONG, sdc_check_every=1), faults)
+    train(agent, launch(text, folder, PLAN, LONG, sdc_check_every=1), faults)
     found = {event.step for event in events(folder) if event.kind == "divergence"}
     passed = sum(fault["step"] in found for fault in faults)
     settle("19 a bit flips in a gradient", PLAN, passed, folder, same(folder, whole(PLAN)))
 
 
 def test_twenty_gradients_that_stay_not_finite_are_skipped_by_all_alike(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Row 20: the end is the same whichever rank had them."""
     faults = gradients(20, how="nan", always=True)
     for name, shift in (("hurt", 0), ("other", 1)):
         train(
-            nursery,
+            agent,
             launch(text, tmp_path / name, PLAN, LONG),
             [{**fault, "rank": (fault["rank"] + shift) % 4} for fault in faults],
         )
@@ -226,7 +226,7 @@ def test_twenty_gradients_that_stay_not_finite_are_skipped_by_all_alike(
     settle("20 a gradient is not finite", PLAN, passed, tmp_path / "hurt", same(tmp_path / "hurt", tmp_path / "other"))
 
 
-def test_twenty_rises_of_the_loss_are_gone_back_from(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_twenty_rises_of_the_loss_are_gone_back_from(agent: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Row 21: three batches of noise each; the end is that of a run that never saw them."""
     chance, poison, at = random.Random(21), list[int](), 40
     for _ in range(FAULTS):
@@ -236,8 +236,8 @@ def test_twenty_rises_of_the_loss_are_gone_back_from(nursery: LocalAgent, tmp_pa
     hurt, clean = (
         launch(text, tmp_path / name, "dp2.z1", steps, checkpoint_every=8, keep=99) for name in ("hurt", "clean")
     )
-    train(nursery, hurt, [], poison=poison)
-    train(nursery, clean, [], left_out=left_out)
+    train(agent, hurt, [], poison=poison)
+    train(agent, clean, [], left_out=left_out)
     found = [list(event.batches) for event in events(tmp_path / "hurt") if event.kind == "spike"]
     passed = sum(each in found for each in left_out)
     settle(
@@ -249,7 +249,7 @@ def test_twenty_rises_of_the_loss_are_gone_back_from(nursery: LocalAgent, tmp_pa
     )
 
 
-def test_twenty_damaged_blocks_of_data_are_left_out_alike(nursery: LocalAgent, tmp_path: Path) -> None:
+def test_twenty_damaged_blocks_of_data_are_left_out_alike(agent: LocalAgent, tmp_path: Path) -> None:
     """Row 22: bits flip in a file that was read before; under another plan the same rows stand in for them."""
     file, blocks = tmp_path / "tokens.bin", 2 * FAULTS
     tokens = np.random.default_rng(22).integers(0, 258, blocks * DIGEST_BLOCK_TOKENS).astype(np.uint16)
@@ -259,13 +259,13 @@ def test_twenty_damaged_blocks_of_data_are_left_out_alike(nursery: LocalAgent, t
     for name, plan in (("whole", PLAN), ("hurt", PLAN), ("other", "tp2.mb2")):
         work = launch(file, tmp_path / name, plan, LONG, {"precision": "fp64"})
         runs[name] = work.but(data=work.data.but(tokenizer="auto"))
-    train(nursery, runs["whole"], [])
+    train(agent, runs["whole"], [])
     for block in hurt:
         tokens[block * DIGEST_BLOCK_TOKENS + 7] ^= 1
     tokens.tofile(file)
     os.utime(file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
-    train(nursery, runs["hurt"], [])
-    train(nursery, runs["other"], [])
+    train(agent, runs["hurt"], [])
+    train(agent, runs["other"], [])
     other = losses(tmp_path / "other")
     assert all(abs(loss - other[step]) < 1e-9 * loss for step, loss in losses(tmp_path / "hurt").items())
     assert losses(tmp_path / "hurt") != losses(tmp_path / "whole")
@@ -281,7 +281,7 @@ def test_twenty_damaged_blocks_of_data_are_left_out_alike(nursery: LocalAgent, t
 
 
 def test_twenty_requests_to_stop_end_in_the_same_bits(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]
 ) -> None:
     """Row 24: each time the step ends, everything is saved, and the same command goes on."""
     chance, folder, passed = random.Random(24), tmp_path / "hurt", 0
@@ -296,9 +296,9 @@ def test_twenty_requests_to_stop_end_in_the_same_bits(
                 os.kill(os.getpid(), signal.SIGTERM)
 
         with pytest.raises(Interrupted, match="stopped by SIGTERM: everything is saved"):
-            train(nursery, work, [], hear=hear)
+            train(agent, work, [], hear=hear)
         passed += 1
-    train(nursery, work, [])
+    train(agent, work, [])
     settle("24 asked to stop", PLAN, passed, folder, same(folder, whole(PLAN, 3 * LONG), 3 * LONG))
 
 
@@ -336,7 +336,7 @@ def test_twenty_killed_supervisors_leave_nothing_and_the_run_to_whoever_starts_i
 
 
 def test_twenty_ranks_that_fail_again_and_again_end_the_run_with_a_verdict(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Row 28: after as many tries as were allowed."""
     chance, passed = random.Random(28), 0
@@ -348,18 +348,18 @@ def test_twenty_ranks_that_fail_again_and_again_end_the_run_with_a_verdict(
         }
         work = launch(text, tmp_path / str(number), "dp2", 8, retries=2)
         with pytest.raises(RankFailed, match="gave up after 3 failures without a step between them"):
-            train(nursery, work, [{**place, "how": "SIGKILL", "always": True}])
+            train(agent, work, [{**place, "how": "SIGKILL", "always": True}])
         passed += [event.kind for event in events(tmp_path / str(number))] == ["fault", "fault", "verdict"]
     settle("28 failures without end", "dp2", passed, tmp_path / "0")
 
 
 def test_twenty_runs_that_lost_their_checkpoints_do_not_begin_anew_in_silence(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Row 30."""
     chance, passed = random.Random(30), 0
     whole = launch(text, tmp_path / "whole", "dp1", steps=6, checkpoint_every=2)
-    train(nursery, whole, [])
+    train(agent, whole, [])
     for number in range(FAULTS):
         folder, last = tmp_path / str(number), chance.randrange(2, 7)
         shutil.copytree(tmp_path / "whole", folder)
@@ -371,6 +371,6 @@ def test_twenty_runs_that_lost_their_checkpoints_do_not_begin_anew_in_silence(
             for path in (folder / "checkpoints").iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         with pytest.raises(InputError, match=rf"has reported {last} steps and has no checkpoint any more"):
-            train(nursery, whole.but(run=whole.run.but(folder=str(folder))), [])
+            train(agent, whole.but(run=whole.run.but(folder=str(folder))), [])
         passed += 1
     settle("30 a fresh start in silence", "dp1", passed, tmp_path / "whole")

@@ -36,10 +36,10 @@ def heard(notes: list[str]) -> Callable[[int, dict[str, Any]], None]:
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+def whole(agent: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """A run that nothing happens to."""
     folder = tmp_path_factory.mktemp("whole")
-    train(nursery, launch(text, folder, PLAN, LONG), [])
+    train(agent, launch(text, folder, PLAN, LONG), [])
     return folder
 
 
@@ -76,7 +76,7 @@ def damage(checkpoint: Path, how: str, chance: random.Random) -> str:
 
 
 def test_twenty_damaged_checkpoints_are_named_and_passed_over(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Path
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: Path
 ) -> None:
     """Row 16: the newest one of a run that was stopped; it goes on from the one before and ends in the same bits."""
     chance, passed, begun = random.Random(16), 0, tmp_path / "begun"
@@ -86,14 +86,14 @@ def test_twenty_damaged_checkpoints_are_named_and_passed_over(
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted, match="everything is saved"):
-        train(nursery, launch(text, begun, PLAN, LONG, checkpoint_every=20, keep=9), [], hear=hear)
+        train(agent, launch(text, begun, PLAN, LONG, checkpoint_every=20, keep=9), [], hear=hear)
     for number in range(FAULTS):
         folder, notes = tmp_path / str(number), list[str]()
         shutil.copytree(begun, folder)
         last = newest_checkpoint(folder / "checkpoints")
         assert last is not None
         name = damage(last, DAMAGES[number % len(DAMAGES)], chance)
-        train(nursery, launch(text, folder, PLAN, LONG, checkpoint_every=20, keep=9), [], hear=heard(notes))
+        train(agent, launch(text, folder, PLAN, LONG, checkpoint_every=20, keep=9), [], hear=heard(notes))
         said = [note for note in notes if note.startswith(f"checkpoint {last.name} is passed over: ")]
         passed += len(said) == 1 and (name in said[0] or "more problems" in said[0]) and same(folder, whole)
     settle("16 a damaged checkpoint", PLAN, passed, tmp_path / "0", True)
@@ -104,14 +104,14 @@ def test_twenty_damaged_checkpoints_are_named_and_passed_over(
 
 
 def test_twenty_saves_of_an_old_buffer_are_caught_when_they_are_written(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Path
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: Path
 ) -> None:
     """Row 17: one tensor of one rank, where each rank writes its own; every save that is right stands, and no other."""
     chance, every, folder, notes = random.Random(17), 3, tmp_path / "hurt", list[str]()
     saves = range(every, LONG, every)
     stale = {str(step): chance.randrange(4) for step in chance.sample(saves[1:], FAULTS)}
     work = launch(text, folder, PLAN, LONG, checkpoint_every=every, keep=99, memory_checkpoints=False)
-    train(nursery, work, [], hear=heard(notes), stale=stale)
+    train(agent, work, [], hear=heard(notes), stale=stale)
     there = {path.name for path in (folder / "checkpoints").glob("step-*")}
     assert there == {f"step-{step:08d}" for step in (*saves, LONG) if str(step) not in stale}
     assert all(verify_checkpoint(folder / "checkpoints" / name) == [] for name in there) and events(folder) == []

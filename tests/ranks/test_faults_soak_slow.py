@@ -161,17 +161,17 @@ class Illness:
 
 
 def test_twenty_ranks_become_slow_one_after_another_and_are_well_again(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Row 12: 1.5 to 4 times as slow."""
     folder, constant = tmp_path / "hurt", {"optimizer": {"lr": 1e-2, "warmup": 5, "schedule": "constant"}}
     illness = Illness(folder, random.Random(12))
     with pytest.raises(Interrupted, match="everything is saved"):
-        train(nursery, launch(text, folder, COPIES, 10**6, constant), [], hear=illness.hear, pace=PACE)
+        train(agent, launch(text, folder, COPIES, 10**6, constant), [], hear=illness.hear, pace=PACE)
     said = verdicts(folder)
     print_spells(illness.spells, said)
     last = max(event.step for event in events(folder, saves=True))
-    train(nursery, launch(text, tmp_path / "whole", COPIES, last, constant), [])
+    train(agent, launch(text, tmp_path / "whole", COPIES, last, constant), [])
     steps = found(illness.spells, said)
     settle(
         "12 a slow rank",

@@ -21,28 +21,28 @@ RUN = {"steps": LONG, "checkpoint_every": 8, "keep": 9}
 
 
 def test_a_run_that_went_back_ends_as_if_it_had_never_seen_the_batches(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Three batches of noise; and a rank is killed while the steps behind the checkpoint are run again."""
     clean, hurt = (launch(text, tmp_path / name, "dp2.z1", **RUN) for name in ("clean", "hurt"))
     faults = [{"rank": 1, "step": 50, "phase": "backward", "how": "SIGKILL", "times": 2}]
-    train(nursery, hurt, faults, poison=POISON)
+    train(agent, hurt, faults, poison=POISON)
     found = events(tmp_path / "hurt")
     [spike] = [event for event in found if event.kind == "spike"]
     assert (spike.step, spike.lost, spike.batches) == (55, 7, (51, 55))
     found_ledger = summarize_run(read_run(tmp_path / "hurt")).ledger
     assert found_ledger is not None and found_ledger.problems == () and found_ledger.left_out == 4
     assert found_ledger.proven >= LONG - 1
-    train(nursery, clean, [], left_out=[[51, 55]])
+    train(agent, clean, [], left_out=[[51, 55]])
     assert losses(tmp_path / "hurt") == losses(tmp_path / "clean")
     assert state(tmp_path / "hurt", LONG) == state(tmp_path / "clean", LONG) != {}
 
 
 def test_without_a_checkpoint_from_before_it_is_said_and_training_goes_on(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     notes: list[str] = []
-    train(nursery, launch(text, tmp_path / "run", "dp1", LONG, checkpoint_every=0), [], notes, poison=POISON)
+    train(agent, launch(text, tmp_path / "run", "dp1", LONG, checkpoint_every=0), [], notes, poison=POISON)
     assert not [event for event in events(tmp_path / "run") if event.kind == "spike"]
     assert sorted(losses(tmp_path / "run")) == list(range(LONG + 1))
 

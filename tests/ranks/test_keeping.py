@@ -101,7 +101,7 @@ def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str, model: s
 def test_what_a_block_keeps_twice_waits_once_and_what_was_written_between_twice() -> None:
     away = ActivationOffload(torch.device("cpu"), ())
     weight, given = torch.ones(4, requires_grad=True), torch.arange(4.0)
-    with away.kept_by(0):
+    with away.collect_block(0):
         one, other = weight * given, weight * given
         given += 1
         third = weight * given
@@ -135,9 +135,9 @@ def test_of_the_first_blocks_alone_activations_wait(ranks: Any) -> None:
 def sent(way: str) -> int:
     """Blocks whose activations waited in the host's memory."""
     trainer = parallelize(make_model("llama"), torch.optim.AdamW, f"dp1.mb8.{way}", anatomy=anatomy_of("llama"))
-    away, places = trainer.engine.run.keeping.away, set()
-    enter = away.kept_by
-    away.kept_by = lambda place: (places.add(place), enter(place))[1]
+    away, places = trainer.engine.run.keeping.offload, set()
+    enter = away.collect_block
+    away.collect_block = lambda place: (places.add(place), enter(place))[1]
     trainer.step(make_batch("llama", 0))
     return len(places)
 
@@ -146,7 +146,7 @@ def test_what_waited_goes_with_the_pass_that_kept_it() -> None:
     away = ActivationOffload(torch.device("cpu"), ())
     hidden, blocks = torch.ones(4, requires_grad=True), []
     for place in range(3):
-        with away.kept_by(place):
+        with away.collect_block(place):
             hidden = hidden.exp()
         blocks.append(away._last)
     assert [block().place for block in blocks] == [0, 1, 2] and blocks[2]().before() is blocks[1]()

@@ -146,7 +146,7 @@ def watched(folder: str, plan: str, before: int = 2) -> tuple[dict[str, float], 
     with trace_memory(trainer.engine.model) as watch:
         trainer.step(make_batch("llama", before))
     kinds = watch.keep(trainer, Path(folder))
-    return kinds, sum(trainer.bytes().values()) + trainer.passing + watch.peak - watch.kept, trainer.mesh.rank
+    return kinds, sum(trainer.bytes().values()) + trainer.passing + watch.peak - watch.remaining, trainer.mesh.rank
 
 
 def test_a_timeline_adds_up_to_the_peak_and_names_the_module_that_ran(ranks: Any, tmp_path: Any) -> None:
@@ -166,7 +166,7 @@ def test_a_timeline_adds_up_to_the_peak_and_names_the_module_that_ran(ranks: Any
 def test_a_timeline_of_the_first_step_begins_without_the_states_that_it_makes(ranks: Any, tmp_path: Any) -> None:
     for kinds, peak, rank in ranks.run(1, watched, str(tmp_path), "dp1.mb8", 0):
         found = read_as(MemoryTimeline, tmp_path / "memory" / f"rank-{rank}.json")
-        assert found.held["optimizer"] == 0 and found.total == kinds["total"] == pytest.approx(
+        assert found.resident["optimizer"] == 0 and found.total == kinds["total"] == pytest.approx(
             peak, rel=1e-4
         )  # counters of steps are left too
 

@@ -123,7 +123,7 @@ def most_and_buffer(model: str, plan: str, precision: str) -> tuple[float, int]:
     trainer.close()
     held = sum(size for kind, size in trainer.bytes().items() if kind != "offloaded")
     buffer = max(unit.layout.numel * 4 for unit in trainer.engine.zero.units) if trainer.plan.zero >= 2 else 0
-    return held + trainer.passing + watch.peak - watch.kept, buffer
+    return held + trainer.passing + watch.peak - watch.remaining, buffer
 
 
 def most(model: str, plan: str, precision: str) -> float:

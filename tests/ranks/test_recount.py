@@ -29,7 +29,7 @@ def flips(bits: dict[int, int], world: int) -> list[dict[str, Any]]:
     ["dp2.z1", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp4", "dp2.tp2.z3", "dp2.pp2.z2.mb2"))],
 )
 def test_a_bit_that_flips_in_a_gradient_is_found_where_it_is_computed_twice_and_where_it_is_large(
-    nursery: LocalAgent, tmp_path: Path, text: Path, plan: str
+    agent: LocalAgent, tmp_path: Path, text: Path, plan: str
 ) -> None:
     """Every other step is computed twice, so that bits of any place are found there; step 13 is suspected; the sign in
     step 15 is not seen."""
@@ -37,8 +37,8 @@ def test_a_bit_that_flips_in_a_gradient_is_found_where_it_is_computed_twice_and_
         launch(text, tmp_path / name, plan, sdc_check_every=2, hang_timeout=0.0) for name in ("whole", "hurt", "missed")
     )
     world = whole.plan.world
-    train(nursery, whole, [])
-    train(nursery, hurt, flips({4: 16, 8: 31, 10: 23, 13: TOP}, world))
+    train(agent, whole, [])
+    train(agent, hurt, flips({4: 16, 8: 31, 10: 23, 13: TOP}, world))
     assert [(event.kind, event.step) for event in events(tmp_path / "hurt")] == [
         ("divergence", step) for step in (4, 8, 10, 13)
     ]
@@ -47,7 +47,7 @@ def test_a_bit_that_flips_in_a_gradient_is_found_where_it_is_computed_twice_and_
         losses(tmp_path / "hurt") == losses(tmp_path / "whole")
         and state(tmp_path / "hurt") == state(tmp_path / "whole") != {}
     )
-    train(nursery, missed, flips({15: 31}, world))
+    train(agent, missed, flips({15: 31}, world))
     assert events(tmp_path / "missed") == [] and state(tmp_path / "missed", STEPS) != state(tmp_path / "whole")
 
 
@@ -65,7 +65,7 @@ found less than three, the sum over ranks had rounded the bit away. Written by `
 
 
 @pytest.mark.soak
-def test_what_is_found_of_flips_of_every_bit_is_written_down(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_what_is_found_of_flips_of_every_bit_is_written_down(agent: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Where every step is computed twice the end is the undisturbed one, to the bit."""
     last, first, each = 110, 12, 3
     steps = random.Random(19).sample(range(first, first + 32 * each), 32 * each)
@@ -75,7 +75,7 @@ def test_what_is_found_of_flips_of_every_bit_is_written_down(nursery: LocalAgent
         for name, every in (("whole", 0), ("suspected", 0), ("twice", 1))
     }
     for name, work in runs.items():
-        train(nursery, work, [] if name == "whole" else flips(bits, 2))
+        train(agent, work, [] if name == "whole" else flips(bits, 2))
     found = {name: {event.step for event in events(tmp_path / name)} for name in ("suspected", "twice")}
     assert state(tmp_path / "twice", last) == state(tmp_path / "whole", last) != {}
     assert losses(tmp_path / "twice") == losses(tmp_path / "whole")

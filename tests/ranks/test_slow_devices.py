@@ -32,7 +32,7 @@ def work_of(work: LaunchSpec) -> RankJob:
 
 
 def run(
-    nursery: LocalAgent,
+    agent: LocalAgent,
     work: LaunchSpec,
     plans: dict[int, str],
     hear: Callable[[int], None],
@@ -52,7 +52,7 @@ def run(
     care = FaultPolicy(
         work.run.retries, 0.0, lambda world: work_of(work.but(plan=parse_plan(plans[world]))), leaving=leaving
     )
-    Supervisor(work_of(work), heard, notes.append, generation=next(FIRST), care=care, lent=nursery).run()
+    Supervisor(work_of(work), heard, notes.append, generation=next(FIRST), care=care, agent=agent).run()
     return notes
 
 
@@ -74,7 +74,7 @@ def trained(folder: Path) -> dict[int, dict[int, bool]]:
 
 
 def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(
-    nursery: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """4 ranks of ZeRO 2, device 1 slow from step 8 on and well again once it was left out and measured."""
     steps, folder = 160, tmp_path / "slow"
@@ -87,8 +87,8 @@ def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(
         if step == 8:
             (folder / "slow-1").touch()
 
-    said = run(nursery, slow, PLANS, hear, ExclusionPolicy(predicted, "slowed:speed", every=0.2, starts=0.0))
-    run(nursery, whole, PLANS, lambda step: None, None)
+    said = run(agent, slow, PLANS, hear, ExclusionPolicy(predicted, "slowed:speed", every=0.2, starts=0.0))
+    run(agent, whole, PLANS, lambda step: None, None)
     expected, found = losses(tmp_path / "whole"), events(folder)
     assert sorted(losses(folder)) == list(range(steps + 1))
     assert all(abs(loss - expected[step]) < 1e-9 * abs(loss) for step, loss in losses(folder).items())

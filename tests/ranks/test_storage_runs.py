@@ -23,10 +23,10 @@ SOON = HangLimits(CPU_LIMITS.patience, 3.0, CPU_LIMITS.last, tell=True)
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, bytes]:
+def whole(agent: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, bytes]:
     """The end of a run that nothing disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(nursery, launch(text, folder, PLAN), [])
+    train(agent, launch(text, folder, PLAN), [])
     return state(folder)
 
 
@@ -35,7 +35,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_whatever_the_process_that_writes_a_checkpoint_raises_says_or_does_costs_at_most_that_checkpoint(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """An exception of any kind ended the run; so did an old checkpoint that cannot be removed; one that is stopped held
     the run for ever."""
@@ -43,7 +43,7 @@ def test_whatever_the_process_that_writes_a_checkpoint_raises_says_or_does_costs
     hows = {2: "raise", 4: "not empty", 6: "strange", 8: "stopped", 12: "raise"}
     work = launch(text, folder, PLAN, checkpoint_every=2, keep=1, hang_timeout=0)
     hear = lambda rank, message: kinds.add(message["kind"])
-    train(nursery, work, [], notes, hear=hear, terms=SOON, disk={str(step): how for step, how in hows.items()})
+    train(agent, work, [], notes, hear=hear, terms=SOON, disk={str(step): how for step, how in hows.items()})
     unsaved = [event for event in events(folder) if event.kind == "unsaved"]
     assert [event.step for event in unsaved] == [2, 8, 12]
     assert [event.cause.partition(" for ")[0] for event in unsaved] == [
@@ -62,27 +62,27 @@ def test_whatever_the_process_that_writes_a_checkpoint_raises_says_or_does_costs
 
 
 def test_a_run_that_was_killed_before_its_first_durable_checkpoint_begins_again(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """It had reported more steps than lie between two checkpoints, and was refused."""
     folder, notes = tmp_path / "run", list[str]()
     work = launch(text, folder, PLAN, checkpoint_every=4, retries=0)
     killed = {"rank": 1, "step": 7, "phase": "backward", "how": "SIGKILL"}
     with pytest.raises(RankFailed):
-        train(nursery, work, [killed], disk={"4": "raise"})
+        train(agent, work, [killed], disk={"4": "raise"})
     assert names(folder) == [] and max(losses(folder)) == 6
-    train(nursery, work, [], notes, hear=lambda rank, message: notes.append(message.get("line", "")))
+    train(agent, work, [], notes, hear=lambda rank, message: notes.append(message.get("line", "")))
     assert "begins at step 0 again: the 6 steps before were not saved yet" in notes
     assert state(folder) == whole != {}
     assert check(folder)["again"] > 0.0
 
 
 def test_a_disk_without_room_for_the_last_checkpoint_gets_it_when_older_ones_went(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     folder, notes = tmp_path / "run", list[str]()
     work = launch(text, folder, PLAN, checkpoint_every=4)
-    train(nursery, work, [], notes, hear=lambda rank, message: notes.append(message.get("line", "")), crowded=1)
+    train(agent, work, [], notes, hear=lambda rank, message: notes.append(message.get("line", "")), crowded=1)
     assert names(folder) == ["step-00000012", "step-00000016"] and state(folder) == whole != {}
     said = "\n".join(notes)
     assert "no space left" in said and "so that the last checkpoint finds room" in said
@@ -91,25 +91,25 @@ def test_a_disk_without_room_for_the_last_checkpoint_gets_it_when_older_ones_wen
 
 
 def test_a_disk_that_stays_full_at_the_end_is_one_line_and_the_same_command_goes_on(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """It ended in "exit status 1 and no message"."""
     folder = tmp_path / "run"
     work = launch(text, folder, PLAN, checkpoint_every=4, retries=2)
     with pytest.raises(MeshwrightError, match=r"no space left: the checkpoint needs .* make room") as caught:
-        train(nursery, work, [], crowded=0)
+        train(agent, work, [], crowded=0)
     assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
     assert names(folder) == ["step-00000012"], "the last valid one stays, whatever else goes"
     assert [event.kind for event in events(folder)].count("unsaved") >= 2, (
         "tried again; of the last try the error tells"
     )
-    train(nursery, work, [])
+    train(agent, work, [])
     assert state(folder) == whole != {}
     check(folder)
 
 
 def test_the_accounts_are_those_of_the_raw_files_after_faults_of_every_kind(
-    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """A rank killed, one that raises, one killed while the run recovers, a save that fails, one that is killed."""
     folder = tmp_path / "run"
@@ -119,7 +119,7 @@ def test_the_accounts_are_those_of_the_raw_files_after_faults_of_every_kind(
         {"rank": 1, "step": 0, "phase": "build", "how": "SIGKILL", "times": 3},
     ]
     work = launch(text, folder, PLAN, checkpoint_every=3)
-    train(nursery, work, faults, disk={"3": "broken", "6": "killed"})
+    train(agent, work, faults, disk={"3": "broken", "6": "killed"})
     terms = check(folder)
     assert terms["recovery"] > 0.0 and state(folder) == whole != {}
     lines = (folder / "records.jsonl").read_text().splitlines()

@@ -80,39 +80,39 @@ class Failing:
 
 @pytest.fixture(scope="module")
 def whole(
-    nursery: LocalAgent, text: Path, tmp_path_factory: pytest.TempPathFactory
+    agent: LocalAgent, text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[int, float], dict[Site, int]]:
     """The losses of a run whose rank 1 is killed, and what its supervisor calls."""
     folder, failing = tmp_path_factory.mktemp("whole") / "run", Failing()
     with failing.inside():
-        train(nursery, launch(text, folder, "dp2"), KILLED)
+        train(agent, launch(text, folder, "dp2"), KILLED)
     return losses(folder), dict(failing.calls)
 
 
-def check(nursery: LocalAgent, text: Path, folder: Path, wanted: dict[int, float], where: Site, nth: int) -> None:
+def check(agent: LocalAgent, text: Path, folder: Path, wanted: dict[int, float], where: Site, nth: int) -> None:
     failing = Failing(where, nth)
     with failing.inside():
-        train(nursery, launch(text, folder, "dp2"), KILLED)
+        train(agent, launch(text, folder, "dp2"), KILLED)
     assert losses(folder) == wanted and max(wanted) == STEPS, where
     assert all(event.lost == 0 for event in events(folder) if event.kind == "recovery"), where
 
 
 @pytest.mark.parametrize("call", ["select", "read", "write", "memfd_create"])
 def test_the_supervisor_survives_a_call_that_fails_once(
-    nursery: LocalAgent, text: Path, whole: tuple[dict[int, float], dict[Site, int]], tmp_path: Path, call: str
+    agent: LocalAgent, text: Path, whole: tuple[dict[int, float], dict[Site, int]], tmp_path: Path, call: str
 ) -> None:
     """`make soak` does so for every place that calls the system."""
     wanted, calls = whole
     where = min(site for site in calls if site[0] == call)
-    check(nursery, text, tmp_path / "run", wanted, where, min(calls[where], 2))
+    check(agent, text, tmp_path / "run", wanted, where, min(calls[where], 2))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.7, 0.9])
 def test_the_supervisor_survives_a_failing_call_at_any_time_of_the_run(
-    nursery: LocalAgent, text: Path, whole: tuple[dict[int, float], dict[Site, int]], tmp_path: Path, part: float
+    agent: LocalAgent, text: Path, whole: tuple[dict[int, float], dict[Site, int]], tmp_path: Path, part: float
 ) -> None:
     wanted, calls = whole
     assert len(calls) > 15
     for number, where in enumerate(sorted(calls)):
-        check(nursery, text, tmp_path / str(number), wanted, where, 1 + int(part * calls[where]))
+        check(agent, text, tmp_path / str(number), wanted, where, 1 + int(part * calls[where]))

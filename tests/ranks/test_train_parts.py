@@ -95,7 +95,7 @@ def test_a_watched_block_knows_its_highest_moment_and_what_it_left() -> None:
         second = torch.empty(200 * kilo, dtype=torch.uint8)
         del second
     assert watch.peak == 400 * kilo
-    assert watch.kept == kept.numel()
+    assert watch.remaining == kept.numel()
 
 
 def test_records_are_a_line_a_step_and_a_lost_disk_is_said(tmp_path: Path) -> None:

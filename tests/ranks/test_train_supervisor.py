@@ -138,7 +138,7 @@ def test_a_request_to_stop_lets_every_rank_end_by_itself(tmp_path: Path) -> None
 
     notes: list[str] = []
     with pytest.raises(Interrupted, match=r"stopped by SIGTERM: everything is saved"):
-        supervise(tmp_path, "until_stopped", 2, {}, hear=hear, note=notes.append, grace=600.0)
+        supervise(tmp_path, "until_stopped", 2, {}, hear=hear, note=notes.append, grace_period=600.0)
     assert len(notes) == 1
     assert gone(tmp_path)
 
@@ -154,7 +154,7 @@ def test_ranks_that_do_not_stop_within_the_grace_or_at_a_second_request_are_ende
     for hear, grace in ((stop_once, 0.3), (stop_twice, 600.0)):
         began = time.monotonic()
         with pytest.raises(Interrupted, match="stopped by SIGINT: the step in progress was given up"):
-            supervise(tmp_path, "until_stopped", 2, {"deaf": True}, hear=hear, grace=grace)
+            supervise(tmp_path, "until_stopped", 2, {"deaf": True}, hear=hear, grace_period=grace)
         assert time.monotonic() - began < 300
         assert gone(tmp_path)
 
@@ -209,13 +209,13 @@ def test_nothing_listens_beyond_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_process_still_lives_is_not_started_a_second_time(tmp_path: Path) -> None:
-    with LocalAgent(tmp_path / "zygote.log", ("targets",)) as nursery:
+    with LocalAgent(tmp_path / "zygote.log", ("targets",)) as agent:
         heard: list[dict] = []
 
         def until(kind: str) -> dict:
             while not any(event["event"] == kind for event in heard):
-                assert not nursery.ended
-                heard.extend(nursery.events(0.1))
+                assert not agent.ended
+                heard.extend(agent.events(0.1))
             return next(event for event in heard if event["event"] == kind)
 
         def start(generation: int) -> None:
@@ -226,14 +226,14 @@ def test_a_rank_whose_process_still_lives_is_not_started_a_second_time(tmp_path:
                 "log": str(tmp_path / "log"),
                 "memory": {},
             }
-            nursery.command("start", 0, generation=generation, **more)
+            agent.command("start", 0, generation=generation, **more)
 
         until("ready")
         start(1)
         first = until("started")["pid"]
         start(2)
         assert until("refused") == {"event": "refused", "rank": 0, "generation": 2, "pid": first}
-        nursery.command("signal", 0, signal=int(signal.SIGKILL))
+        agent.command("signal", 0, signal=int(signal.SIGKILL))
         assert until("ended") == {"event": "ended", "rank": 0, "generation": 1, "status": -9}
         heard.clear()
         start(3)

@@ -169,10 +169,12 @@ class Protocol(Cluster):
                 self._come(number)
         _await_nodes(self.leader, place, self.notes.append, SimpleNamespace(rejoin_timeout=REJOIN, min_ranks=1))  # type: ignore[arg-type]
         work = RankJob("module:function", NODES, {}, self.folder)
-        care = FaultPolicy(5, replan=lambda world: replace(work, world=world), least=1, rejoin=REJOIN, full=NODES)
+        care = FaultPolicy(
+            5, replan=lambda world: replace(work, world=world), min_ranks=1, rejoin_timeout=REJOIN, full=NODES
+        )
         work = replace(work, world=min(NODES, len(self.leader.slots)))
         care = replace(care, follows=continues_run(self.leader, place))
-        self.supervisor = Watched(work, lambda *_: None, self.notes.append, lent=self.leader, care=care)
+        self.supervisor = Watched(work, lambda *_: None, self.notes.append, agent=self.leader, care=care)
         self.supervisor.run()
         raise AssertionError("the run has ended")
 
@@ -240,8 +242,8 @@ class Protocol(Cluster):
 
     def _do_kill(self, node: int) -> None:
         rank = self.members().index(node)
-        nursery: Any = self.leader if node == self.leads else self.hosts[node].node.nursery
-        nursery.die(rank, -9)
+        agent: Any = self.leader if node == self.leads else self.hosts[node].node.agent
+        agent.die(rank, -9)
 
     def _do_hear(self, slot: int) -> None:
         node = next(node for node in self.leader.nodes if node.first == slot)
@@ -301,7 +303,7 @@ class Protocol(Cluster):
             mirrored = {
                 rank: sorted(self.steps_at(f"at:{at}/{run._holdings.key}/{rank}")) for rank, at in where.items()
             }
-            own = {rank: sorted(each.file.steps) for rank, each in self.ranks.items() if not each.nursery.ended}
+            own = {rank: sorted(each.file.steps) for rank, each in self.ranks.items() if not each.agent.ended}
             seen |= {"done": self.done, "whole": mirrors._whole, "own": own}
             seen["mirrors"] = {rank: steps for rank, steps in mirrored.items() if steps}
         return seen

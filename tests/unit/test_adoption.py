@@ -40,7 +40,7 @@ sys.argv[4] == "leaves"
 sets = [SharedFileStore(2) for _ in kept]
 for held, step in zip(sets, kept):
     for rank in range(2):
-        held.pulse(rank).write(HeartbeatField.kept, step)
+        held.pulse(rank).write(HeartbeatField.snapshot_step, step)
         with open(held.all_files()[rank], "wb") as file:
             file.write(b"step %d of rank %d" % (step, rank))
 own = SnapshotAdoption(folder, AdoptionPolicy(seconds, "job"), print)
@@ -109,7 +109,7 @@ def test_snapshots_of_a_killed_supervisor_are_adopted_and_nothing_is_left_of_it(
     found = other.adopt()
     assert found is not None and (found.generation, found.same) == (6, True)
     assert texts(found) == [b"step 4 of rank 0", b"step 4 of rank 1"]
-    assert found.holdings.pulse(1).read(HeartbeatField.kept) == 4
+    assert found.holdings.pulse(1).read(HeartbeatField.snapshot_step) == 4
     assert other.said == ["the supervisor was killed while it was in start: another one adopts its snapshots"]
     [fault] = parse_events((tmp_path / EVENTS_FILE_NAME).read_text())
     assert (fault.generation, fault.rank) == (6, None) and fault.detection > 0

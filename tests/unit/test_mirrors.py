@@ -56,7 +56,7 @@ class Links:
         for tick in range(steps * 100):
             self.now = tick / 100
             for rank in range(2):
-                self.holdings.pulse(rank).write(HeartbeatField.kept, int(self.now / STEP))
+                self.holdings.pulse(rank).write(HeartbeatField.snapshot_step, int(self.now / STEP))
             for at, message in [each for each in self.waits if each[0] <= self.now]:
                 self.waits.remove((at, message))
                 self.mirrors.heard(message)

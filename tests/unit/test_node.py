@@ -51,8 +51,8 @@ def test_a_node_that_is_asked_to_go_in_the_middle_of_a_line_says_so_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     idle, ours = os.pipe()
-    nursery = SimpleNamespace(ended=False, handle=idle, events=lambda _: [], close=lambda: None)
-    monkeypatch.setattr(NodeAgent, "_nursery", lambda *_: nursery)
+    agent = SimpleNamespace(ended=False, handle=idle, events=lambda _: [], close=lambda: None)
+    monkeypatch.setattr(NodeAgent, "_local_agent", lambda *_: agent)
     monkeypatch.setattr(
         "meshwright.elastic.node.NODE_TIMEOUT_SECONDS", 300.0
     )  # its leader is a thread of a process that may stand still

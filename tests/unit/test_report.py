@@ -380,7 +380,7 @@ def test_the_memory_of_a_run_as_data_is_one_object(tmp_path: Path, capsys: pytes
     (folder / "memory").mkdir()
     peak = AllocationEvent(at=0.1, activations=2 * MIB, buffers=0.0)
     timeline = MemoryTimeline(
-        rank=0, step=2, seconds=0.5, held={"parameters": MIB}, moments=(peak,), peak=peak, place="forward of head"
+        rank=0, step=2, seconds=0.5, resident={"parameters": MIB}, moments=(peak,), peak=peak, place="forward of head"
     )
     (folder / "memory" / "rank-0.json").write_text(timeline.to_json())
     assert main(["report", str(folder), "--memory", "--json"]) == 0
@@ -393,7 +393,9 @@ def test_the_memory_of_a_run_has_a_row_for_every_rank(tmp_path: Path, capsys: py
     (folder / "memory").mkdir()
     peak = AllocationEvent(at=0.1, activations=2 * MIB, buffers=0.0)
     for rank in range(7):
-        timeline = MemoryTimeline(rank=rank, step=2, seconds=0.5, held={"parameters": MIB}, moments=(peak,), peak=peak)
+        timeline = MemoryTimeline(
+            rank=rank, step=2, seconds=0.5, resident={"parameters": MIB}, moments=(peak,), peak=peak
+        )
         (folder / "memory" / f"rank-{rank}.json").write_text(timeline.to_json())
         rows = [
             {"step": 1, "parameters": MIB, "reserved": 9 * MIB},
@@ -431,7 +433,13 @@ def test_the_page_of_a_run_shows_the_numbers_of_its_report_and_leads_nowhere(
         AllocationEvent(at=0.3, activations=0.0, buffers=0.0),
     )
     timeline = MemoryTimeline(
-        rank=3, step=2, seconds=0.4, held={"parameters": MIB}, moments=moments, peak=moments[0], place="forward of head"
+        rank=3,
+        step=2,
+        seconds=0.4,
+        resident={"parameters": MIB},
+        moments=moments,
+        peak=moments[0],
+        place="forward of head",
     )
     (folder / "memory" / "rank-3.json").write_text(timeline.to_json())
     path = tmp_path / "out.html"

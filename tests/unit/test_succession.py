@@ -143,7 +143,7 @@ class Once:
         self, link: SecureChannel, host: str, token: str, number: int, environment: dict[str, str], warm: object = None
     ) -> None:
         self.link, self.leaving = link, ""
-        self.nursery = SimpleNamespace(ended=True)
+        self.agent = SimpleNamespace(ended=True)
 
     def run(self) -> tuple[int, str]:
         self.link.close()

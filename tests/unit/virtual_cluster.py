@@ -236,7 +236,7 @@ class Mirror:
 class Rank:
     """A simulated rank and the supervisor whose it is."""
 
-    nursery: Any
+    agent: Any
     start: IpcMessage
     pid: int
     is_frozen: bool = False
@@ -436,7 +436,7 @@ class Cluster:
         kind = type(
             "There",
             (NodeAgent,),
-            {"outside": made["outside"], "_nursery": lambda *_: type("Forks", (Ranks,), made)(Path("none"))},
+            {"outside": made["outside"], "_local_agent": lambda *_: type("Forks", (Ranks,), made)(Path("none"))},
         )
         host.number, host.end, host.ours = number, theirs, ours
         host.node = kind(theirs, f"10.{number // 65536}.{number // 256 % 256}.{number % 256}", "secret", number, {})
@@ -478,7 +478,7 @@ class Cluster:
         if generation != self.generation:
             self.generation, self.ranks, self.healthy = generation, {}, 0
         memory = rank.start["memory"]
-        rows = rank.nursery.held(memory["key"])
+        rows = rank.agent.held(memory["key"])
         rank.pulse, rank.file = (
             Heartbeat(rows.memory, rank.rank, lambda: self.now),
             self.files[int(memory["own"].rpartition("/")[2])],
@@ -490,7 +490,7 @@ class Cluster:
 
     def _is_whole(self, generation: int) -> bool:
         return generation == self.generation and all(
-            rank.nursery.children.get(number) is rank for number, rank in self.ranks.items()
+            rank.agent.children.get(number) is rank for number, rank in self.ranks.items()
         )
 
     def steps_at(self, place: str) -> list[int]:
@@ -538,7 +538,7 @@ class Cluster:
 
     def _say(self, **message: Any) -> None:
         rank = self.ranks[0]
-        rank.nursery.say(event="said", rank=0, generation=self.generation, message=message)
+        rank.agent.say(event="said", rank=0, generation=self.generation, message=message)
 
     def _step(self, generation: int) -> None:
         if not self._is_whole(generation):
@@ -552,7 +552,7 @@ class Cluster:
         self.done, self.healthy = self.done + 1, self.healthy + 1
         for rank in self.ranks.values():
             copy(rank.file, self.done)
-            rank.pulse.write(HeartbeatField.kept, self.done)
+            rank.pulse.write(HeartbeatField.snapshot_step, self.done)
             rank.pulse.at(RankPhase.data, self.done + 1)
         self._say(kind="record", record={"step": self.done, "seconds": self.step})
         if self.done % SAVE == 0:
@@ -583,10 +583,10 @@ class Cluster:
         drawn = self.random.choices([*KINDS], [*KINDS.values()])[0]
         kind = self.kinds[len(self.told)] if self.kinds else drawn
         victim = self.hosts[self.random.randrange(1, self.nodes)]
-        if not victim.is_alive or not victim.node.nursery.children:
+        if not victim.is_alive or not victim.node.agent.children:
             self.at(self.step, self._fault)
             return
-        rank = self.random.choice(sorted(victim.node.nursery.children))
+        rank = self.random.choice(sorted(victim.node.agent.children))
         alone = all(fault.healed for fault in self.told)
         for fault in self.told:
             fault.alone = fault.alone and bool(fault.healed)
@@ -595,22 +595,22 @@ class Cluster:
         for host in self.hosts.values():
             host.ours.sent = 0
         if kind == "dies":
-            victim.node.nursery.die(rank, -9)
+            victim.node.agent.die(rank, -9)
         elif kind == "hangs":
-            victim.node.nursery.children[rank].is_frozen = True
+            victim.node.agent.children[rank].is_frozen = True
         elif kind == "node":
             self.leave(victim)
             self.at(RETURN, lambda: self.join(victim.number))
         else:
             victim.ours.is_silent = victim.end.is_silent = True
-            for child in victim.node.nursery.children.values():
+            for child in victim.node.agent.children.values():
                 child.is_frozen = True  # what ranks say to each other takes the same way
         self.next_fault = self.calendar + self.random.expovariate(RATE * self.nodes * self.each) * 3600.0
 
     def _finish(self) -> None:
         self.is_over = True
         for number, rank in self.ranks.items():
-            rank.nursery.die(number, 0)
+            rank.agent.die(number, 0)
 
     # --- a run --------------------------------------------------------------------------------------------------------
 
@@ -620,9 +620,9 @@ class Cluster:
         while 1 + len(fleet.nodes) < self.nodes or any(not node.lender for node in fleet.nodes):
             fleet.events(0.1)
         work = RankJob("module:function", self.nodes * self.each, {"launch": "x" * 2500}, self.folder)
-        care = FaultPolicy(retries=5, patience=2.0, rejoin=600.0, terms=ACCELERATOR_LIMITS)
+        care = FaultPolicy(retries=5, hang_timeout=2.0, rejoin_timeout=600.0, terms=ACCELERATOR_LIMITS)
         try:
-            Supervisor(work, lambda *_: None, self.notes.append, lent=fleet, care=care).run()
+            Supervisor(work, lambda *_: None, self.notes.append, agent=fleet, care=care).run()
         finally:
             self.is_over = True
             fleet.end(0, "")

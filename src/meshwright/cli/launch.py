@@ -176,7 +176,7 @@ def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Calla
 
 
 def build_submission(
-    file: JobFile, asked: NodeOptions, language: str = "en", remark: Callable[[str], None] = lambda line: None
+    file: JobFile, options: NodeOptions, language: str = "en", remark: Callable[[str], None] = lambda line: None
 ) -> JobSubmission:
     """Builds the submission of a job. The plan is searched here and the model is built on the meta device, so that
     nothing is queued that cannot run."""
@@ -187,14 +187,14 @@ def build_submission(
 
     cluster = resolve_cluster(file.cluster)
     source = build_model_source(file)
-    folder, sets = run_folder_of(file, source), node_sets(cluster, NodeRequest(asked.memory, asked.select))
+    folder, sets = run_folder_of(file, source), node_sets(cluster, NodeRequest(options.memory, options.select))
     start = JobSubmission(
         name=folder.name,
         sets=sets,
-        min_nodes=sum(each.nodes for each in sets) if asked.min_nodes is None else asked.min_nodes,
+        min_nodes=sum(each.nodes for each in sets) if options.min_nodes is None else options.min_nodes,
         folder=str(folder),
         grace=file.run.grace_period,
-        settings=network_settings(cluster, asked.interface),
+        settings=network_settings(cluster, options.interface),
     )
     check_model_builds(file, source, remark)
     choice = choose_plan(file, None, None, os.environ, None)

@@ -306,7 +306,7 @@ def serve_leader(
             warm,
         )
         code, line = node.run()
-        warm = None if node.nursery.ended else node.nursery
+        warm = None if node.agent.ended else node.agent
         if line:
             note(f"meshwright: {line}")
         lost = read_leader(folder) if code and not line and not node.leaving and file.run.retries else None

@@ -209,7 +209,9 @@ def _supervise(
         hear = lambda rank, message: screen.hear(message)
         if fleet is not None and node is not None:
             care = dataclasses.replace(care, follows=continues_run(fleet, node))
-        Supervisor(work, hear, screen.note, run.grace_period, StartupProgress(screen.note), care=care, lent=fleet).run()
+        Supervisor(
+            work, hear, screen.note, run.grace_period, StartupProgress(screen.note), care=care, agent=fleet
+        ).run()
     return folder
 
 

@@ -130,7 +130,7 @@ def prepare_verification(file: JobFile, pin: str | None, dtype: str) -> VerifyJo
     return VerifyJob(source, choice, small, question, _lossy_notes(file.workload))
 
 
-def run_verification(asked: VerifyJob) -> list[dict[str, Any]]:
+def run_verification(job: VerifyJob) -> list[dict[str, Any]]:
     """Returns the findings of the ranks. Their logs are preserved after an error."""
     from meshwright.elastic.attempt import RankJob
     from meshwright.elastic.failure import RankFailed
@@ -145,8 +145,8 @@ def run_verification(asked: VerifyJob) -> list[dict[str, Any]]:
 
     work = RankJob(
         f"{VERIFY_MODULE}:verify",
-        asked.small.world,
-        asked.question,
+        job.small.world,
+        job.question,
         folder,
         (VERIFY_MODULE,),
         {"CUDA_VISIBLE_DEVICES": ""},

@@ -35,7 +35,7 @@ class HeartbeatField(IntEnum):
     - `beat` increases with every sign of progress.
     - `waits` is 1 + the rank that this rank waits for. Above `WAIT_INCREMENT` it counts unsuccessful polls, so that a
       rank that really waits keeps changing it.
-    - `kept` is the newest step with a complete in-memory checkpoint.
+    - `snapshot_step` is the newest step with a complete in-memory checkpoint.
     - `busy` is 1 while an asynchronous checkpoint is written. The supervisor resets it to 0.
     - `saved` is the duration of the last checkpoint in microseconds.
     - `took` is the duration of the last complete step in microseconds.
@@ -45,7 +45,7 @@ class HeartbeatField(IntEnum):
     phase = 1
     beat = 2
     waits = 3
-    kept = 4
+    snapshot_step = 4
     busy = 5
     saved = 6
     took = 7

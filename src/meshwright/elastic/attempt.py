@@ -66,9 +66,9 @@ class Attempt:
     """The OOM kill count of the control group when the generation began."""
     clock: Callable[[], float] = time.monotonic
 
-    def start(self, nursery: LocalAgent, holdings: SharedFileStore, source: SharedFileStore) -> None:
+    def start(self, agent: LocalAgent, holdings: SharedFileStore, source: SharedFileStore) -> None:
         """Starts ranks that write their snapshots to `holdings` and restore from those of `source`."""
-        nursery.hold(holdings)
+        agent.hold(holdings)
         self.living = dict.fromkeys(range(self.work.world), 0)
         what = {
             "target": self.work.target,
@@ -77,12 +77,12 @@ class Attempt:
             "generation": self.number,
         }
         logs = [str(self.work.log(rank)) for rank in self.living]
-        nursery.start(what, logs, self.work.slots, holdings, source)
+        agent.start(what, logs, self.work.slots, holdings, source)
 
-    def write(self, nursery: LocalAgent, holdings: SharedFileStore, asked: IpcMessage) -> None:
+    def write(self, agent: LocalAgent, holdings: SharedFileStore, request: IpcMessage) -> None:
         """Starts the process that writes the requested checkpoint."""
         assert self.work.scribe, "nobody writes for this work"
-        payload = {"launch": self.work.payload, "step": asked["step"]}
+        payload = {"launch": self.work.payload, "step": request["step"]}
         memory = {"sources": holdings.table(map(holdings.source, range(holdings.world)))}
         here = {
             "world": self.work.world,
@@ -90,9 +90,9 @@ class Attempt:
             "log": str(self.work.log(WRITER_RANK)),
             "memory": memory,
         }
-        nursery.command("start", WRITER_RANK, target=self.work.scribe, payload=payload, **here)
+        agent.command("start", WRITER_RANK, target=self.work.scribe, payload=payload, **here)
 
-    def probe(self, nursery: LocalAgent, target: str, slot: int) -> None:
+    def probe(self, agent: LocalAgent, target: str, slot: int) -> None:
         """Starts the process that measures the device `slot`."""
         payload = {"launch": self.work.payload, "slot": slot}
         here = {
@@ -102,7 +102,7 @@ class Attempt:
             "memory": {},
             "local": (slot, 1),
         }
-        nursery.command("start", PROBE_RANK, target=target, payload=payload, **here)
+        agent.command("start", PROBE_RANK, target=target, payload=payload, **here)
 
     def heed(self, event: IpcMessage) -> None:
         """Updates the state from one event of this generation."""
@@ -142,19 +142,19 @@ class Attempt:
                     rank, RankExit(rank, now, event["status"], words=event.get("words", ""), kills=kills)
                 )
 
-    def tell(self, nursery: LocalAgent, message: IpcMessage) -> None:
+    def tell(self, agent: LocalAgent, message: IpcMessage) -> None:
         """Sends a message to every living rank."""
         for rank in self.living:
-            nursery.command("tell", rank, message=message)
+            agent.command("tell", rank, message=message)
 
-    def end(self, nursery: LocalAgent, other: Callable[[IpcMessage], None]) -> None:
+    def end(self, agent: LocalAgent, other: Callable[[IpcMessage], None]) -> None:
         """Kills the remaining ranks and waits until they have ended, so that none of them writes any more. `other` gets
         the events of other processes."""
         for rank in self.living:
-            nursery.command("signal", rank, signal=int(signal.SIGKILL))
+            agent.command("signal", rank, signal=int(signal.SIGKILL))
         end = self.clock() + KILL_SECONDS
-        while self.living and not nursery.ended and self.clock() < end:
-            for event in nursery.events(0.05):
+        while self.living and not agent.ended and self.clock() < end:
+            for event in agent.events(0.05):
                 other(event)
                 if event["event"] == "ended" and event["generation"] == self.number:
                     self.living.pop(event["rank"], None)  # killed by the supervisor: not a failure

@@ -88,10 +88,10 @@ class DeviceIds:
         self.devices = devices
         self._known: dict[int, tuple[str, int]] = {}
 
-    def first_of(self, name: str, devices: int, held: Iterable[int]) -> int:
-        """Returns the first device id of a node that has joined. `held` contains the first ids of the nodes that are
+    def first_of(self, name: str, devices: int, taken: Iterable[int]) -> int:
+        """Returns the first device id of a node that has joined. `taken` contains the first ids of the nodes that are
         connected."""
-        there = set(held)
+        there = set(taken)
         before = (first for first, known in self._known.items() if known == (name, devices) and first not in there)
         first = next(before, self.devices + sum(count for _, count in self._known.values()))
         self._known[first] = (name, devices)
@@ -327,7 +327,7 @@ class ClusterAgent(LocalAgent):
         table = holdings.table(resolve_locations(runs, source.key, here, source.source))
         most = min(len(ranks[id(None)]), self.devices)
         for rank, device, log in ranks[id(None)]:
-            memory = {"sources": table, "beside": False, **holdings.places(rank)}
+            memory = {"sources": table, "single_node": False, **holdings.places(rank)}
             super().command("start", rank, **what, log=log, local=[device, most], memory=memory)
 
     def hold(self, holdings: SharedFileStore) -> None:

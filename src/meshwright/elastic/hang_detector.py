@@ -310,21 +310,21 @@ class HangDetector:
         return stopped if self.signs(process).state == "T" else trains if self._trains(rank) else other
 
     def _judge(
-        self, late: Mapping[int, float], silent: Mapping[int, float], living: Mapping[int, int]
+        self, overdue: Mapping[int, float], silent: Mapping[int, float], living: Mapping[int, int]
     ) -> HangReport | None:
-        if not self.terms.tell and not any(self.signs(living[rank]).state == "T" for rank in late):
-            return self._behind(late.keys(), silent, living)
+        if not self.terms.tell and not any(self.signs(living[rank]).state == "T" for rank in overdue):
+            return self._behind(overdue.keys(), silent, living)
         waits = {rank: self.holdings.pulse(rank).read(HeartbeatField.waits) % WAIT_INCREMENT - 1 for rank in living}
         guilty = [
             rank
-            for rank in late
-            if waits[rank] < 0 or self.signs(living[rank]).state == "T" or self._stands(rank, living[rank])
+            for rank in overdue
+            if waits[rank] < 0 or self.signs(living[rank]).state == "T" or self._makes_no_progress(rank, living[rank])
         ]
         if guilty:
-            rank = min(guilty, key=lambda rank: (self._place(rank), -late[rank]))
+            rank = min(guilty, key=lambda rank: (self._place(rank), -overdue[rank]))
             if any(
                 self._place(other) < self._place(rank) and not self._trains(other)
-                for other in living.keys() - late.keys()
+                for other in living.keys() - overdue.keys()
             ):
                 return None  # the other rank has a longer limit, and those that wait for it cannot always publish that
             return HangReport(
@@ -332,20 +332,20 @@ class HangDetector:
                 silent[rank],
                 f"hung: {self._why(rank, living[rank])}no sign of life for {show_seconds(silent[rank])}",
             )
-        for start in late:
+        for start in overdue:
             path = [start]
             while (following := waits.get(path[-1], -1)) >= 0 and following not in path:
                 path.append(following)
             circle = path[path.index(following) :] if following in path else []
-            if circle and all(rank in late for rank in circle):
+            if circle and all(rank in overdue for rank in circle):
                 words = " waits for ".join(f"rank {rank}" for rank in (*circle, circle[0]))
                 return HangReport(circle[0], silent[circle[0]], f"hung: {words}: they are not in the same collective")
         return None
 
-    def _behind(self, late: Set[int], silent: Mapping[int, float], living: Mapping[int, int]) -> HangReport | None:
+    def _behind(self, overdue: Set[int], silent: Mapping[int, float], living: Mapping[int, int]) -> HangReport | None:
         """Returns a report on the rank that is behind all others, for ranks that do not publish what they wait for.
         Returns None while one rank still makes progress."""
-        if late < living.keys():
+        if overdue < living.keys():
             return None
         first, *others = sorted(living, key=self._place)
         if not others or self._place(first) < self._place(others[0]):
@@ -359,7 +359,7 @@ class HangDetector:
             -1, shortest, f"hung: no sign of life for {show_seconds(shortest)}, and no rank is behind the others"
         )
 
-    def _stands(self, rank: int, process: int) -> bool:
+    def _makes_no_progress(self, rank: int, process: int) -> bool:
         """Whether `rank` claims to wait but has not checked for half its limit, although it had CPU time."""
         seen = self._waits[rank]
         return self.clock() - seen.at - (self.signs(process).in_line - seen.in_line) > 0.5 * self._limit(rank, process)

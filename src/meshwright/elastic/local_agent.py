@@ -184,7 +184,7 @@ class LocalAgent:
         `what` is the job of all ranks. Each rank gets its log and its device, from `slots` or in order. Ranks write
         their snapshots to `holdings` and restore from those of `source`.
         """
-        memory = {"sources": holdings.table(map(source.source, range(source.world))), "beside": True}
+        memory = {"sources": holdings.table(map(source.source, range(source.world))), "single_node": True}
         for rank, log in enumerate(logs):
             local = {"local": (slots[rank], len(logs))} if slots else {}
             self.command("start", rank, **what, log=log, **local, memory={**memory, **holdings.places(rank)})

@@ -80,7 +80,7 @@ class NodeAgent:
         self.link, self.number, self.environment = link, number, environment
         self.logs = Path(link.hello["logs"])
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.nursery = self._nursery(warm)
+        self.agent = self._local_agent(warm)
         self.lender = self.outside.lender(host, token, self._file)
         self.mirror = self.outside.mirror(token, self._was_mirrored)
         self.holdings: dict[str, SharedFileStore] = {}
@@ -89,12 +89,12 @@ class NodeAgent:
         self.processes: dict[int, int] = {}
         self.leaving = ""
         """The name of the signal that requested this node to leave; empty without one."""
-        self._told = False
+        self._is_announced = False
         self._heard = self._said = self.outside.clock()
         self._rows: dict[int, bytes] = {}
         self._kills = oom_kill_count()
 
-    def _nursery(self, warm: LocalAgent | None = None) -> LocalAgent:
+    def _local_agent(self, warm: LocalAgent | None = None) -> LocalAgent:
         return LocalAgent(self.logs / f"zygote-{self.number}.log", self.link.hello["warm"], self.environment, warm)
 
     def _file(self, key: str, rank: int) -> int | None:
@@ -105,7 +105,7 @@ class NodeAgent:
     def run(self) -> tuple[int, str]:
         """Serves the run until it ends. Returns its exit code and the last line of the leader.
 
-        LEADER_LOST_EXIT means that the leader is lost. In that case `nursery` may still be open and reusable.
+        LEADER_LOST_EXIT means that the leader is lost. In that case `agent` may still be open and reusable.
         """
         how = (1, "")
         try:
@@ -128,9 +128,9 @@ class NodeAgent:
         self._say(event="lends", address=self.lender.address)
 
     def end(self, how: tuple[int, str]) -> None:
-        """Closes everything. The `nursery` stays open only if it is reusable and another leader may need it."""
-        if how != LEADER_LOST_EXIT or self.leaving or not self.nursery.clear():
-            self.nursery.close()
+        """Closes everything. The `agent` stays open only if it is reusable and another leader may need it."""
+        if how != LEADER_LOST_EXIT or self.leaving or not self.agent.clear():
+            self.agent.close()
         self.lender.close()
         self.mirror.close()
         for holdings in self.holdings.values():
@@ -144,16 +144,16 @@ class NodeAgent:
     def _wait(self) -> None:
         with selectors.DefaultSelector() as waiting:
             waiting.register(self.link.handle, selectors.EVENT_READ)
-            if not self.nursery.ended:
-                waiting.register(self.nursery.handle, selectors.EVENT_READ)
+            if not self.agent.ended:
+                waiting.register(self.agent.handle, selectors.EVENT_READ)
             waiting.select(TICK_SECONDS)
 
     def turn(self) -> tuple[int, str] | None:
         """Handles all pending events and messages. Returns the exit code and last line once the run has ended, else
         None."""
-        for event in self.nursery.events(0):
+        for event in self.agent.events(0):
             self._relay(event)
-        if self.nursery.ended:
+        if self.agent.ended:
             self._bury()
         messages, ended = self.link.read()
         for message in messages:
@@ -163,15 +163,15 @@ class NodeAgent:
             self._obey(message)
         if ended or self.outside.clock() > self._heard + NODE_TIMEOUT_SECONDS:
             return LEADER_LOST_EXIT
-        if self.leaving and not self._told:
-            self._told = True
+        if self.leaving and not self._is_announced:
+            self._is_announced = True
             self._say(event="node_leaving", signal=self.leaving)
         self._show()
         return None
 
     def _obey(self, message: IpcMessage) -> None:
         if message["do"] == "again":
-            self.nursery.close()
+            self.agent.close()
             self._bury()
         elif message["do"] == "sources":
             self._settle(message["key"], message["source"], message["runs"])
@@ -184,7 +184,7 @@ class NodeAgent:
             with contextlib.suppress(KeyError, OSError):  # these ranks no longer exist
                 self.mirror.order(replication_request(message, self.holdings[message["key"]]))
         elif message["do"] != "alive":
-            self.nursery.command(**message)
+            self.agent.command(**message)
 
     def _settle(self, key: str, source: str, runs: LocationRuns) -> None:
         """Resolves the snapshots that the next ranks restore from. Closes the snapshots that nobody can read any
@@ -207,11 +207,11 @@ class NodeAgent:
         self.generation, self.key = message["generation"], key
         holdings.begin(rank for rank, *_ in ranks)
         self._rows.clear()
-        memory = {"sources": holdings.table(self._sources), "beside": False}
+        memory = {"sources": holdings.table(self._sources), "single_node": False}
         for rank, device, log in ranks:
             # registered here, so that a fork server that dies before it starts the rank also reports this rank as ended
             self.processes.setdefault(rank, 0)
-            self.nursery.command(
+            self.agent.command(
                 **message, rank=rank, log=log, local=[device, here], memory={**memory, **holdings.places(rank)}
             )
 
@@ -239,7 +239,7 @@ class NodeAgent:
         """Reports every rank as ended after the fork server has died, and starts another fork server."""
         for rank in list(self.processes):
             self._relay({"event": "ended", "rank": rank, "generation": self.generation, "status": -signal.SIGKILL})
-        self.nursery.again()
+        self.agent.again()
 
     def _show(self) -> None:
         """Sends heartbeat rows when some have changed, and a message in any case after NODE_KEEPALIVE_SECONDS."""
@@ -251,7 +251,7 @@ class NodeAgent:
         if rows != self._rows or now > self._said + NODE_KEEPALIVE_SECONDS:
             changed = [(rank, row) for rank, row in rows.items() if row != self._rows.get(rank)]
             self._rows = rows
-            signs = [(rank, *self.nursery.signs(process).rounded()) for rank, process in self.processes.items()]
+            signs = [(rank, *self.agent.signs(process).rounded()) for rank, process in self.processes.items()]
             self._say(event="pulse", generation=self.generation, rows=pack_heartbeats(changed), signs=signs)
 
     def _say(self, **message: Any) -> None:

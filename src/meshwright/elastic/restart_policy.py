@@ -91,20 +91,20 @@ class RestartPolicy:
 class FaultPolicy:
     """What is done for a run before it is given up.
 
-    `retries`: failures in a row that are retried; 0: none. `patience`: minimum seconds of silence after which a rank
+    `retries`: failures in a row that are retried; 0: none. `hang_timeout`: minimum seconds of silence after which a rank
     counts as hung; 0: never. `replan` returns the job for at most that many ranks; without it the world size is fixed.
-    `least`: the minimum number of ranks after a permanent loss; 0: all.
+    `min_ranks`: the minimum number of ranks after a permanent loss; 0: all.
     """
 
     retries: int = 0
-    patience: float = 0.0
+    hang_timeout: float = 0.0
     replan: Callable[[int], RankJob] | None = None
-    least: int = 0
+    min_ranks: int = 0
     leaner: Callable[[RankJob], RankJob] | None = None
     """Returns the same job under a plan that takes less memory. Raises: NothingFits when there is none."""
     instead: Callable[[RankJob], str] = lambda work: ""
     """Describes such a plan in the report of an OOM."""
-    rejoin: float = 0.0
+    rejoin_timeout: float = 0.0
     """Seconds that a lost node gets to return."""
     leaving: ExclusionPolicy | None = None
     """When slow devices are excluded; None: never."""

@@ -138,15 +138,15 @@ class SharedFileStore:
         }
 
     @property
-    def kept(self) -> int:
+    def snapshot_step(self) -> int:
         """The newest step of which every rank of this generation has reported a snapshot."""
-        return min(self.column(HeartbeatField.kept)) if self.is_open else 0
+        return min(self.column(HeartbeatField.snapshot_step)) if self.is_open else 0
 
     def begin(self, ranks: Iterable[int] | None = None) -> None:
         """Resets the rows of `ranks`, or of all ranks, before a new generation. The contents of snapshots stay."""
         for rank in range(self.world) if ranks is None else ranks:
             first = rank * HEARTBEAT_FIELDS
-            for word in (HeartbeatField.step, HeartbeatField.phase, HeartbeatField.waits, HeartbeatField.kept):
+            for word in (HeartbeatField.step, HeartbeatField.phase, HeartbeatField.waits, HeartbeatField.snapshot_step):
                 self._words[first + word] = 0
             self._words[first + HeartbeatField.beat] += 1
 

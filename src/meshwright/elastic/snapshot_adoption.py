@@ -113,7 +113,7 @@ class SnapshotAdoption:
         self.lifeline: int | None = None
         self._before: socket.socket | None = None
         """The connection to the FD store of the previous supervisor, until that of this one holds the snapshots."""
-        self._is_named = self._is_told = False
+        self._is_named = self._is_reported = False
         if self._hold is not None:
             self._reading, self.lifeline = os.pipe()
 
@@ -182,7 +182,7 @@ class SnapshotAdoption:
         holdings = None
         for each in reversed(state["sets"]):  # the newest set is usable once all ranks have written to it
             holdings = _open_adopted_files(process, each)
-            if holdings.kept or each is state["sets"][0]:
+            if holdings.snapshot_step or each is state["sets"][0]:
                 break
             holdings.close()
         assert holdings is not None, "a state without a set"
@@ -219,8 +219,8 @@ class SnapshotAdoption:
             self._begin(self._hold)
 
     def _tell(self, error: OSError) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_reported:
+            self._is_reported = True
             self.note(
                 "nothing holds the snapshots if this process is killed, which would cost the steps since the "
                 f"last checkpoint: {error}"

@@ -77,12 +77,12 @@ class SnapshotServer:
         except (OSError, ValueError, KeyError, TypeError):
             return  # the client disconnected, or its request is malformed
 
-    def _answer(self, end: socket.socket, asked: IpcMessage) -> None:
-        file = self._find(str(asked["key"]), int(asked["rank"]))
+    def _answer(self, end: socket.socket, request: IpcMessage) -> None:
+        file = self._find(str(request["key"]), int(request["rank"]))
         try:
             whole = os.fstat(file).st_size if file is not None else 0
-            begin = int(asked["begin"])
-            size = max(0, min(int(asked["size"]), whole - begin)) if begin >= 0 else 0
+            begin = int(request["begin"])
+            size = max(0, min(int(request["size"]), whole - begin)) if begin >= 0 else 0
             end.sendall(json.dumps({"size": size, "whole": whole}).encode() + b"\n")
             while size and file is not None:
                 sent = os.sendfile(end.fileno(), file, begin, size)
@@ -126,7 +126,7 @@ class SnapshotReplicator:
         self._orders: queue.SimpleQueue[ReplicationRequest | None] = queue.SimpleQueue()
         self._latest: ReplicationRequest | None = None
         self._ranks: deque[Collection[int]] = deque(maxlen=2)
-        self._lent: dict[tuple[str, str, int], SnapshotClient] = {}
+        self._clients: dict[tuple[str, str, int], SnapshotClient] = {}
         self._seconds = 0.0
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
 
@@ -154,7 +154,7 @@ class SnapshotReplicator:
                 whole = all(self._copy(order, rank, file) for rank, file in order.files.items())
             except (OSError, ValueError):
                 whole = False  # the node is lost, or the data is no snapshot
-                self._lent.clear()
+                self._clients.clear()
             finally:
                 for file in order.files.values():
                     os.close(file)
@@ -173,9 +173,9 @@ class SnapshotReplicator:
             self._seconds += time.monotonic() - began
 
     def _fill(
-        self, order: ReplicationRequest, rank: int, file: int, lent: SnapshotClient, there: SnapshotHeader
+        self, order: ReplicationRequest, rank: int, file: int, client: SnapshotClient, there: SnapshotHeader
     ) -> bool:
-        index = lent.fetch(HEADER_BYTES, there.index_size)
+        index = client.fetch(HEADER_BYTES, there.index_size)
         if os.fstat(file).st_size != there.whole:
             os.ftruncate(file, 0)
             os.ftruncate(file, there.whole)
@@ -199,11 +199,11 @@ class SnapshotReplicator:
                 if order is not self._latest:
                     return False
                 with view[to + at : to + min(at + FETCH_BYTES, size)] as part:
-                    lent.fill(begin + at, part)
+                    client.fill(begin + at, part)
                     digest.update(part)
             (begin, size), to = there.place_of_state(order.step), to + there.place_of_state(order.step)[0] - begin
             with view[to : to + size] as part:
-                lent.fill(begin, part)
+                client.fill(begin, part)
                 digest.update(part)
             if not there.is_digest(order.step, digest.intdigest(), index):
                 return False
@@ -212,16 +212,16 @@ class SnapshotReplicator:
 
     def _reached(self, order: ReplicationRequest, rank: int) -> SnapshotClient:
         place = order.address, order.key, rank
-        if place not in self._lent:
-            self._lent = {saved: shared_fds for saved, shared_fds in self._lent.items() if saved[:2] == place[:2]}
-            self._lent[place] = SnapshotClient(order.address, self._token, order.key, rank)
-        return self._lent[place]
+        if place not in self._clients:
+            self._clients = {saved: shared_fds for saved, shared_fds in self._clients.items() if saved[:2] == place[:2]}
+            self._clients[place] = SnapshotClient(order.address, self._token, order.key, rank)
+        return self._clients[place]
 
-    def _await(self, order: ReplicationRequest, lent: SnapshotClient) -> SnapshotHeader | None:
+    def _await(self, order: ReplicationRequest, client: SnapshotClient) -> SnapshotHeader | None:
         """Returns the header of the file once it has the step. Returns None when the step was overwritten or the
         request was cancelled."""
         while order is self._latest:
-            words = lent.fetch(0, HEADER_BYTES)
+            words = client.fetch(0, HEADER_BYTES)
             head = SnapshotHeader(memoryview(words.ljust(HEADER_BYTES, b"\0")).cast("Q"))
             if head.is_laid and order.step in head.steps:
                 return head
@@ -282,8 +282,8 @@ class ReplicationCoordinator:
         holdings = self._holdings
         if holdings is None or not holdings.is_open:
             return
-        newest = holdings.pulse(0).read(HeartbeatField.kept)
-        if newest and not self.homes.is_settled and holdings.kept:
+        newest = holdings.pulse(0).read(HeartbeatField.snapshot_step)
+        if newest and not self.homes.is_settled and holdings.snapshot_step:
             self.homes.settle()
         if self._waits or self._clock() < self._next:
             return

@@ -2,7 +2,7 @@
 
 Guarantees: The run has exactly the requested world size. When a rank dies or hangs, the next generation resumes from
 the in-memory snapshots of the last step, without a person. A fault without recovery ends with a diagnosis that names
-the first failing rank. Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace` seconds.
+the first failing rank. Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace_period` seconds.
 A second signal ends it at once. No process is left behind in any case.
 
 [Note: generations] A fault ends all ranks of its generation. The next generation has its own store prefix, so that
@@ -67,16 +67,16 @@ class Supervisor:
     work: RankJob
     hear: Callable[[int, IpcMessage], None]
     note: Callable[[str], None] = lambda _: None
-    grace: float = 30.0
+    grace_period: float = 30.0
     starting: Callable[[SharedFileStore], None] = lambda _: None
     generation: int = 0
     care: FaultPolicy = field(default_factory=FaultPolicy)
-    lent: LocalAgent | None = None
+    agent: LocalAgent | None = None
     """A ready agent that outlives this run. Without one the run creates its own."""
     early: str = "before the first step"
     """Describes the moment at which a stop request came before any rank began to train."""
-    _asked: list[str] = field(default_factory=list)
-    _told: int = 0
+    _stop_signals: list[str] = field(default_factory=list)
+    _signals_sent: int = 0
     _deadline: float | None = None
     _killed: bool = False
     _begun: bool = False
@@ -93,34 +93,36 @@ class Supervisor:
         Raises: InputError or RankFailed for a failure, Interrupted after a stop request.
         """
         raise_open_file_limit(
-            max(self.work.world, self.care.full) if self.lent is None or self.lent.places is None else self.lent.devices
+            max(self.work.world, self.care.full)
+            if self.agent is None or self.agent.places is None
+            else self.agent.devices
         )
         self.work.logs.mkdir(parents=True, exist_ok=True)
-        clock = self.lent.outside.clock if self.lent is not None else time.monotonic
+        clock = self.agent.outside.clock if self.agent is not None else time.monotonic
         self._journal = EventLog(self.work.folder, self.note, clock)
         self._retries = RestartPolicy(self.care.retries)
         self._slots = DeviceExclusion(max(self.work.world, self.care.full), self._journal, self.care.leaving, clock)
         self._wanted = RankCountRequest(self.work.folder, self.note, self._slots.full)
         self._leaner: RankJob | None = None
-        self._adoption = SnapshotAdoption(self.work.folder, self.care.hold if self.lent is None else None, self.note)
+        self._adoption = SnapshotAdoption(self.work.folder, self.care.hold if self.agent is None else None, self.note)
         log, pipe = self.work.logs / "zygote.log", self._adoption.lifeline
-        self._nursery = self.lent or LocalAgent(log, self.work.warm, self.work.environment, lifeline=pipe)
-        self._pace, self._holdings = StepPace(), self._nursery.outside.holdings(self.work.world)
-        self._places, self._begun = self._nursery.places, self.care.follows
-        limit = max(self.care.terms.otherwise, 10 * self.care.patience)
-        self._writer = WriterSupervisor(self._journal, self.hear, self.note, self._nursery.command, limit, clock)
-        self._slots.name, self._slots.first = self._nursery.name_of, self._nursery.devices
+        self._agent = self.agent or LocalAgent(log, self.work.warm, self.work.environment, lifeline=pipe)
+        self._pace, self._holdings = StepPace(), self._agent.outside.holdings(self.work.world)
+        self._places, self._begun = self._agent.places, self.care.follows
+        limit = max(self.care.terms.otherwise, 10 * self.care.hang_timeout)
+        self._writer = WriterSupervisor(self._journal, self.hear, self.note, self._agent.command, limit, clock)
+        self._slots.name, self._slots.first = self._agent.name_of, self._agent.devices
         try:
             with stop_signal_handler(self._on_signal):
                 self._adopt()
-                if self.lent is None and not self._await_ready():
-                    raise fork_server_error(self._nursery.status(), self._nursery.log)
+                if self.agent is None and not self._await_ready():
+                    raise fork_server_error(self._agent.status(), self._agent.log)
                 now = _run_attempts(self)
                 with contextlib.suppress(OSError):
-                    now.end(self._nursery, self._heed_others)
+                    now.end(self._agent, self._heed_others)
         finally:
-            if self._nursery is not self.lent:
-                self._nursery.close()
+            if self._agent is not self.agent:
+                self._agent.close()
             self._adoption.close()
             for holdings in (self._holdings, self._old):
                 if holdings is not None:
@@ -134,57 +136,55 @@ class Supervisor:
             self._old, self._holdings = found.sets(self._holdings)
 
     def _on_signal(self, number: int, _: Any) -> None:
-        self._asked.append(signal.Signals(number).name)
+        self._stop_signals.append(signal.Signals(number).name)
 
     def _await_ready(self) -> bool:
         """Waits until ranks can be forked. Returns False when the fork server has ended instead."""
         while (
-            len(self._asked) < 1 + self._begun
+            len(self._stop_signals) < 1 + self._begun
         ):  # after training has begun, the first request lets everything be saved
-            for event in (events := self._nursery.events(TICK_SECONDS)):
+            for event in (events := self._agent.events(TICK_SECONDS)):
                 self._heed_others(event)
             if any(event["event"] == "ready" for event in events):
                 return True
-            if self._nursery.ended:
+            if self._agent.ended:
                 return False
             self.starting(self._holdings)
         how = "while it recovered" if self._begun else self.early
-        raise Interrupted(f"stopped by {self._asked[0]} {how}; the same command starts again")
+        raise Interrupted(f"stopped by {self._stop_signals[0]} {how}; the same command starts again")
 
     # --- one generation
 
     def _generate(self) -> Attempt:
         """Runs one generation until it is done, fails, or is to be ended."""
-        if (
-            self._slots.free(self._nursery.slots) is not None
-        ):  # nodes may have joined or left since devices were assigned
+        if self._slots.free(self._agent.slots) is not None:  # nodes may have joined or left since devices were assigned
             self.work = replace(self.work, slots=self._slots.seat(self.work.world))
         if self._old is not None and _has_newer_snapshots(self):
             self._old.close()
             self._old = None
-        now = self._now = Attempt(self.work, self.generation, self._hear, clock=self._nursery.outside.clock)
+        now = self._now = Attempt(self.work, self.generation, self._hear, clock=self._agent.outside.clock)
         self._holdings.begin()
         self._adoption.hold(self.generation, self.work, self._old, self._holdings)
-        nursery, patience = self._nursery, self.care.patience * 2 ** max(0, self._retries.in_row - 1)
-        clock, signs = nursery.outside.clock, nursery.signs
+        agent, patience = self._agent, self.care.hang_timeout * 2 ** max(0, self._retries.in_row - 1)
+        clock, signs = agent.outside.clock, agent.signs
         watch = HangDetector(
-            self._holdings, patience, clock, signs, self._pace, lambda: nursery.is_blind, self.care.terms
+            self._holdings, patience, clock, signs, self._pace, lambda: agent.is_blind, self.care.terms
         )
-        now.start(self._nursery, self._holdings, self._old or self._holdings)
+        now.start(self._agent, self._holdings, self._old or self._holdings)
         self._slots.started(self.work.plan)
         if self._deadline is not None:  # a fault occurred after a stop request
-            now.tell(self._nursery, {"stop": self._asked[0]})
+            now.tell(self._agent, {"stop": self._stop_signals[0]})
         while now.living and not self._killed:
             heard = (
                 clock()
             )  # all earlier messages are handled before the round judges, however long this process was suspended
-            for event in self._nursery.events(TICK_SECONDS):
+            for event in self._agent.events(TICK_SECONDS):
                 self._heed_others(event)
                 now.heed(event)
-            if self._nursery.ended and now.living:
+            if self._agent.ended and now.living:
                 break
-            if len(self._asked) > self._told:
-                self._told = len(self._asked)
+            if len(self._stop_signals) > self._signals_sent:
+                self._signals_sent = len(self._stop_signals)
                 self._ask(now)
             self._writer.look(self.generation, self._holdings)
             self._adoption.look()
@@ -192,13 +192,13 @@ class Supervisor:
             if hung is not None:
                 self._silent = hung.silent
                 now.failures[hung.rank] = RankExit(
-                    hung.rank, self._nursery.outside.clock(), -signal.SIGKILL, words=hung.words
+                    hung.rank, self._agent.outside.clock(), -signal.SIGKILL, words=hung.words
                 )
             if hung is not None or self._is_failed(now, heard) or self._is_resized(now):
                 break
             slot = self._slots.due()
             if slot is not None and self.care.leaving is not None:
-                now.probe(self._nursery, self.care.leaving.probe, slot)
+                now.probe(self._agent, self.care.leaving.probe, slot)
             if not now.begun:
                 self.starting(self._holdings)
         return now
@@ -206,7 +206,7 @@ class Supervisor:
     def _hear(self, rank: int, message: IpcMessage) -> None:
         self._begun = self._begun or message["kind"] == "begin"
         if message["kind"] == "write":
-            self._writer.begin(partial(self._now.write, self._nursery, self._holdings), message)
+            self._writer.begin(partial(self._now.write, self._agent, self._holdings), message)
             return
         if rank == 0 or message["kind"] == "bad_data":
             self._journal.hear(message, self.generation)
@@ -235,27 +235,32 @@ class Supervisor:
         Ranks that only lost a connection, and failures without recovery, get SETTLE_SECONDS for other reports. Failures
         are counted from before `heard`, the start of this round.
         """
-        if self._deadline is not None and self._nursery.outside.clock() > self._deadline:
+        if self._deadline is not None and self._agent.outside.clock() > self._deadline:
             self._killed = True
         return now.waited(heard) > SETTLE_SECONDS or (now.guilty and self.care.retries > 0 and self._begun)
 
     def _is_resized(self, now: Attempt) -> bool:
         """Whether another number of ranks or other devices are to be used. Closes the old snapshots once the new ones
         are complete."""
-        if self._old is not None and self._holdings.kept and not self._writer.lives and _are_snapshots_replicated(self):
+        if (
+            self._old is not None
+            and self._holdings.snapshot_step
+            and not self._writer.lives
+            and _are_snapshots_replicated(self)
+        ):
             self._old.close()
             self._old = None
             self._adoption.hold(self.generation, self.work, self._old, self._holdings)
-            self._nursery.released()
+            self._agent.released()
         if (
-            self._nursery.outside.clock() < self._looked + RANKS_FILE_SECONDS
+            self._agent.outside.clock() < self._looked + RANKS_FILE_SECONDS
             or not now.begun
             or self.care.replan is None
             or self._deadline is not None
         ):
             return False
-        self._looked, wanted = self._nursery.outside.clock(), self._wanted(self._nursery.places) or self._room()
-        moves = self._slots.are_to_move(self.work.slots, self._nursery.slots)
+        self._looked, wanted = self._agent.outside.clock(), self._wanted(self._agent.places) or self._room()
+        moves = self._slots.are_to_move(self.work.slots, self._agent.slots)
         self._world = (
             wanted if wanted not in (None, self.work.world) else self.work.world if moves else self._slots.take()
         )
@@ -264,31 +269,31 @@ class Supervisor:
     def _room(self) -> int | None:
         """Returns the number of ranks that fit when nodes have joined or are leaving, at most the planned number.
         Returns None without a change."""
-        before, self._places = self._places, self._nursery.places
-        return None if self._places in (None, before) else self._slots.free(self._nursery.slots)
+        before, self._places = self._places, self._agent.places
+        return None if self._places in (None, before) else self._slots.free(self._agent.slots)
 
     def _ask(self, now: Attempt) -> None:
         """Handles a stop request. The first one lets the step end. A second one, or one before any rank began to train,
         ends the run at once."""
-        reason = self._asked[0]
-        if len(self._asked) > 1 or not self._begun:
+        reason = self._stop_signals[0]
+        if len(self._stop_signals) > 1 or not self._begun:
             self._killed = True
             return
-        self._deadline = self._nursery.outside.clock() + self.grace
+        self._deadline = self._agent.outside.clock() + self.grace_period
         self.note(
-            f"{reason}: the step ends, then everything is saved (at most {self.grace:.0f} s); once more to stop at once"
+            f"{reason}: the step ends, then everything is saved (at most {self.grace_period:.0f} s); once more to stop at once"
         )
-        now.tell(self._nursery, {"stop": reason})
+        now.tell(self._agent, {"stop": reason})
 
     # --- between generations
 
     def _heals(self, now: Attempt) -> bool:
         """Whether another generation is to be tried ([Note: giving up])."""
-        if self._nursery.ended and now.living and not now.guilty:
-            removed = self._nursery.status()
+        if self._agent.ended and now.living and not now.guilty:
+            removed = self._agent.status()
             if self._killed or not self._begun or not self.care.retries:
-                raise fork_server_error(removed, self._nursery.log)
-            first = now.failures[-1] = fork_server_exit(removed, self._nursery.log)
+                raise fork_server_error(removed, self._agent.log)
+            first = now.failures[-1] = fork_server_exit(removed, self._agent.log)
         elif self._world is not None and not now.failures and not self._killed:
             return True
         elif not now.failures or self._killed:
@@ -309,7 +314,12 @@ class Supervisor:
         if self._why and hungry and (work := _lower_memory_job(self.care, self.work)) is not None:
             self._leaner, self._why, self._retries.in_row = work, "", 0
         lemon = self._retries.lemon
-        if lemon is not None and self.care.replan is not None and self.care.least and self.work.world > self.care.least:
+        if (
+            lemon is not None
+            and self.care.replan is not None
+            and self.care.min_ranks
+            and self.work.world > self.care.min_ranks
+        ):
             self._world, self._why = self.work.world - 1, ""
             self._slots.leave_out([slot for rank, slot in enumerate(self._here()) if rank == lemon])
         self._silent = 0.0
@@ -328,12 +338,12 @@ class Supervisor:
 
     def _recover(self, now: Attempt) -> None:
         """Ends everything of the old generation and prepares the next one."""
-        began = self._nursery.outside.clock()
+        began = self._agent.outside.clock()
         self._journal.decide()
-        now.end(self._nursery, self._heed_others)
-        if self._nursery.ended or now.living:
+        now.end(self._agent, self._heed_others)
+        if self._agent.ended or now.living:
             self._revive()
-        self._journal.part("end", self._nursery.outside.clock() - began)
+        self._journal.part("end", self._agent.outside.clock() - began)
         self._retries.rest(self._journal.part)
         if self._world is None:
             self._await_places()
@@ -349,38 +359,38 @@ class Supervisor:
 
         Raises: RankFailed when the retries are used up.
         """
-        self._nursery.again()
+        self._agent.again()
         self._slots.probed()
         while not self._await_ready():
-            first = fork_server_exit(self._nursery.status(), self._nursery.log)
+            first = fork_server_exit(self._agent.status(), self._agent.log)
             place = {"generation": self.generation, "cause": failure_cause(first)}
             if why := self._retries.count(first, self._journal.last):
                 self._journal.write(kind="verdict", decision=why, **place)
                 raise diagnose([first], self.work.world, self.work.log, why)
             self._journal.fault(decision="it starts again", **place)
             self._retries.rest(self._journal.part)
-            self._nursery.again()
+            self._agent.again()
         self._writer.ended(self._holdings)
 
     def _await_places(self) -> None:
-        """Waits `rejoin` seconds for a lost node to return, then continues without it."""
-        began, places = self._nursery.outside.clock(), self._slots.free(self._nursery.slots)
+        """Waits `rejoin_timeout` seconds for a lost node to return, then continues without it."""
+        began, places = self._agent.outside.clock(), self._slots.free(self._agent.slots)
         if places is None or places >= self.work.world:
             return
-        self.note(f"room for {places} of {self.work.world} ranks: waiting {self.care.rejoin:.0f} s for a node")
-        while (places := self._slots.free(self._nursery.slots) or 0) < self.work.world and not self._asked:
-            if self._nursery.outside.clock() > began + self.care.rejoin and places >= self.care.least:
+        self.note(f"room for {places} of {self.work.world} ranks: waiting {self.care.rejoin_timeout:.0f} s for a node")
+        while (places := self._slots.free(self._agent.slots) or 0) < self.work.world and not self._stop_signals:
+            if self._agent.outside.clock() > began + self.care.rejoin_timeout and places >= self.care.min_ranks:
                 break
-            for event in self._nursery.events(TICK_SECONDS):
+            for event in self._agent.events(TICK_SECONDS):
                 self._heed_others(event)
-        self._journal.part("wait", self._nursery.outside.clock() - began)
-        if places < self.work.world and not self._asked:
-            self._world, self._places = places, self._nursery.places
+        self._journal.part("wait", self._agent.outside.clock() - began)
+        if places < self.work.world and not self._stop_signals:
+            self._world, self._places = places, self._agent.places
 
     def _resize(self, world: int) -> None:
         """Plans the job for another number of ranks ([Note: other numbers of ranks])."""
         assert self.care.replan is not None
-        began, self._world = self._nursery.outside.clock(), None
+        began, self._world = self._agent.outside.clock(), None
         try:
             with report_if_overdue(lambda: self.note(f"still planning for {world} ranks")):
                 work = self.care.replan(world)
@@ -388,11 +398,11 @@ class Supervisor:
             self._journal.unplanned(world, str(error), self.generation)
         else:
             self._change(work)
-        self._journal.part("plan", self._nursery.outside.clock() - began)
+        self._journal.part("plan", self._agent.outside.clock() - began)
 
     def _change(self, work: RankJob) -> None:
         """Switches to another job. The current snapshots stay until there are some of `work`."""
-        fresh = self._nursery.outside.holdings(work.world)
+        fresh = self._agent.outside.holdings(work.world)
         self._journal.resize(self.work.world, work.world, work.plan, self.generation, work.plan == self.work.plan)
         self.work = replace(work, slots=self._slots.seat(work.world))
         self._retries.forget_culprits()
@@ -408,13 +418,13 @@ class Supervisor:
 def _has_newer_snapshots(run: Supervisor) -> bool:
     """Whether the next ranks can resume from snapshots of the current plan, while those of the previous plan still
     exist."""
-    homes = run._nursery.homes
+    homes = run._agent.homes
     return homes is not None and homes.has(run._holdings.key)
 
 
 def _are_snapshots_replicated(run: Supervisor) -> bool:
     """Whether the snapshots of the current plan survive the loss of a node, as those of the previous plan do."""
-    homes = run._nursery.homes
+    homes = run._agent.homes
     return homes is None or homes.is_safe(run._holdings.key)
 
 
@@ -428,9 +438,7 @@ def _run_attempts(run: Supervisor) -> Attempt:
                 run._recover(run._now)
             run._generate()
         except OSError as error:
-            run._now.failures[-1] = RankExit(
-                -1, run._nursery.outside.clock(), 1, words=f"the supervisor failed: {error}"
-            )
+            run._now.failures[-1] = RankExit(-1, run._agent.outside.clock(), 1, words=f"the supervisor failed: {error}")
         if not run._heals(run._now):
             return run._now
         recovers = True
@@ -445,12 +453,12 @@ def _lower_memory_job(care: FaultPolicy, work: RankJob) -> RankJob | None:
 
 def _finish(run: Supervisor, now: Attempt) -> None:
     """Returns after success, else raises the error that failed or stopped the run."""
-    if now.failures and len(run._asked) < 2:
+    if now.failures and len(run._stop_signals) < 2:
         instead = run.care.instead(run.work) if run._retries.hungry else ""
         raise diagnose(list(now.failures.values()), run.work.world, run.work.log, run._why, instead)
-    if run._asked and not run._begun:
-        raise Interrupted(f"stopped by {run._asked[0]} {run.early}; the same command starts again")
-    if run._asked and (now.failures or now.stopped or run._killed):  # else the last step was done all the same
+    if run._stop_signals and not run._begun:
+        raise Interrupted(f"stopped by {run._stop_signals[0]} {run.early}; the same command starts again")
+    if run._stop_signals and (now.failures or now.stopped or run._killed):  # else the last step was done all the same
         saved = len(now.stopped) == run.work.world
         how = "everything is saved" if saved else "the step in progress was given up"
-        raise Interrupted(f"stopped by {run._asked[0]}: {how}; the same command goes on where this one stopped")
+        raise Interrupted(f"stopped by {run._stop_signals[0]}: {how}; the same command goes on where this one stopped")

@@ -75,7 +75,7 @@ class WriterSupervisor:
     """Whether it may still have to read snapshots."""
     _next: IpcMessage | None = None
     _start: Callable[[IpcMessage], None] = lambda _: None
-    _asked: IpcMessage = field(default_factory=dict)
+    _request: IpcMessage = field(default_factory=dict)
     """The message with which rank 0 requested the current save: its step, and the seconds for which training was
     blocked."""
     _saved: bool = False
@@ -88,15 +88,15 @@ class WriterSupervisor:
     _killed: float | None = None
     _standing: BlockedTraining = field(default_factory=BlockedTraining)
 
-    def begin(self, start: Callable[[IpcMessage], None], asked: IpcMessage) -> None:
-        """Calls `start` for the save that `asked` requests, at once or after the current save has ended."""
+    def begin(self, start: Callable[[IpcMessage], None], request: IpcMessage) -> None:
+        """Calls `start` for the save that `request` requests, at once or after the current save has ended."""
         self._start = start
         if self.lives:
-            self._next = asked
+            self._next = request
             return
-        self.lives, self._asked, self._saved, self._why, self._process = True, asked, False, "", 0
+        self.lives, self._request, self._saved, self._why, self._process = True, request, False, "", 0
         self._moved, self._said, self._killed = self.clock(), False, None
-        start(asked)
+        start(request)
 
     def heed(self, event: IpcMessage, generation: int, holdings: SharedFileStore) -> None:
         """Handles the messages and the end of the writer."""
@@ -117,7 +117,7 @@ class WriterSupervisor:
     def _heed_words(self, message: IpcMessage, generation: int) -> None:
         if message["kind"] == "saved":
             self._saved, self._seconds = True, float(message.get("seconds", 0.0))
-            self.journal.hear({**message, "waited": self._asked.get("waited", 0.0)}, generation)
+            self.journal.hear({**message, "waited": self._request.get("waited", 0.0)}, generation)
         if message["kind"] == "unsaved":
             self._why = message["why"]
         elif message["kind"] == "failed":
@@ -135,7 +135,7 @@ class WriterSupervisor:
             self._before, self._moved, self._said = signs, now, False
             return
         silent = now - self._moved - (signs.in_line - self._before.in_line)  # a process in the run queue is not stuck
-        step = self._asked.get("step", 0)
+        step = self._request.get("step", 0)
         if silent > NO_PROGRESS_SECONDS and not self._said:
             self._said = True
             state = {"T": ": a signal has stopped its process", "D": ": its disk does not answer"}.get(signs.state, "")
@@ -151,9 +151,10 @@ class WriterSupervisor:
 
     def _end(self, generation: int, holdings: SharedFileStore) -> None:
         if not self._saved:
-            waited = self._asked.get("waited", 0.0)
+            waited = self._request.get("waited", 0.0)
             self.journal.hear(
-                {"kind": "unsaved", "step": self._asked.get("step", 0), "why": self._why, "waited": waited}, generation
+                {"kind": "unsaved", "step": self._request.get("step", 0), "why": self._why, "waited": waited},
+                generation,
             )
         self.ended(holdings)
 

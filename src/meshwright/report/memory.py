@@ -78,7 +78,7 @@ def memory_text(
     said = lambda key, **values: render_message(make_message(f"timeline.{key}", **values), language)
     place = lambda timeline: timeline.place or said("nowhere")
     peak_rank = timelines[0]
-    kinds = {**peak_rank.held, "activations": peak_rank.peak.activations, "buffers": peak_rank.peak.buffers}
+    kinds = {**peak_rank.resident, "activations": peak_rank.peak.activations, "buffers": peak_rank.peak.buffers}
     predicted = run.estimate.memory.model_dump() if run.estimate is not None else {}
     rows = [
         (
@@ -133,7 +133,7 @@ def memory_chart(timeline: MemoryTimeline, width: int = CHART_COLUMNS, height: i
     """Rows of letters, the highest first.
 
     >>> moments = (AllocationEvent(at=0, activations=0, buffers=0), AllocationEvent(at=1, activations=2, buffers=0))
-    >>> one = MemoryTimeline(rank=0, step=1, seconds=2, held={"parameters": 2.0}, moments=moments, peak=moments[1])
+    >>> one = MemoryTimeline(rank=0, step=1, seconds=2, resident={"parameters": 2.0}, moments=moments, peak=moments[1])
     >>> [line.split()[-1] for line in memory_chart(one, 2, 2)[:2]]
     ['a', '|PP']
     """
@@ -164,7 +164,7 @@ def column_peaks(timeline: MemoryTimeline, width: int) -> list[AllocationEvent]:
 
 
 def _kind_letter(timeline: MemoryTimeline, moment: AllocationEvent, height: float) -> str:
-    for kind, size in (*timeline.held.items(), ("activations", moment.activations), ("buffers", moment.buffers)):
+    for kind, size in (*timeline.resident.items(), ("activations", moment.activations), ("buffers", moment.buffers)):
         height -= max(size, 0.0)
         if height < 0:
             return KIND_LETTERS[kind]

@@ -78,14 +78,14 @@ ReplayMemo = dict[int, torch.Tensor]
 class StorageRecipe:
     """Describes how a storage of `numel` elements gets its content.
 
-    The content is `kept` from the beginning, or output `index` of operation `made`, or nothing; then `steps` write over
+    The content is `initial` from the beginning, or output `index` of operation `made`, or nothing; then `steps` write over
     it. `form`: size, strides and offset of the content that is kept or made.
     """
 
     numel: int
     dtype: torch.dtype
     form: tuple[Any, ...] = ()
-    kept: torch.Tensor | None = None
+    initial: torch.Tensor | None = None
     made: RecordedOp | None = None
     index: int = 0
     steps: tuple[RecordedOp, ...] = ()
@@ -93,15 +93,15 @@ class StorageRecipe:
     @property
     def known(self) -> bool:
         """Returns whether anything was written to the storage."""
-        return self.kept is not None or self.made is not None or bool(self.steps)
+        return self.initial is not None or self.made is not None or bool(self.steps)
 
     def play(self, memo: ReplayMemo) -> torch.Tensor:
         """Returns the content of the whole storage, flat."""
         if id(self) in memo:
             return memo[id(self)]
         flat = _temporary_storage(self.numel, self.dtype)
-        if self.kept is not None:
-            flat.as_strided(*self.form).copy_(self.kept)
+        if self.initial is not None:
+            flat.as_strided(*self.form).copy_(self.initial)
         elif self.made is not None:
             result = tree_leaves(self.made.play(memo, flat))[self.index]
             if result.is_contiguous() and result.untyped_storage().nbytes() == flat.untyped_storage().nbytes():
@@ -217,7 +217,7 @@ class DeferredInit(TorchDispatchMode):
         origin = StorageRecipe(shape.untyped_storage().nbytes() // shape.element_size(), shape.dtype, _geometry(shape))
         raw = self.notes.untouched.get(key)
         if raw is None or raw.expired():
-            origin = replace(origin, kept=_compact_clone(parameter.detach()))
+            origin = replace(origin, initial=_compact_clone(parameter.detach()))
         self.notes.put(shape, origin)
         self.notes.given[key] = (weakref.ref(parameter), shape, StorageWeakRef(parameter.untyped_storage()))
         vars(module)[RECORDER_ATTRIBUTE] = self

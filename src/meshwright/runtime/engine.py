@@ -170,7 +170,7 @@ class StageExecutor:
     def num_inputs(self, stage: int) -> int:
         """Returns how many tensors `stage` receives."""
         carry = self.cursor.carry
-        return (0 if carry is None else len(carry.wants.message(self.bounds[stage][0]))) + (self.balance is not None)
+        return (0 if carry is None else len(carry.spec.message(self.bounds[stage][0]))) + (self.balance is not None)
 
     def forward_stage(self, stage: int, batch: Batch, received: StageTensors) -> StageTensors:
         """Runs one micro-batch through `stage`. Returns the message to the next stage, or the sum of losses."""
@@ -291,7 +291,7 @@ class Engine:
         return self.executor.cursor
 
     @property
-    def beside(self) -> ExtraState:
+    def extra_state(self) -> ExtraState:
         """Entries of the model's state dict that are not parameters."""
         return self.executor.extra_state
 

@@ -160,7 +160,7 @@ class GatherService:
         for window in split_into_buckets([each.stop - each.start for each in ranges], longest):
             bucket = self._bucket[: (window.size + 1) * kind.itemsize].view(kind).zero_()
             try:
-                parts = list(self._held(what, {each.name for each in ranges})) if parts is None else parts
+                parts = list(self._local_pieces(what, {each.name for each in ranges})) if parts is None else parts
                 self._fill(bucket, window, ranges, parts)
             except Exception as error:
                 failure = failure or reason_of(error)
@@ -205,7 +205,7 @@ class GatherService:
             return self.compute
         return torch.float64 if self.compute == torch.float64 else torch.float32
 
-    def _held(self, what: int, names: set[str]) -> Iterator[LocalPiece]:
+    def _local_pieces(self, what: int, names: set[str]) -> Iterator[LocalPiece]:
         engine = self.engine
         if what != REQUEST_BUFFERS:
             kind = "model" if what == REQUEST_WEIGHTS else "gradient"

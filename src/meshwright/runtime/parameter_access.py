@@ -86,9 +86,9 @@ def _parameter_names(engine: Engine, module: nn.Module | None) -> list[str]:
     ]
     if not paths:
         raise InputError(f"full_parameters: {type(module).__name__} is no module of this model")
-    names = [*engine.shapes, *engine.beside.shared_names]
+    names = [*engine.shapes, *engine.extra_state.shared_names]
     inside = [name for name in names if any(not path or name.startswith(f"{path}.") for path in paths)]
-    return list(dict.fromkeys(engine.beside.shared_names.get(name, name) for name in inside))
+    return list(dict.fromkeys(engine.extra_state.shared_names.get(name, name) for name in inside))
 
 
 def _gather_parameters(engine: Engine, names: list[str]) -> dict[str, torch.Tensor]:
@@ -120,7 +120,7 @@ def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> I
     registered: list[tuple[nn.Module, str, dict[str, Any]]] = []
     installed: dict[str, nn.Parameter] = {}
     second: dict[str, list[str]] = {}
-    for name, one in engine.beside.shared_names.items():
+    for name, one in engine.extra_state.shared_names.items():
         second.setdefault(one, []).append(name)
     try:
         for name, parameter in full.items():

@@ -128,7 +128,7 @@ def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
     here = engine.mesh.plan.stages_of(engine.mesh.coords.pp)
     for name, buffer in engine.model.named_buffers(remove_duplicate=False):
         spec = engine.shards.buffers.get(name)
-        if spec is None or (saving and engine.beside.buffer_stages[name] not in here):
+        if spec is None or (saving and engine.extra_state.buffer_stages[name] not in here):
             continue
         split = spec.tp_split
         piece = ShardMetadata(
@@ -375,13 +375,13 @@ def _state_device(optimizer: torch.optim.Optimizer, parameter: FullParam, key: s
     )
 
 
-def strip_replica_prefix(held: LocalPiece) -> LocalPiece:
+def strip_replica_prefix(local: LocalPiece) -> LocalPiece:
     """Returns the same piece under the name of a run without local SGD."""
-    name = held.piece.name
+    name = local.piece.name
     return (
-        held._replace(piece=held.piece._replace(name=name.partition("/")[2]))
+        local._replace(piece=local.piece._replace(name=name.partition("/")[2]))
         if name.startswith(REPLICA_PREFIX)
-        else held
+        else local
     )
 
 
@@ -427,16 +427,16 @@ def gather_state_dict(engine: Engine) -> dict[str, Any] | None:
     extra = (
         {
             name: value
-            for each in reversed(gather_objects(collect_extra_states(engine.model, engine.beside.module_keys)))
+            for each in reversed(gather_objects(collect_extra_states(engine.model, engine.extra_state.module_keys)))
             for name, value in each.items()
         }
-        if engine.beside.module_keys
+        if engine.extra_state.module_keys
         else {}
     )
     if full is None:
         return None
     full |= empty_parameters(engine) | extra
-    return full | {name: full[one] for name, one in engine.beside.shared_names.items()}
+    return full | {name: full[one] for name, one in engine.extra_state.shared_names.items()}
 
 
 def empty_parameters(engine: Engine) -> dict[str, torch.Tensor]:
@@ -445,9 +445,9 @@ def empty_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: torch.empty(shape, dtype=dtype) for name, shape in engine.shapes.items() if not shape.numel()}
 
 
-def gather_full_tensors(engine: Engine, held: Iterable[LocalPiece]) -> dict[str, torch.Tensor] | None:
+def gather_full_tensors(engine: Engine, pieces: Iterable[LocalPiece]) -> dict[str, torch.Tensor] | None:
     """Returns the full tensors on rank 0 (on the CPU), None on other ranks."""
-    mine = ((item.piece, item.data.detach()) for item in held if not item.piece.name.startswith(REPLICA_PREFIX))
+    mine = ((item.piece, item.data.detach()) for item in pieces if not item.piece.name.startswith(REPLICA_PREFIX))
     if engine.mesh.world is None:
         return assemble_tensors(mine)
     sent = [

@@ -152,13 +152,13 @@ class AllocationEvent(StrictModel):
 
 
 class MemoryTimeline(StrictModel):
-    """The memory of one step over time. `held` is the static memory by kind: parameters, gradients, optimizer and
+    """The memory of one step over time. `resident` is the static memory by kind: parameters, gradients, optimizer and
     transient bytes that are present throughout."""
 
     rank: int
     step: int
     seconds: Seconds
-    held: dict[str, Bytes]
+    resident: dict[str, Bytes]
     moments: tuple[AllocationEvent, ...]
     peak: AllocationEvent
     place: str = Field(default="", description="what ran at the peak: forward or backward of which module")
@@ -166,4 +166,4 @@ class MemoryTimeline(StrictModel):
     @property
     def total(self) -> float:
         """Bytes at the peak."""
-        return sum(self.held.values()) + self.peak.activations + self.peak.buffers
+        return sum(self.resident.values()) + self.peak.activations + self.peak.buffers

@@ -34,12 +34,12 @@ MAX_ROLLBACKS = 3
 
 
 class LossSpikeDetector:
-    """Observes each step. Its state is stored in `kept["guard"]`, which every checkpoint contains."""
+    """Observes each step. Its state is stored in `state["guard"]`, which every checkpoint contains."""
 
-    def __init__(self, kept: dict[str, Any], watches: bool, scaled: bool) -> None:
+    def __init__(self, state: dict[str, Any], watches: bool, scaled: bool) -> None:
         """`watches`: detect spikes. `scaled`: the loss scale is dynamic, so that gradients that are not finite are
         expected."""
-        self.kept, self.watches, self.scaled = kept, watches, scaled
+        self.state, self.watches, self.scaled = state, watches, scaled
         self.back: dict[int, int] = {}
         self.read({})
 
@@ -53,7 +53,7 @@ class LossSpikeDetector:
 
     def _write(self) -> None:
         if self.watches or self.left_out:
-            self.kept["guard"] = {"losses": list(self._losses), "high": self._high, "left_out": self.left_out}
+            self.state["guard"] = {"losses": list(self._losses), "high": self._high, "left_out": self.left_out}
 
     @property
     def is_spike(self) -> bool:

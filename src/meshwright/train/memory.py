@@ -49,7 +49,7 @@ class StepMemoryTrace:
 
     device: str = "cpu"
     peak: int = 0
-    kept: int = 0
+    remaining: int = 0
     seconds: float = 0.0
     place: str = ""
     moments: list[AllocationEvent] = field(default_factory=list)
@@ -57,8 +57,8 @@ class StepMemoryTrace:
 
     def timeline(self, trainer: Trainer) -> MemoryTimeline:
         """Returns the timeline of `trainer`'s last step, which was traced."""
-        stored = trainer.held()
-        left = self.kept - (
+        stored = trainer.resident_memory()
+        left = self.remaining - (
             trainer.passing if backend_of(self.device).memory_is_host else 0
         )  # data in transit to or from an accelerator is in host memory
         stored["passing"] = float(max(-left, 0))
@@ -67,7 +67,7 @@ class StepMemoryTrace:
         ):  # the first step makes the states; later ones leave only what other threads free untraced
             stored["optimizer"] = max(stored["optimizer"] - left, 0.0)
         return MemoryTimeline(
-            rank=trainer.mesh.rank, step=trainer.steps, seconds=self.seconds, held=stored,
+            rank=trainer.mesh.rank, step=trainer.steps, seconds=self.seconds, resident=stored,
             moments=tuple(self.moments), peak=self.highest, place=self.place
         )  # fmt: skip
 
@@ -81,7 +81,7 @@ class StepMemoryTrace:
         return {
             "total": found.total,
             "activations": found.peak.activations,
-            "buffers": found.peak.buffers + found.held["passing"],
+            "buffers": found.peak.buffers + found.resident["passing"],
         }
 
 
@@ -155,7 +155,7 @@ def _fill_trace(watch: StepMemoryTrace, roots: Any) -> None:
         before = highest.get(part)
         if before is None or before[1] + before[2] < total:
             highest[part] = seen
-    watch.kept = now[True] + now[False]
+    watch.remaining = now[True] + now[False]
     watch.highest, *watch.moments = (
         AllocationEvent(at=(at - began) / 1e9, activations=activations, buffers=buffers)
         for at, activations, buffers in (peak, *(highest[part] for part in sorted(highest)))
@@ -197,7 +197,7 @@ class MemoryRecorder:
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self.trainer, self.folder = trainer, folder
         self.device, hosts = trainer.mesh.device, [host for host in trainer.mesh.topology.shm_host_ids if host]
-        self.is_apart = len(set(hosts)) == len(hosts)
+        self.is_rank_per_host = len(set(hosts)) == len(hosts)
         """Whether no rank reads another rank's memory, which would count as its own."""
         self._written: dict[str, float] = {}
         peak_resident_bytes()
@@ -209,7 +209,7 @@ class MemoryRecorder:
         found |= watch.keep(self.trainer, self.folder) if watch is not None else {}
         if peak := backend_of(self.device).peak_memory(self.device):
             found |= peak
-        elif self.is_apart:
+        elif self.is_rank_per_host:
             found["reserved"] = peak_resident_bytes()
         self._write(record.step, found)
         return found

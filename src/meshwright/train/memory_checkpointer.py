@@ -178,7 +178,7 @@ class MemoryCheckpointer:
         began = time.thread_time()
         try:
             self.memory.write(step, layout, local, state, single_chunk if self._lift is None else self._lift.parts)
-            self.pulse.write(HeartbeatField.kept, step)
+            self.pulse.write(HeartbeatField.snapshot_step, step)
         except BaseException as error:  # `finish` raises it: the run must not continue silently without checkpoints
             self._failed = error
         self.seconds = time.thread_time() - began

@@ -182,7 +182,7 @@ def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
     reach the same result."""
     weights = HfWeights(path)
     shapes = {name.replace(LORA_BASE_INFIX, "."): engine.shapes[name] for name in engine.unfilled}
-    others = {name.replace(LORA_BASE_INFIX, ".") for name in (*engine.beside.shared_names, *engine.shards.buffers)}
+    others = {name.replace(LORA_BASE_INFIX, ".") for name in (*engine.extra_state.shared_names, *engine.shards.buffers)}
     weights.sources = weight_sources(weights, engine.model, shapes.keys() | others)
     weights.check(
         shapes,

@@ -34,13 +34,13 @@ class OutOfMemory(MeshwrightError):
 
 
 class MemoryReport(NamedTuple):
-    """The data of an OOM report. `held`: the resident bytes by kind, as far as known. `predicted`: the estimate, None
+    """The data of an OOM report. `resident`: the resident bytes by kind, as far as known. `predicted`: the estimate, None
     where the plan has none."""
 
     rank: int
     plan: Plan
     device: torch.device
-    held: Callable[[], Mapping[str, float]] = dict
+    resident: Callable[[], Mapping[str, float]] = dict
     predicted: MemoryBreakdown | None = None
 
 
@@ -85,7 +85,7 @@ def _memory_breakdown(holder: MemoryReport, error: str) -> str:
         if requested is None
         else float(requested[1] or float(requested[2]) * 1024.0 ** " KMGT".index(requested[3] or " "))
     )
-    stored = dict(holder.held())
+    stored = dict(holder.resident())
     rest = "activations and all else" if stored else "all that it holds"
     on_device = (
         allocated

@@ -72,7 +72,7 @@ class SharedFiles:
     pulse: str = ""
     own: str = ""
     sources: tuple[str, ...] = ()
-    beside: bool = True
+    single_node: bool = True
     """Whether all in-memory checkpoints are on this machine, where one process can write them to disk."""
 
 
@@ -168,7 +168,7 @@ def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], i
             memory.get("pulse", ""),
             memory.get("own", ""),
             read_snapshot_locations(memory.get("sources", "")),
-            memory.get("beside", True),
+            memory.get("single_node", True),
         )
         channel = RankControl(
             message["rank"], message["world"], lambda said: write_message(outbox, said), memory=places

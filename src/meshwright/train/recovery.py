@@ -75,7 +75,7 @@ class Recovery:
         self._steps = (0, 0.0, 0.0)
         """Steps measured so far, their seconds, and the seconds in which they waited for a copy."""
         self.guard = LossSpikeDetector(self.identity, launch.workload.spikes == "skip", trainer.scale.dynamic)
-        memory, slots = channel.memory, SNAPSHOT_SLOTS if channel.memory.beside else SNAPSHOT_SLOTS_MULTI_NODE
+        memory, slots = channel.memory, SNAPSHOT_SLOTS if channel.memory.single_node else SNAPSHOT_SLOTS_MULTI_NODE
         self.copies = (
             memory_checkpointer.MemoryCheckpointer(memory.own, trainer, pulse, identity, slots)
             if memory.own and launch.run.memory_checkpoints
@@ -257,7 +257,7 @@ class Recovery:
         step = self.trainer.steps
         if self.saved == step:
             return
-        if self.copies is not None and not self.copies.refused and not must and self.channel.memory.beside:
+        if self.copies is not None and not self.copies.refused and not must and self.channel.memory.single_node:
             # The previous save may take longer than the steps between two saves. A requested save is not dropped: it
             # starts as soon as that one has ended.
             if self._busy and (self._owed or not self._await_writer(MAX_WRITER_WAIT_SECONDS)):

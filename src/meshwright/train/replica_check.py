@@ -141,12 +141,12 @@ def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _repair_tensors(held: _ReplicatedState, wrong: bool, source: bool) -> None:
+def _repair_tensors(state: _ReplicatedState, wrong: bool, source: bool) -> None:
     """Overwrites the tensors of the wrong ranks with those of the source. Every rank of the group calls it; all but the
     source contribute zeros."""
-    for tensor in held.tensors:
+    for tensor in state.tensors:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         bytes_ = flat.clone() if source else torch.zeros_like(flat)
-        all_reduce(bytes_, held.group).wait()
+        all_reduce(bytes_, state.group).wait()
         if wrong:
             flat.copy_(bytes_)

@@ -106,7 +106,7 @@ def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *,
     said = gather_objects(signature)
     rank, first = next((rank, first) for rank, first in enumerate(first_of) if found[rank] != found[first])
     readers = (
-        "every rank gives the whole batch, of which it takes its part; or give a Share of what its replica reads"
+        "every rank gives the whole batch, of which it takes its part; or give a LocalBatch of what its replica reads"
         if whole
         else "ranks of one replica read the same"
     )

@@ -274,10 +274,10 @@ def _replica_checksums(trainer: Trainer, labels: int) -> torch.Tensor:
     return (values @ torch.tensor(factors, dtype=torch.float64, device=values.device)).view(2, 2)
 
 
-def _cancelling_factor(alike: int, index: int) -> float:
+def _cancelling_factor(replicas: int, index: int) -> float:
     """Returns the weight of one rank's sum. `index` is 0 on exactly one of the ranks, and the weights of all of
     them add up to zero."""
-    return alike - 1.0 if index == 0 else -1.0
+    return replicas - 1.0 if index == 0 else -1.0
 
 
 def _window_checksum(tensor: torch.Tensor, step: int, parts: int) -> torch.Tensor:

@@ -140,7 +140,7 @@ class StragglerMonitor:
         self._usual: float | None = None
         self._differing = 0.0
         self._before: list[float] = []
-        self._unlike = len(set(self.counts)) > 1
+        self._is_heterogeneous = len(set(self.counts)) > 1
         self._healthy = 0.0
 
     def follow(self, plan: Plan) -> None:
@@ -323,7 +323,7 @@ class StragglerMonitor:
 
     def _usually(self) -> list[float]:
         """Returns the expected seconds of a sequence on each rank, or 1.0 for each on homogeneous devices."""
-        return self._before if self._unlike and self._before else [1.0] * self.plan.world
+        return self._before if self._is_heterogeneous and self._before else [1.0] * self.plan.world
 
     def _slow(self) -> list[Straggler]:
         found: list[Straggler] = []
@@ -334,7 +334,7 @@ class StragglerMonitor:
             seconds * count + delayed + wait
             for seconds, count, delayed, wait in zip(each, self.counts, data, waiting, strict=True)
         )
-        single = self._alone(each)
+        single = self._slowdown_without_peers(each)
         for rank in range(self.plan.world):
             peers = [other for other in self._peers(rank) if other != rank]
             if not peers:
@@ -354,7 +354,7 @@ class StragglerMonitor:
                     and seconds[rank] > MIN_SLOWDOWN_RATIO * usual
                     and (seconds[rank] - usual) * count > max(MIN_STEP_FRACTION * step, MIN_SPREAD_RATIO * differing)
                 ):
-                    than = "before" if self._unlike and phase == SlowPhase.computing else "its peers"
+                    than = "before" if self._is_heterogeneous and phase == SlowPhase.computing else "its peers"
                     found.append(Straggler(rank, phase, seconds[rank] / max(usual, 1e-6), than))
         if not found and min(data) > MIN_STEP_FRACTION * step:
             found.append(Straggler(-1, SlowPhase.data, min(data) / step))
@@ -381,7 +381,7 @@ class StragglerMonitor:
             and least - usual > max(MIN_STEP_FRACTION * step, MIN_SPREAD_RATIO * self._differing)
         )
 
-    def _alone(self, each: list[float]) -> dict[int, float]:
+    def _slowdown_without_peers(self, each: list[float]) -> dict[int, float]:
         """Returns the slowdown since the first window of each rank without peers, relative to how the others changed.
         Only ranks that are slow in most steps are included."""
         changed = [now / before for now, before in zip(each, self._before, strict=True)]

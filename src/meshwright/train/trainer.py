@@ -95,7 +95,7 @@ def parallelize(
     precision: str | Recipe = "fp32",
     clip: float | None = None,
     seed: int = 1,
-    **beside: Unpack[ParallelizeOptions],
+    **options: Unpack[ParallelizeOptions],
 ) -> Trainer:
     """Shards `model` over the ranks of the default process group as `plan` says, and returns its trainer.
 
@@ -120,15 +120,15 @@ def parallelize(
     calls = ErrorPropagator.of_default_group()
     with calls.call(nullcontext()):
         device = init_local_device()
-        prove = resolve_proof_mode(beside.get("prove"))
-        check_example(model, beside.get("example"))
+        prove = resolve_proof_mode(options.get("prove"))
+        check_example(model, options.get("example"))
         plan = parse_plan(plan) if isinstance(plan, str) else plan
         check_model_across_ranks(model, plan, str(precision))
         chosen = recipe(precision) if isinstance(precision, str) else precision
-        mesh = make_parallel_context(plan, device, offload_to=beside.get("offload_to"), error_propagator=calls)
+        mesh = make_parallel_context(plan, device, offload_to=options.get("offload_to"), error_propagator=calls)
         check_precision_support(chosen, mesh.device)
-        known = ModelHints(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
-        predicted = dict(enumerate(beside.get("predicted", ()))).get(mesh.coords.pp)
+        known = ModelHints(loss=options.get("loss"), anatomy=options.get("anatomy"), example=options.get("example"))
+        predicted = dict(enumerate(options.get("predicted", ()))).get(mesh.coords.pp)
         with explain_oom(MemoryReport(mesh.rank, plan, mesh.device, predicted=predicted), "before the first step"):
             prover = ProofSchedule(prove, model, known["loss"], chosen.compute)
             before = parameter_refs(model)
@@ -404,7 +404,7 @@ class Trainer:
             **({"offloaded": elsewhere} if offloaded is not None or depot is not None else {}),
         }
 
-    def held(self) -> dict[str, float]:
+    def resident_memory(self) -> dict[str, float]:
         """Returns the same for this rank's device alone."""
         return {kind: float(size) for kind, size in self.bytes().items() if kind != "offloaded"}
 
@@ -446,7 +446,9 @@ class Trainer:
 def _explain_errors(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
     """Wraps a call that all ranks make. An exception inside is propagated to the other ranks, and an out-of-memory
     error becomes one line. Writes to weights inside do not count as the user's."""
-    holder = MemoryReport(trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.held, trainer.predicted)
+    holder = MemoryReport(
+        trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.resident_memory, trainer.predicted
+    )
     return trainer.mesh.error_propagator.call(
         trainer.engine.zero.external_writes.internal_writes(explain_oom(holder, doing))
     )

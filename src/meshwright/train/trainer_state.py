@@ -127,7 +127,7 @@ def scalar_state(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
         "optimizer": scalars,
         "unreached": _encode_stateless(trainer),
         "extra": extra,
-        "modules": serializable_extra_states(trainer.engine.model, trainer.engine.beside.module_keys),
+        "modules": serializable_extra_states(trainer.engine.model, trainer.engine.extra_state.module_keys),
     }
 
 
@@ -211,16 +211,18 @@ def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, A
         engine.zero.external_writes.names = {}
         if engine.outer is not None and not separate:
             engine.outer.restart()
-    load_extra_states(engine.model, engine.beside.module_keys, saved.get("modules", {}))
+    load_extra_states(engine.model, engine.extra_state.module_keys, saved.get("modules", {}))
     engine.mark_initialized()
     if isinstance(path, MemoryCheckpoint) and manifest.plan_digest == trainer.plan.digest:
         engine.preflight.skip()  # the ranks that made these checkpoints passed preflight
     run = validate_data(RunState, saved["run"], str(path))
     trainer.steps, trainer.samples = run.step, run.samples
     trainer.scale.factor, trainer.scale.good_steps = run.loss_scale, run.good_steps
-    for name, kept in compression_residuals(trainer).items():
+    for name, residual in compression_residuals(trainer).items():
         before = (loaded.local or {}).get(name)
-        kept.zero_() if before is None or before.numel() != kept.numel() else kept.copy_(before.view_as(kept))
+        residual.zero_() if before is None or before.numel() != residual.numel() else residual.copy_(
+            before.view_as(residual)
+        )
     if loaded.local is not None:
         torch.set_rng_state(loaded.local["random"])
         device = trainer.mesh.device

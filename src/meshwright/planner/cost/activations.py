@@ -77,7 +77,7 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
         (layer.derived_split * size + layer.derived_fixed_split) / box.tp
     )  # the feed-forward's, with which backward begins
     derived = at_once + tokens[:, None] * ((layer.derived_whole * size + layer.derived_fixed_whole) / divided)
-    fused = box.compile * tokens[:, None] * _compiled_away_bytes(layer, size, box.tp, divided)
+    fused = box.compile * tokens[:, None] * _fused_activation_bytes(layer, size, box.tp, divided)
     pieces = box.tp > 1 or layer.routed > 0
     if box.compile and pieces:  # the project's own layers save their inputs
         derived, at_once = fused, 0.0 * at_once
@@ -129,7 +129,7 @@ def _unread_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array
     ) / divided
 
 
-def _compiled_away_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
+def _fused_activation_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
     """Returns the bytes a token that a compiled block does not save; see [Note: in pieces]."""
     split = 0.0 if layer.routed else layer.fused_split - layer.fused_gates * (tp > 1)
     fixed = 0.0 if layer.routed or tp > 1 else layer.fused_fixed_split

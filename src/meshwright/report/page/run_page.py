@@ -93,7 +93,7 @@ def timeline_data(run: RunFolder) -> dict[str, Any] | None:
         return None
     peak_rank: MemoryTimeline = read_timelines(Path(run.folder))[0]
     tops = column_peaks(peak_rank, MEMORY_COLUMNS)
-    stored = {kind: [round_number(size)] * MEMORY_COLUMNS for kind, size in peak_rank.held.items() if size > 0}
+    stored = {kind: [round_number(size)] * MEMORY_COLUMNS for kind, size in peak_rank.resident.items() if size > 0}
     moving = {
         "activations": [round_number(top.activations) for top in tops],
         "buffers": [round_number(top.buffers) for top in tops],

@@ -110,7 +110,7 @@ class GroupFactory:
         return self.by_parts(name, list(parts.values()))
 
     def embedding(self) -> CommGroup | None:
-        """Creates the group of the ranks of the first and the last stage, which share tied weights; None elsewhere."""
+        """Creates the group of the ranks of the first and the last stage, which share tied weights; None on the other ranks."""
         grid, plan = self.topology.grid, self.topology.grid.plan
         last = plan.stage_to_rank(plan.stages - 1)
         if last == plan.stage_to_rank(0):
@@ -153,7 +153,7 @@ def create_axis_groups(
 ) -> tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]:
     """Creates the device mesh over the axes of more than one rank, and returns it with its process groups.
 
-    Context ranks are a subdivision of the shards or copies, so their groups are created apart from the mesh.
+    Context ranks are a subdivision of the shards or copies, so their groups are created outside the mesh.
     """
     grid, plan = topology.grid, topology.grid.plan
     axes = {"pp": plan.pp, "copies": plan.state_replicas, "shards": plan.shards, "tp": plan.tp}

@@ -295,7 +295,7 @@ class CapacityLimiter:
         self.parts = mesh.tp if mesh.plan.sequence_parallel else None
         self.pieces = mesh.group("cp")
 
-    def kept(self, index: torch.Tensor, experts: int) -> torch.Tensor:
+    def mask(self, index: torch.Tensor, experts: int) -> torch.Tensor:
         """Returns which of the pairs `index` (N, k) of this rank's tokens are within the capacity."""
         whole = index.view(self.rows, -1, index.shape[-1])
         if self.parts is not None:

@@ -268,7 +268,7 @@ class ExpertDispatcher:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Drops the pairs beyond an expert's capacity: their weight is zero, and they are not sent (their index is
         beyond all experts)."""
-        saved = capacity.kept(index.reshape(-1, index.shape[-1]), self.experts.count).view(index.shape)
+        saved = capacity.mask(index.reshape(-1, index.shape[-1]), self.experts.count).view(index.shape)
         self.dropped += float((~saved).sum()) if self.counting else 0.0
         return index if self.ranks.ranks == 1 else index.masked_fill(~saved, self.experts.count), weights * saved
 

@@ -42,7 +42,7 @@ class StagePlaceholder(nn.Module):
         for (
             name,
             parameter,
-        ) in original._parameters.items():  # whoever reads values of what is elsewhere gets a loss that is no number
+        ) in original._parameters.items():  # reading the values of a placeholder makes the loss NaN
             if parameter is not None:
                 setattr(self, name, torch.full((), torch.nan, dtype=self.dtype, device=device).expand(parameter.shape))
         self._original = (None if is_block else _meta_copy(original),)  # in a tuple: it is no part of the model

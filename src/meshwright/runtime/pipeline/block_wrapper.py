@@ -105,7 +105,7 @@ class BlockWrapper:
         self.previous: list[FlatParamGroup] = []
         self.following: list[FlatParamGroup] = []
         self.needs_weights_backward = not isinstance(module, nn.Embedding)
-        self.is_alone = False
+        self.is_sole_user = False
         """Whether no other module reads the weights that this wrapper gathers."""
         self.called = 0
         """The last pass that called it."""
@@ -143,7 +143,7 @@ class BlockWrapper:
         _unshard(self.units, self.following)
         entering = hidden_of(args, kwargs)
         if self.units and isinstance(entering, torch.Tensor) and entering.requires_grad:
-            if self.is_alone and self.called != self.run.passes:
+            if self.is_sole_user and self.called != self.run.passes:
                 entering = entering.view_as(entering)
                 args, kwargs = with_hidden(args, kwargs, entering)
                 entering.register_hook(self._end_of_backward)

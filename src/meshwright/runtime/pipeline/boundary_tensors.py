@@ -80,7 +80,7 @@ class BoundaryState:
     """One pass of a stage of blocks [start, stop): received tensors, their placeholders in this stage's own run, and
     the tensors to send."""
 
-    wants: BoundarySpec
+    spec: BoundarySpec
     start: int = 0
     stop: int = 0
     arrived: dict[BlockArgument, torch.Tensor] = field(default_factory=dict)
@@ -90,12 +90,12 @@ class BoundaryState:
     def begin(self, start: int, stop: int, received: Sequence[torch.Tensor]) -> None:
         """Starts a pass with the tensors of the previous stage."""
         self.start, self.stop = start, stop
-        self.arrived = dict(zip(self.wants.message(start), received, strict=True)) if received else {}
+        self.arrived = dict(zip(self.spec.message(start), received, strict=True)) if received else {}
         for key in (
-            self.wants.overwritten & self.arrived.keys()
+            self.spec.overwritten & self.arrived.keys()
         ):  # a leaf cannot be changed, and a tensor of this rank is read directly
             self.arrived[key] = self.arrived[key].clone()
-        wanted = self.wants.message(stop) if stop < len(self.wants.needs) else ()
+        wanted = self.spec.message(stop) if stop < len(self.spec.needs) else ()
         self.leaving = {key: self.arrived[key] for key in wanted if key[0] != stop and key in self.arrived}
         self.stand_ins = {}
 
@@ -105,8 +105,8 @@ class BoundaryState:
 
     def filled(self, block: int, leaves: list[Any]) -> list[Any]:
         """Returns the arguments of `block` with received tensors in place of their placeholders."""
-        stack = self.wants.stack(block)
-        for place in self.wants.needs[block]:
+        stack = self.spec.stack(block)
+        for place in self.spec.needs[block]:
             if (block, place) in self.arrived:
                 self.stand_ins[stack, place] = (leaves[place], self.arrived[block, place])
             stand_in = self.stand_ins.get((stack, place))
@@ -116,16 +116,16 @@ class BoundaryState:
 
     def leave(self, block: int, leaves: list[Any]) -> tuple[torch.Tensor, ...] | None:
         """Returns the message to the next stage at the entry of a block of another stage, once all of it exists."""
-        if block < self.stop or self.stop >= len(self.wants.needs):
+        if block < self.stop or self.stop >= len(self.spec.needs):
             return None
-        wanted = self.wants.message(self.stop)
+        wanted = self.spec.message(self.stop)
         leaves = self.filled(block, leaves)
         self.leaving.update({key: leaves[key[1]] for key in wanted if key[0] == block and key not in self.leaving})
         return tuple(self.leaving[key] for key in wanted) if len(self.leaving) == len(wanted) else None
 
     def skipped(self, block: int, hidden: torch.Tensor) -> Any:
         """Returns the output of a block of another stage."""
-        return (hidden, *[None] * (self.wants.returns[block] - 1)) if self.wants.returns[block] else hidden
+        return (hidden, *[None] * (self.spec.returns[block] - 1)) if self.spec.returns[block] else hidden
 
 
 def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpec:
@@ -189,7 +189,7 @@ def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpe
     )
 
 
-def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, wants: BoundarySpec) -> list[tuple[str, list[str]]]:
+def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, spec: BoundarySpec) -> list[tuple[str, list[str]]]:
     """Returns (layer, parameter names) in forward order, with blocks numbered over all stacks. 'between.K' follows the
     blocks of stack K.
 
@@ -197,21 +197,21 @@ def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, wants: BoundarySpe
         InputError: a parameter has no layer.
     """
     found: dict[str, list[str]] = {"embedding": [], "front": []}
-    for number in range(len(wants.needs)):
-        if number in wants.firsts[1:]:
-            found[f"between.{wants.firsts.index(number) - 1}"] = []
+    for number in range(len(spec.needs)):
+        if number in spec.firsts[1:]:
+            found[f"between.{spec.firsts.index(number) - 1}"] = []
         found[f"block.{number}"] = []
     found |= {"back": [], "head": []}
     embedded = model.get_submodule(anatomy.embedding).weight if anatomy.embedding else None
     head = {id(parameter) for parameter in model.get_submodule(anatomy.head).parameters()} if anatomy.head else set()
     for name, parameter in model.named_parameters():
         block = next((at for at, path in enumerate(anatomy.block_paths) if name.startswith(f"{path}.")), None)
-        behind = next((at for at, names in enumerate(wants.between) if name in names), None)
+        behind = next((at for at, names in enumerate(spec.between) if name in names), None)
         if parameter is embedded:
             found["embedding"].append(name)
         elif block is not None:
             found[f"block.{block}"].append(name)
-        elif name in wants.front:
+        elif name in spec.front:
             found["front"].append(name)
         elif behind is not None:
             found[f"between.{behind}"].append(name)

@@ -227,8 +227,8 @@ def _write_constants(engine: Engine, constants: Mapping[str, float], noisy: bool
     engine.zero.quiesce()
 
 
-def _fill_piece(held: LocalPiece, name: str, constant: float, noisy: bool) -> None:
-    piece, flat = held.piece, held.data.view(-1)
+def _fill_piece(local: LocalPiece, name: str, constant: float, noisy: bool) -> None:
+    piece, flat = local.piece, local.data.view(-1)
     if not noisy:
         flat.fill_(constant)
         return

@@ -61,7 +61,7 @@ class WriteReport(NamedTuple):
 
     is_parameter: bool
     projected: list[float]
-    alike: bool
+    is_row_independent: bool
     near: float
     backward: bool
     replaced: bool
@@ -103,14 +103,14 @@ def check_pass_writes(engine: Engine, batches: Sequence[Batch]) -> frozenset[str
     for name in sorted({name for each in everyone for name in each}):
         said = [each[name] for each in everyone if name in each]
         _check_tensor_write(engine, name, said, len(batches))
-        if not said[0].is_parameter and said[0].alike:
+        if not said[0].is_parameter and said[0].is_row_independent:
             moved.add(name)
     return frozenset(moved)
 
 
 def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], passes: int) -> None:
     plan, (first, *others) = engine.mesh.plan, said
-    depends = not all(each.alike for each in said)
+    depends = not all(each.is_row_independent for each in said)
     different = any(not _is_close(first, each) for each in others)
     pieces = sum(plan.shares) or plan.dp * passes
     if any(each.replaced for each in said):

@@ -95,7 +95,7 @@ def _shapes_and_values(example: ExampleInputs) -> dict[str, Any]:
 class AnalysisGuard:
     """Guards what a plan took from the analysis run.
 
-    `model`, `blocks` and `example` describe that run before sharding. `wants`, `held` (the stages of each parameter by
+    `model`, `blocks` and `example` describe that run before sharding. `boundary`, `stages` (the stages of each parameter by
     name) and `reads` are its results. `derive` computes the first two from another record, or raises InputError.
     """
 
@@ -103,8 +103,8 @@ class AnalysisGuard:
     model: nn.Module
     blocks: Sequence[str]
     example: ExampleInputs
-    wants: BoundarySpec | None
-    held: Mapping[str, Sequence[int]]
+    boundary: BoundarySpec | None
+    stages: Mapping[str, Sequence[int]]
     reads: WeightUses
     derive: Callable[[DataflowRecord], tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]]
     forms: set[InputSignature] = field(default_factory=set)
@@ -189,13 +189,13 @@ class AnalysisGuard:
     ) -> str:
         """Returns what would have made the plan different; '' where nothing does."""
         needs, stored = derived
-        if needs is not None and self.wants is not None:
-            if (needs.needs, needs.returns) != (self.wants.needs, self.wants.returns):
+        if needs is not None and self.boundary is not None:
+            if (needs.needs, needs.returns) != (self.boundary.needs, self.boundary.returns):
                 return "its blocks are given other things that are made of parameters"
-            if not needs.overwritten <= self.wants.overwritten:
+            if not needs.overwritten <= self.boundary.overwritten:
                 return "a block overwrites what it is given"
         astray = next(
-            (name for name, stages in stored.items() if not set(stages) <= set(self.held.get(name, ()))), None
+            (name for name, stages in stored.items() if not set(stages) <= set(self.stages.get(name, ()))), None
         )
         if astray is not None:
             return f"{astray} is read on a stage that does not hold it"

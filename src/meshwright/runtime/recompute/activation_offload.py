@@ -48,7 +48,7 @@ class ActivationOffload:
         self._last = self._opened = _no_block
 
     @contextmanager
-    def kept_by(self, place: int) -> Iterator[BlockActivations]:
+    def collect_block(self, place: int) -> Iterator[BlockActivations]:
         """Collects the saved activations of block number `place` of its stage during its forward."""
         before = self._last()
         if before is not None:
@@ -305,11 +305,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def unpack_activation(kept: Any) -> torch.Tensor:
+def unpack_activation(packed: Any) -> torch.Tensor:
     """Returns the tensor of a saved activation, offloaded or not."""
-    if isinstance(kept, torch.Tensor):
-        return kept
-    parcel, meta = kept
+    if isinstance(packed, torch.Tensor):
+        return packed
+    parcel, meta = packed
     return meta.of_bytes(parcel.take())  # type: ignore[no-any-return]
 
 

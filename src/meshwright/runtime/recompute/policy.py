@@ -139,13 +139,13 @@ def _no_recompute(place: int) -> Recompute:
 class RecomputePolicy:
     """Applies recompute and offload to all blocks of a rank.
 
-    `how`: the recompute of a block, by its index in the stage. `away`: the activation offload, for blocks that it
+    `how`: the recompute of a block, by its index in the stage. `offload`: the activation offload, for blocks that it
     `sends`; None without offload. `cuts`: the decisions of selective recompute, by form of block. `weights`: storages
     that are gathered again.
     """
 
     how: Callable[[int], Recompute] = _no_recompute
-    away: ActivationOffload | None = None
+    offload: ActivationOffload | None = None
     sends: Callable[[int], bool] = bool
     cuts: RematPlanCache = field(default_factory=dict)
     weights: Collection[int] = ()
@@ -176,9 +176,9 @@ class RecomputePolicy:
     ) -> Any:
         """Runs the block's `forward`, with index `place` in its stage. `moving`: its buffers."""
         try:
-            if self.away is None or not self.sends(place):
+            if self.offload is None or not self.sends(place):
                 return self._run(forward, place, moving, None, args, kwargs)
-            with self.away.kept_by(place) as block:
+            with self.offload.collect_block(place) as block:
                 return self._run(forward, place, moving, block, args, kwargs)
         except RuntimeError as error:
             if FUNCTORCH_HOOK_ERROR not in str(error):

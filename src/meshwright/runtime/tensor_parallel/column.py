@@ -41,7 +41,7 @@ class RegionInput:
         self.reduced: torch.Tensor | None = None
         self.pending: CollectiveWork | None = None
 
-    def kept(self) -> torch.Tensor | None:
+    def saved_input(self) -> torch.Tensor | None:
         """Returns what a column layer saves for backward."""
         return self.hidden if self.sequence_parallel else self.entered
 
@@ -51,12 +51,12 @@ class RegionInput:
         if not self.unread:
             self.hidden = self.entered = None
 
-    def input_again(self, kept: torch.Tensor) -> torch.Tensor:
+    def recompute_input(self, saved: torch.Tensor) -> torch.Tensor:
         """Returns, in backward, the tensor that the column layers have read."""
         if not self.sequence_parallel:
-            return kept
+            return saved
         if self.whole is None:
-            self.whole = collectives.all_gather_dim(kept, self.group, 1)
+            self.whole = collectives.all_gather_dim(saved, self.group, 1)
         return self.whole
 
     def add(self, gradient: torch.Tensor, weight: torch.Tensor, shape: torch.Size) -> None:
@@ -195,7 +195,7 @@ class _ColumnMatmul(torch.autograd.Function):
         leave: WgradSink | None,
     ) -> torch.Tensor:
         ctx.crossing, ctx.linear, ctx.shape, ctx.leave = crossing, linear, x.shape, leave
-        ctx.save_for_backward(crossing.kept(), weight)
+        ctx.save_for_backward(crossing.saved_input(), weight)
         # Not an autograd view, which some products return: later code may write to it in place.
         return F.linear(x, weight if linear else weight.t(), bias).data
 
@@ -205,7 +205,7 @@ class _ColumnMatmul(torch.autograd.Function):
         crossing: RegionInput = ctx.crossing
         saved, weight = ctx.saved_tensors
         flat = gradient.flatten(0, -2)
-        x = crossing.input_again(saved).flatten(0, -2)
+        x = crossing.recompute_input(saved).flatten(0, -2)
         if ctx.needs_input_grad[0]:
             crossing.add(flat, weight if ctx.linear else weight.t(), ctx.shape)
         weight_gradient = bias_gradient = None

@@ -247,19 +247,19 @@ class RowLayer:
 
 
 class VocabParallelEmbedding:
-    """Hooks an embedding that holds the rows `held`: other ids become zeros, and the ranks' outputs are summed."""
+    """Hooks an embedding that holds the rows `rows`: other ids become zeros, and the ranks' outputs are summed."""
 
-    def __init__(self, module: nn.Module, held: tuple[int, int], group: CommGroup) -> None:
-        self.held, self.group = held, group
+    def __init__(self, module: nn.Module, rows: tuple[int, int], group: CommGroup) -> None:
+        self.rows, self.group = rows, group
         self.missing: torch.Tensor | None = None
         padding = getattr(module, "padding_idx", None)
         if padding is not None:
-            module.padding_idx = padding - held[0] if held[0] <= padding < held[1] else None  # type: ignore[assignment]
+            module.padding_idx = padding - rows[0] if rows[0] <= padding < rows[1] else None  # type: ignore[assignment]
         module.register_forward_pre_hook(self._local_ids)
         module.register_forward_hook(self._sum)
 
     def _local_ids(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        start, stop = self.held
+        start, stop = self.rows
         missing = (args[0] < start) | (args[0] >= stop)
         self.missing = missing
         return ((args[0] - start).masked_fill(missing, 0), *args[1:])

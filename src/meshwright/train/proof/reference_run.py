@@ -147,7 +147,7 @@ class ReferenceRun:
         self.compare: CompareGradient | None = None
         self.expected: dict[str, torch.Tensor] = {}
         """Fingerprints of weights that have not changed since the model was given."""
-        self.apart = ParamAccessGuard(engine.model)
+        self.access_guard = ParamAccessGuard(engine.model)
         self.misplaced: list[str] = []
         """Weights whose fingerprints differ."""
         self._projections: dict[str, ChunkedProjection] = {}
@@ -265,7 +265,7 @@ class ReferenceRun:
         batch = {name: self._moved(value) for name, value in batch.items()}
         objective = LossHead(self.model, self.loss, None)
         labels = objective.count(batch)
-        with self.apart, torch.enable_grad():
+        with self.access_guard, torch.enable_grad():
             total = self._mean(objective, batch, labels)
         self._total = total * scale
         return float(total.detach()), labels
@@ -313,7 +313,7 @@ class ReferenceRun:
     def backward(self, compare: CompareGradient) -> None:
         """Passes every gradient to `compare`, nearest to the loss first."""
         self.compare = compare
-        with self.apart:
+        with self.access_guard:
             self._total.backward()
         self._flush()
         self.close()

@@ -50,7 +50,7 @@ def wrap_modules(
             gate = BlockWrapper(block, cursor, index)
             units = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
             gate.units = units if plan.zero == 3 and not _is_read_outside(paths[index], units, reads, shared) else []
-            gate.is_alone = plan.zero == 3 and _is_sole_user(paths[index], units, owners, reads)
+            gate.is_sole_user = plan.zero == 3 and _is_sole_user(paths[index], units, owners, reads)
             if region is not None:
                 gate.before = region.enter if index == 0 else None
                 gate.after = region.leave if index == graph.count - 1 else None
