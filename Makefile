@@ -25,7 +25,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SIDES  := -n auto --dist loadfile
 
 # One file for each part: plans on ranks against one device, golden plans, schedules, estimates, checkpoints, models, messages.
-QUICK := $(addprefix tests/,ranks/test_plans.py unit/test_golden.py unit/test_schedules.py unit/test_cost_flight.py \
+QUICK := $(addprefix tests/,ranks/test_plans.py unit/test_golden.py unit/test_schedules.py unit/test_cost_in_flight.py \
          mesh/test_checkpoint.py mesh/test_models.py unit/test_words.py)
 
 .PHONY: train quick test check soak bench bench-cluster docs gpu-check lock setup clean

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peak import of_second_step
+from peak_memory import of_second_step
 
 from meshwright.models.registry import build_reference_model
 from meshwright.planner.cost.step import estimate

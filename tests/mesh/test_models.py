@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sizes import TINY
+from model_sizes import TINY
 from torch.nn import functional as F
 
 from meshwright.core.errors import InputError

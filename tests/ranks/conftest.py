@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from apart import joined
-from faulty import warm_process
+from fault_runs import warm_process
+from network_namespace import joined
 from pool import Pool, warm
 from sweep import asked, run
 
@@ -46,11 +46,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAgent]:
-    """The warm process of all runs that fail (faulty.py)."""
+    """The warm process of all runs that fail (fault_runs.py)."""
     yield from warm_process(tmp_path_factory.mktemp("agent"))
 
 
 @pytest.fixture
 def space() -> Iterator[str]:
-    """A network namespace behind a link (apart.py)."""
+    """A network namespace behind a link (network_namespace.py)."""
     yield from joined()

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everyone import between_hosts
-from mixtures import MIXTURES, build_mixture
+from moe_models import MIXTURES, build_mixture
 from torch import nn
 from torch.nn import functional as F
+from world_group import between_hosts
 
 from meshwright.analysis.analyze import analyze_model
 from meshwright.analysis.graph import ModelGraph
@@ -69,8 +69,7 @@ def _hugging_face(name: str) -> nn.Module:
 
 def made(name: str, precision: str) -> nn.Module:
     """The model; in float64 those that round to float32 inside (routers of transformers) compute in float64 throughout:
-    what is rounded on shares
-    now and then falls to the other side."""
+    what is rounded on shares now and then falls to the other side."""
     model = make_model(name)
     return use_float64(model.double()) if precision == "fp64" and MIXTURES.get(name, ("",))[0] else model
 

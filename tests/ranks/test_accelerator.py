@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stuck
+import stuck_shutdown
 import torch
 import torch.distributed as dist
 from pool import Pool
@@ -86,11 +86,11 @@ def test_a_rank_says_what_failed_before_groups_end(
     target: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
-    monkeypatch.setenv(stuck.STUCK, "1")
+    monkeypatch.setenv(stuck_shutdown.STUCK, "1")
     began = time.monotonic()
     with pytest.raises(MeshwrightError, match=words):
-        Supervisor(RankJob(target, 2, {}, tmp_path, ("stuck",)), lambda *_: None).run()
-    assert time.monotonic() - began < stuck.FOR_EVER
+        Supervisor(RankJob(target, 2, {}, tmp_path, ("stuck_shutdown",)), lambda *_: None).run()
+    assert time.monotonic() - began < stuck_shutdown.FOR_EVER
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from equality import alone, anatomy_of, check, make_batch, make_model, make_optimizer, train
-from everyone import between_hosts
 from hosts import hosts
 from pool import Pool
+from world_group import between_hosts
 
 from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.comm import async_collectives

@@ -1,6 +1,5 @@
 """Compiled blocks compute what one device computes. The compiler's front and its derivatives run in every test (backend
-`aot_eager`); code
-generation, which takes half a minute a block on a CPU, in the soak."""
+`aot_eager`); code generation, which takes half a minute a block on a CPU, in the soak."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from equality import alone, anatomy_of, check, make_batch, make_model, train
-from test_peak import expected, most
+from test_peak_memory import expected, most
 
 from meshwright.core.errors import InputError
 from meshwright.runtime import compile

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, FFN, HEADS, HIDDEN, LAYERS, VOCABULARY, roughened
+from model_families import FAMILIES, FFN, HEADS, HIDDEN, LAYERS, VOCABULARY, roughened
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.loss.objective import LossHead

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from equality import check, read_once
-from everyone import Collectives, everyone
-from families import FAMILIES, batch_of, build_family, objective_of
+from model_families import FAMILIES, batch_of, build_family, objective_of
 from torch.nn import functional as F
+from world_group import Collectives, world_comm_group
 
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
@@ -308,7 +308,7 @@ def count_collectives(name: str) -> tuple[int, int]:
     for blocks in (1, 2):
         model = build_family(name)
         found = anatomy_of(name)
-        shard_model(model, found, everyone(shared=False), False)
+        shard_model(model, found, world_comm_group(shared=False), False)
         for index in range(blocks, 2):
             model.get_submodule(found.block(index)).forward = lambda hidden, *args, **kwargs: hidden
         batch = {key: value for key, value in batch_of(name, 0).items() if key != "labels"}

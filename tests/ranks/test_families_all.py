@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from everything import FEW_KEYS, SIX, THREE, USUAL, Sizes, everyone_of, tried
+from auto_classes import FEW_KEYS, SIX, THREE, USUAL, Sizes, everyone_of, tried
 from sweep import UNTRIED, asked
 
 transformers = pytest.importorskip("transformers")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from families import FAMILIES, build_family
+from model_families import FAMILIES, build_family
 from test_families import IN_PART, anatomy_of
 from torch import nn
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty import STEPS, events, launch, losses, random_faults, state, train
+from fault_runs import STEPS, events, launch, losses, random_faults, state, train
 
 from meshwright.checkpoint.load import iter_full_tensors, read_full_tensor
 from meshwright.checkpoint.verify import CheckpointReader, verify_checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty import STEPS, events, launch, losses, tensors, train
+from fault_runs import STEPS, events, launch, losses, tensors, train
 
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.elastic.local_agent import LocalAgent

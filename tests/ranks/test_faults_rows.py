@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty import SIZES, STEPS, events, launch, losses, random_faults, state, train
+from fault_runs import SIZES, STEPS, events, launch, losses, random_faults, state, train
 
 import meshwright
 from meshwright.checkpoint.verify import verify_checkpoint

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from faulty import USUAL, events, launch, losses, random_faults, state, train
+from fault_runs import USUAL, events, launch, losses, random_faults, state, train
 
 from meshwright.core.errors import Interrupted
 from meshwright.elastic.local_agent import LocalAgent

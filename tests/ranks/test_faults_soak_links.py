@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from apart import FIRST, SECOND, ip
+from network_namespace import FIRST, SECOND, ip
 from test_faults_soak import FAULTS
 from test_faults_soak_rows import settle
 from test_nodes import JOB
@@ -85,7 +85,7 @@ def test_twenty_flaps_of_a_link_cost_nothing_but_the_wait(place: Path, space: st
 class Parted(Apart):
     """Nodes that count as gone sooner than others, and a link that carries frames both ways, one way, or none."""
 
-    program = (sys.executable, str(Path(__file__).parent / "hasty.py"))
+    program = (sys.executable, str(Path(__file__).parent / "short_keepalive.py"))
 
     def cut(self, deaf: str) -> None:
         """`deaf`: the node that no longer hears the other one, or both."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty import events, launch, losses, random_faults, state, train
+from fault_runs import events, launch, losses, random_faults, state, train
 from test_faults_soak import FAULTS, LONG, is_named, measured, write
 from test_train_run import JOB, furnished, start, wait_for_step, weights
 from test_train_run import losses as losses_of

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import events, launch, random_faults, train, warm_process
+from fault_runs import events, launch, random_faults, train, warm_process
 from test_faults_soak import FAULTS, LONG, is_named
 from test_faults_soak_rows import PLAN, same, settle
 from test_nodes import JOB as NODES

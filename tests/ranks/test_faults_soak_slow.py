@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
-from apart import ip
-from faulty import events, launch, train
+from fault_runs import events, launch, train
+from network_namespace import ip
 from test_faults_soak import FAULTS
 from test_faults_soak_links import stopped
 from test_faults_soak_rows import COPIES, same, settle

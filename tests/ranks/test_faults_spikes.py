@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from faulty import events, launch, losses, state, train
+from fault_runs import events, launch, losses, state, train
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.elastic.local_agent import LocalAgent

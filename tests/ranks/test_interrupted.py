@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_cluster import children, need_networks
+from test_emulated_cluster import children, need_networks
 from test_train_run import JOB, environment, furnished, losses, wait_for_step
 from test_train_supervisor import gone
 
@@ -45,8 +45,7 @@ def timed():
 os.fsync, os.dup2, time.process_time = flushed, started, timed
 """
 """A process of a command stands still where a file says so: ranks in a save of their own, who writes one beside them,
-the second rank when it starts, or
-the first one of another launcher when all are there and it begins to measure."""
+the second rank when it starts, or the first one of another launcher when all are there and it begins to measure."""
 PAGE = (
     "plan",
     "--model",

@@ -49,10 +49,10 @@ class Nodes:
         steps: int = 0,
         until: int = 0,
     ) -> None:
-        """`until`: the step from which on they come slowly, until it is let go (paced.py)."""
+        """`until`: the step from which on they come slowly, until it is let go (paced_steps.py)."""
         self.place, self.run, self.count, self.held = place, run, count, ExitStack()
         self.paced = held(place, run, until) if until else {}
-        self.program = (sys.executable, "-m", "paced") if until else self.program
+        self.program = (sys.executable, "-m", "paced_steps") if until else self.program
         self.told: list[dict] = []
         self.said = ""
         self.steps = ["--steps", str(10**6 if endless else steps)] if endless or steps else []
@@ -101,8 +101,7 @@ class Nodes:
 
     def mirrored(self, ranks: Sequence[int]) -> int:
         """A step of which the first node certainly has whole copies of these ranks, which run elsewhere: of the two in
-        a mirror the older one, as the newer
-        one is ordered only then. 0: none yet."""
+        a mirror the older one, as the newer one is ordered only then. 0: none yet."""
         found = dict.fromkeys(ranks, 0)
         for file in Path(f"/proc/{self.processes[0].pid}/fd").iterdir():
             with suppress(OSError):

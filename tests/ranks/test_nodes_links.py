@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from apart import FIRST, SECOND, ip
+from network_namespace import FIRST, SECOND, ip
 from test_nodes import JOB, Nodes
 from test_train_run import furnished
 

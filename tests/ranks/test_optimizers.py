@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from equality import check
-from updates import OWN, RULES, alone, by_dimensions, copies_after, go_on, said_of_update, train
+from optimizer_reference import OWN, RULES, alone, by_dimensions, copies_after, go_on, said_of_update, train
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.optim import rule_probe

@@ -19,8 +19,8 @@ from equality import (
     train,
     train_between_hosts,
 )
-from everyone import between_hosts
 from test_families import run_pair
+from world_group import between_hosts
 
 from meshwright.spec.constraints import batch_violations
 from meshwright.spec.plan import Plan, parse_plan

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from faulty import FIRST, SCRIBE, events, launch, losses
+from fault_runs import FIRST, SCRIBE, events, launch, losses
 
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.device_exclusion import ExclusionPolicy
@@ -22,7 +22,7 @@ PLANS = {4: "dp4.z2.mb3", 3: "dp3.z2.mb4"}
 
 def work_of(work: LaunchSpec) -> RankJob:
     return RankJob(
-        "slowed:train",
+        "slow_device:train",
         work.plan.world,
         work.model_dump(mode="json"),
         Path(work.run.folder),
@@ -87,7 +87,7 @@ def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(
         if step == 8:
             (folder / "slow-1").touch()
 
-    said = run(agent, slow, PLANS, hear, ExclusionPolicy(predicted, "slowed:speed", every=0.2, starts=0.0))
+    said = run(agent, slow, PLANS, hear, ExclusionPolicy(predicted, "slow_device:speed", every=0.2, starts=0.0))
     run(agent, whole, PLANS, lambda step: None, None)
     expected, found = losses(tmp_path / "whole"), events(folder)
     assert sorted(losses(folder)) == list(range(steps + 1))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty import ENVIRONMENT, HERE, events, launch, losses
+from fault_runs import ENVIRONMENT, HERE, events, launch, losses
 from test_slow_devices import PLANS, predicted, run
 
 from meshwright.core.ipc import IpcMessage
@@ -38,7 +38,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterAg
         monkeypatch.setenv(name, value)
     logs = tmp_path / "logs"
     logs.mkdir()
-    made = ClusterAgent(logs, ("slowed",), "127.0.0.1", 0, "secret", 2)
+    made = ClusterAgent(logs, ("slow_device",), "127.0.0.1", 0, "secret", 2)
     node = subprocess.Popen([sys.executable, "-c", NODE, str(made.port)], cwd=HERE)
     try:
         end, ready = time.monotonic() + 900.0, False
@@ -71,7 +71,7 @@ def test_a_slow_device_of_another_node_is_left_out_measured_there_and_comes_back
         if step == 8:
             (folder / "slow-b0").touch()
 
-    said = run(fleet, slow, PLANS, hear, ExclusionPolicy(predicted, "slowed:speed", every=0.2, starts=0.0))
+    said = run(fleet, slow, PLANS, hear, ExclusionPolicy(predicted, "slow_device:speed", every=0.2, starts=0.0))
     found = events(folder)
     # on a busy machine others may be slow too, and stay
     decided = [

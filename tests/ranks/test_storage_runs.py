@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from accounts import check
-from faulty import STEPS, events, launch, losses, state, train
+from fault_runs import STEPS, events, launch, losses, state, train
+from sample_accounting import check
 
 from meshwright.checkpoint.retention import list_checkpoints
 from meshwright.checkpoint.verify import verify_checkpoint

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from regicide import KILLS
+from supervisor_killer import KILLS
 from test_train_run import JOB, environment, furnished, holder_of, losses, start, train, wait_for_step, weights
 from test_train_supervisor import gone
 
@@ -56,7 +56,7 @@ def launch(place: Path, run: str, kills: list[dict[str, Any]], *more: str) -> su
         KILLS: str(file),
         "PYTHONPATH": f"{Path(__file__).parent}:{environment(place).get('PYTHONPATH', '')}",
     }
-    command = [sys.executable, "-m", "regicide", "train", "job.yaml", "--folder", f"runs/{run}", *more]
+    command = [sys.executable, "-m", "supervisor_killer", "train", "job.yaml", "--folder", f"runs/{run}", *more]
     return subprocess.Popen(command, cwd=place, env=there, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import STEPS, events, launch, losses, train
+from fault_runs import STEPS, events, launch, losses, train
 
 from meshwright.elastic.local_agent import LocalAgent
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from everyone import everyone
 from pool import Pool
 from torch import nn
+from world_group import world_comm_group
 
 from meshwright.core.errors import InputError
 from meshwright.models.model_io import ModelOutput
@@ -52,7 +52,7 @@ def agree_on_ranks() -> tuple[StepRecord, Sequence[float], PhaseSeconds | None]:
         memory={"parameters": 10.0 * (rank == 0), "resident": float(rank)},
         exposed={"data": 0.5, "pipeline": rank / 4},
     )
-    return agree_on_step(mine, (float(rank == 1),), everyone(), (float(rank), 2.0**53 - 1))
+    return agree_on_step(mine, (float(rank == 1),), world_comm_group(), (float(rank), 2.0**53 - 1))
 
 
 def test_a_record_has_the_slowest_and_the_fullest_rank_and_one_wish_to_stop_is_everyones(ranks: Pool) -> None:

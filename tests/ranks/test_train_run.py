@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from paced import PACED
+from paced_steps import PACED
 from ports import reserved
 from safetensors import safe_open
 from test_train_supervisor import gone
@@ -53,8 +53,8 @@ def environment(place: Path) -> dict[str, str]:
 
 
 def held(place: Path, run: str, step: int) -> dict[str, str]:
-    """What a run is to know (paced.py) whose steps from `step` on come slowly, so that it does not end before a test
-    has done with it, until it is let go."""
+    """What a run is to know (paced_steps.py) whose steps from `step` on come slowly, so that it does not end before a
+    test has done with it, until it is let go."""
     (place / f"{run}.held").write_text(str(step))
     return {
         PACED: str(place / f"{run}.held"),
@@ -73,7 +73,7 @@ def start(
     command = [
         *launcher,
         "-m",
-        "paced" if until else "meshwright.cli.main",
+        "paced_steps" if until else "meshwright.cli.main",
         "train",
         "job.yaml",
         "--folder",

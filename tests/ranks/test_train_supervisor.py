@@ -29,7 +29,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def supervise(folder: Path, function: str, world: int, payload: dict, **more) -> list[tuple[int, dict]]:
     heard: list[tuple[int, dict]] = []
     hear = more.pop("hear", lambda rank, message: heard.append((rank, message)))
-    Supervisor(RankJob(f"targets:{function}", world, payload, folder, ("targets",)), hear, **more).run()
+    Supervisor(RankJob(f"rank_targets:{function}", world, payload, folder, ("rank_targets",)), hear, **more).run()
     return heard
 
 
@@ -77,7 +77,7 @@ def test_a_rank_that_raises_is_reported_first_and_in_few_lines_and_the_innocent_
     assert len(lines) <= MAX_REPORT_LINES
     assert lines[0].startswith("rank 2 of 4 on ")
     assert lines[0].endswith("ValueError: hidden 100 is not divisible by 3 heads")
-    assert "targets.py" in lines[1]
+    assert "rank_targets.py" in lines[1]
     assert "onnection" not in lines[0] + lines[1]
     log = Path(lines[-1].partition("log: ")[2])
     assert "Traceback" in log.read_text() and log == tmp_path / "logs" / "rank-2.log"
@@ -163,7 +163,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from meshwright.elastic.supervisor import Supervisor; from meshwright.elastic.attempt import RankJob
-Supervisor(RankJob("targets:until_stopped", 3, {}, Path(sys.argv[1]), ("targets",)), lambda rank, said: \
+Supervisor(RankJob("rank_targets:until_stopped", 3, {}, Path(sys.argv[1]), ("rank_targets",)), lambda rank, said: \
 print(said["pid"], flush=True)).run()
 """
 
@@ -209,7 +209,7 @@ def test_nothing_listens_beyond_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_process_still_lives_is_not_started_a_second_time(tmp_path: Path) -> None:
-    with LocalAgent(tmp_path / "zygote.log", ("targets",)) as agent:
+    with LocalAgent(tmp_path / "zygote.log", ("rank_targets",)) as agent:
         heard: list[dict] = []
 
         def until(kind: str) -> dict:
@@ -221,7 +221,7 @@ def test_a_rank_whose_process_still_lives_is_not_started_a_second_time(tmp_path:
         def start(generation: int) -> None:
             more = {
                 "world": 1,
-                "target": "targets:until_stopped",
+                "target": "rank_targets:until_stopped",
                 "payload": {},
                 "log": str(tmp_path / "log"),
                 "memory": {},
@@ -298,5 +298,5 @@ def test_a_process_that_has_started_an_accelerator_forks_no_ranks(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "starts.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")
     with pytest.raises(RankFailed, match=r"has started an accelerator \(torch has initialized CUDA\)"):
-        Supervisor(RankJob("targets:say_sum", 1, {"given": ""}, tmp_path, ("starts",)), lambda *_: None).run()
+        Supervisor(RankJob("rank_targets:say_sum", 1, {"given": ""}, tmp_path, ("starts",)), lambda *_: None).run()
     assert gone(tmp_path)

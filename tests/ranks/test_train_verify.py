@@ -151,7 +151,7 @@ def test_rules_that_need_whole_tensors_are_compared_with_torchs_own(ranks: Pool,
 
 
 def test_an_optimizer_of_a_persons_own_is_compared_with_itself_on_one_device(ranks: Pool) -> None:
-    given = question("dp2.z1").but(optimizer=OptimizerConfig(name="updates:by_path"))
+    given = question("dp2.z1").but(optimizer=OptimizerConfig(name="optimizer_reference:by_path"))
     found = compare_results(given, "fp64", ranks.run(2, under_plan, given, "fp64")[0])
     assert found.equal and found.weight < 1e-10
 

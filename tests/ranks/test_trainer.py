@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
-from everyone import between_hosts
 from torch import nn
 from torch.nn import functional as F
+from world_group import between_hosts
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.comm import timers

@@ -8,8 +8,8 @@ log of a failed rank, reveals nothing about later ones. Each generation has sepa
 generation ends the connections of older generations and drops their values.
 
 Torch's own server is not used. It lists its keys to every client (`list_keys`), so that a secret in them protects
-nothing. It also accepts connections and values until files and memory run out. tests/ranks/test_store.py runs torch's
-client against this server and fails if the protocol changes.
+nothing. It also accepts connections and values until files and memory run out. tests/ranks/test_rendezvous_store.py
+runs torch's client against this server and fails if the protocol changes.
 
 Source of the protocol: torch/csrc/distributed/c10d/TCPStoreBackend.hpp (command codes). Numbers are in the byte order
 of the machine. An 8-byte length precedes each key and value.

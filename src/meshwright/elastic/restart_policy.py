@@ -91,9 +91,9 @@ class RestartPolicy:
 class FaultPolicy:
     """What is done for a run before it is given up.
 
-    `retries`: failures in a row that are retried; 0: none. `hang_timeout`: minimum seconds of silence after which a rank
-    counts as hung; 0: never. `replan` returns the job for at most that many ranks; without it the world size is fixed.
-    `min_ranks`: the minimum number of ranks after a permanent loss; 0: all.
+    `retries`: failures in a row that are retried; 0: none. `hang_timeout`: minimum seconds of silence after which a
+    rank counts as hung; 0: never. `replan` returns the job for at most that many ranks; without it the world size is
+    fixed. `min_ranks`: the minimum number of ranks after a permanent loss; 0: all.
     """
 
     retries: int = 0

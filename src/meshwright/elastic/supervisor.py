@@ -2,7 +2,8 @@
 
 Guarantees: The run has exactly the requested world size. When a rank dies or hangs, the next generation resumes from
 the in-memory snapshots of the last step, without a person. A fault without recovery ends with a diagnosis that names
-the first failing rank. Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace_period` seconds.
+the first failing rank. Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace_period`
+seconds.
 A second signal ends it at once. No process is left behind in any case.
 
 [Note: generations] A fault ends all ranks of its generation. The next generation has its own store prefix, so that

@@ -34,8 +34,8 @@ class OutOfMemory(MeshwrightError):
 
 
 class MemoryReport(NamedTuple):
-    """The data of an OOM report. `resident`: the resident bytes by kind, as far as known. `predicted`: the estimate, None
-    where the plan has none."""
+    """The data of an OOM report. `resident`: the resident bytes by kind, as far as known. `predicted`: the estimate,
+    None where the plan has none."""
 
     rank: int
     plan: Plan

@@ -110,7 +110,8 @@ class GroupFactory:
         return self.by_parts(name, list(parts.values()))
 
     def embedding(self) -> CommGroup | None:
-        """Creates the group of the ranks of the first and the last stage, which share tied weights; None on the other ranks."""
+        """Creates the group of the ranks of the first and the last stage, which share tied weights; None on the other
+        ranks."""
         grid, plan = self.topology.grid, self.topology.grid.plan
         last = plan.stage_to_rank(plan.stages - 1)
         if last == plan.stage_to_rank(0):

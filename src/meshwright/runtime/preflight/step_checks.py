@@ -95,8 +95,9 @@ def _shapes_and_values(example: ExampleInputs) -> dict[str, Any]:
 class AnalysisGuard:
     """Guards what a plan took from the analysis run.
 
-    `model`, `blocks` and `example` describe that run before sharding. `boundary`, `stages` (the stages of each parameter by
-    name) and `reads` are its results. `derive` computes the first two from another record, or raises InputError.
+    `model`, `blocks` and `example` describe that run before sharding. `boundary`, `stages` (the stages of each
+    parameter by name) and `reads` are its results. `derive` computes the first two from another record, or raises
+    InputError.
     """
 
     plan: str

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from equality import alone, anatomy_of, check, make_batch, make_model, make_optimizer, train, train_between_hosts
-from everyone import between_hosts
 from hosts import hosts
+from world_group import between_hosts
 
 from meshwright.core.errors import InputError
 from meshwright.spec.plan import parse_plan

@@ -4,7 +4,7 @@ fit."""
 from __future__ import annotations
 
 import pytest
-from test_search_unlike import unlike_job
+from test_search_heterogeneous import unlike_job
 
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search import uneven_batches

@@ -2,12 +2,10 @@
 families run.
 
 A family is 'kind:name' ('causal:llama'): a line of KINDS, and a key of that mapping. Its configuration is made small
-(train/tiny_config.py, and here the sizes of
-families that the reduction does not know), its rates of dropout and of masking 0, its model otherwise as it is. Causal
-and classifying models
-have labels, all others a loss of their own over what they return first. `tried(family, plans)` runs all plans of a
-family in a process of its own,
-whose ranks have the model and what was read of it: a pair costs a second or two.
+(train/tiny_config.py, and here the sizes of families that the reduction does not know), its rates of dropout and of
+masking 0, its model otherwise as it is. Causal and classifying models have labels, all others a loss of their own over
+what they return first. `tried(family, plans)` runs all plans of a family in a process of its own, whose ranks have the
+model and what was read of it: a pair costs a second or two.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from typing import Any
 
 import torch
 from equality import check
-from families import roughened
+from model_families import roughened
 from pool import Pool, RankFailure, warm
 from sweep import UNTRIED
 from torch import nn
@@ -437,8 +435,7 @@ def _warmed() -> None:
 
 def tried(said: str, plans: Sequence[str], sizes: Sizes = USUAL, seconds: float = SECONDS) -> dict[str, Any]:
     """By plan: (loss, gradient) differences, the line of a refusal, or {'differs': line}; under '' why none was tried.
-    In a process of its own, which has
-    `seconds`."""
+    In a process of its own, which has `seconds`."""
     _warmed()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found"

@@ -1,6 +1,6 @@
 """`meshwright` whose runs do not end before a test has done with them: while there is a file where PACED says, each
-step from the one in it on begins LATER
-seconds late. `python -m paced` stands in the place of the command, and of the process that it forks ranks from."""
+step from the one in it on begins LATER seconds late. `python -m paced_steps` stands in the place of the command, and of
+the process that it forks ranks from."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ if __name__ == "__main__":
     from meshwright.cli.main import main
     from meshwright.elastic import local_agent
 
-    local_agent.FORK_SERVER_MODULE = "paced"
+    local_agent.FORK_SERVER_MODULE = "paced_steps"
     sys.exit(main())

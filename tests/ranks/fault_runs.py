@@ -1,5 +1,5 @@
-"""Runs that fail as they are told to (doom.py), on real ranks of one warm process: what all tests of faults start, and
-what they look at."""
+"""Runs that fail as they are told to (fault_injection.py), on real ranks of one warm process: what all tests of faults
+start, and what they look at."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from doom import SIZES
+from fault_injection import SIZES
 from safetensors import safe_open
 
 from meshwright.checkpoint.load import iter_full_tensors
@@ -31,19 +31,18 @@ from meshwright.spec.run import LaunchSpec
 
 HERE = Path(__file__).parent
 STEPS = 16
-SCRIBE = "doom:write"
+SCRIBE = "fault_injection:write"
 FIRST = itertools.count(0, 1000)
 """Generations of one warm process must not meet at the addresses of earlier ones."""
 PATIENT, USUAL = 60.0, 1.8
 """Seconds of silence after which a rank counts as hung: where none is to hang, so that a machine that stands still for
-a while blames nobody; and
-where a run has them by itself."""
+a while blames nobody; and where a run has them by itself."""
 ENVIRONMENT = {"PYTHONPATH": f"{HERE}:{HERE.parents[1] / 'src'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def warm_process(folder: Path, **more: str) -> Iterator[LocalAgent]:
     """One for all runs of a session. `more`: of its environment."""
-    with LocalAgent(folder / "log", ("doom",), {**ENVIRONMENT, **more}) as made:
+    with LocalAgent(folder / "log", ("fault_injection",), {**ENVIRONMENT, **more}) as made:
         while not made.events(1.0):
             assert not made.ended
         yield made
@@ -77,7 +76,7 @@ def launch(
 
 
 def work_of(work: LaunchSpec, faults: list[dict[str, Any]], pause: float = 0.0, **more: Any) -> RankJob:
-    """`pause`: seconds by which each step is made longer. `more`: what else the ranks are told (doom.py)."""
+    """`pause`: seconds by which each step is made longer. `more`: what else the ranks are told (fault_injection.py)."""
     payload = {
         "launch": work.model_dump(mode="json"),
         "faults": faults,
@@ -85,7 +84,9 @@ def work_of(work: LaunchSpec, faults: list[dict[str, Any]], pause: float = 0.0, 
         "pause": pause,
         **more,
     }
-    return RankJob("doom:train", work.plan.world, payload, Path(work.run.folder), plan=work.plan.name, scribe=SCRIBE)
+    return RankJob(
+        "fault_injection:train", work.plan.world, payload, Path(work.run.folder), plan=work.plan.name, scribe=SCRIBE
+    )
 
 
 def train(
@@ -101,8 +102,8 @@ def train(
     **more: Any,
 ) -> None:
     """`plans`: what is chosen for another number of ranks. `leaner`: the question that a plan for less memory answers.
-    `asks`: behind which steps
-    how many ranks are asked for, 0 for a request to stop; the ranks wait there until they have heard of it."""
+    `asks`: behind which steps how many ranks are asked for, 0 for a request to stop; the ranks wait there until they
+    have heard of it."""
     folder, asks = Path(work.run.folder), asks or {}
     folder.mkdir(exist_ok=True)
     (folder / "launch.json").write_text(work.to_json())

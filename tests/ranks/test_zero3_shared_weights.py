@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from equality import alone, anatomy_of, check, made, make_batch, make_optimizer, train, train_between_hosts
-from everyone import between_hosts
 from test_plans import SAMPLE, parse
 from torch import nn
 from torch.nn import functional as F
+from world_group import between_hosts
 
 from meshwright.core.errors import InputError
 from meshwright.train.trainer import Trainer, parallelize

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_activations import counted, kept_bytes, sizes_of
-from test_intake_huggingface import CONFIGURATIONS
+from test_activation_bytes import counted, kept_bytes, sizes_of
+from test_inputs_huggingface import CONFIGURATIONS
 from torch import nn
 
 from meshwright.analysis.analyze import analyze_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peak import of_second_step
+from peak_memory import of_second_step
 from torch import nn
 
 from meshwright.analysis.profile.model_spec import describe

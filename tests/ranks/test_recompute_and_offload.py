@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from equality import anatomy_of, make_batch, make_model
-from test_peak import expected, most
+from test_peak_memory import expected, most
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.recompute.activation_offload import ActivationOffload

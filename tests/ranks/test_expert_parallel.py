@@ -23,9 +23,9 @@ from equality import (
     make_optimizer,
     train,
 )
-from mixtures import MIXTURES
+from moe_models import MIXTURES
 from sweep import covering
-from test_cost_states import held
+from test_cost_model_states import held
 
 from meshwright.core.errors import InputError
 from meshwright.models.moe import MoeExperts

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from everyone import between_hosts
 from torch import nn
+from world_group import between_hosts
 
 from meshwright.core.errors import InputError
 from meshwright.train.trainer import Trainer, parallelize

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from equality import anatomy_of, make_batch, make_model, read_once
-from test_peak import BATCH, MODELS, SMALL, expected, most
+from test_peak_memory import BATCH, MODELS, SMALL, expected, most
 
 from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.models.registry import build_reference_model

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from everyone import Collectives, everyone
 from pool import Pool
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from world_group import Collectives, world_comm_group
 
 from meshwright import analysis
 from meshwright.analysis.graph import ModelGraph, local_shard
@@ -126,7 +126,7 @@ def logits_of(output: Any) -> torch.Tensor:
 
 def cut_sequence(model: nn.Module, found: ModelGraph) -> None:
     """What the pipeline's gates do: enter before the first block, leave behind the last one."""
-    region = SequenceParallelRegion(everyone())
+    region = SequenceParallelRegion(world_comm_group())
     blocks = list(model.get_submodule(str(found.blocks)))
     blocks[0].register_forward_pre_hook(lambda module, args: (region.enter(args[0]), *args[1:]))
     blocks[-1].register_forward_hook(
@@ -177,10 +177,10 @@ def compare(name: str, dtype: torch.dtype, sequence_parallel: bool) -> tuple[flo
     shapes = {n: p.shape for n, p in model.named_parameters()}
     model.zero_grad()
     found = analysis.analyze_model(model)
-    shard_model(model, found, everyone(), sequence_parallel)
+    shard_model(model, found, world_comm_group(), sequence_parallel)
     if sequence_parallel:
         cut_sequence(model, found)
-    loss = sum_cross_entropy(logits_of(model(tokens)), labels, shift_of(model), everyone())
+    loss = sum_cross_entropy(logits_of(model(tokens)), labels, shift_of(model), world_comm_group())
     loss.backward()
     got = whole_gradients(model, found, shapes, sequence_parallel)
     assert got.keys() == wanted.keys()
@@ -216,7 +216,7 @@ def count_collectives(name: str, sequence_parallel: bool) -> list[tuple[int, int
     for layers in (1, 3):
         torch.manual_seed(1)
         model = small(name, layers=layers)
-        found, group = analysis.analyze_model(model), everyone(shared=False)
+        found, group = analysis.analyze_model(model), world_comm_group(shared=False)
         shard_model(model, found, group, sequence_parallel)
         if sequence_parallel:
             cut_sequence(model, found)
@@ -249,7 +249,7 @@ def largest_kept(sequence_parallel: bool) -> int:
     """Elements of the largest tensor that a block keeps for backward."""
     model = small("llama")
     found = analysis.analyze_model(model)
-    shard_model(model, found, everyone(), sequence_parallel)
+    shard_model(model, found, world_comm_group(), sequence_parallel)
     if sequence_parallel:
         cut_sequence(model, found)
     kept: list[int] = []
@@ -281,14 +281,14 @@ def recompute_differs(name: str, sequence_parallel: bool) -> float:
         torch.manual_seed(1)
         model = MODELS[name]()
         found = analysis.analyze_model(model)
-        shard_model(model, found, everyone(), sequence_parallel)
+        shard_model(model, found, world_comm_group(), sequence_parallel)
         if sequence_parallel:
             cut_sequence(model, found)
         if recompute:
             for block in model.get_submodule(str(found.blocks)):
                 block.forward = again(block.forward)
         tokens, labels = batch(shift_of(model))
-        sum_cross_entropy(logits_of(model(tokens)), labels, shift_of(model), everyone()).backward()
+        sum_cross_entropy(logits_of(model(tokens)), labels, shift_of(model), world_comm_group()).backward()
         gradients.append([p.grad for p in model.parameters()])
     return max((a - b).abs().max().item() for a, b in zip(*gradients))
 
@@ -335,7 +335,7 @@ def transposes() -> dict[str, float]:
         if same_input:
             dist.broadcast(x, 0)
         x.requires_grad_()
-        out = function(x * 1, everyone())
+        out = function(x * 1, world_comm_group())
         y = torch.randn(out.shape, dtype=torch.float64, generator=generator)
         if same_output:
             dist.broadcast(y, 0)
@@ -364,7 +364,7 @@ def test_without_a_group_collectives_hand_their_input_on() -> None:
 def crossing_differs(used: tuple[bool, bool], other: bool, sequence_parallel: bool) -> float:
     """A region of two column layers, of which those `used` reach the loss, and perhaps another reader: against plain
     autograd."""
-    group, ranks = everyone(), dist.get_world_size()
+    group, ranks = world_comm_group(), dist.get_world_size()
     generator = torch.Generator().manual_seed(7)
     whole = torch.randn(2, 4, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     weights = [torch.randn(ranks * 5, 3, dtype=torch.float64, generator=generator) for _ in range(2)]
@@ -413,7 +413,7 @@ def vocabulary_loss(width: int, dtype: torch.dtype, spread: float) -> tuple[floa
     chunk, rank = -(-width // dist.get_world_size()), dist.get_rank()
     mine = slice(rank * chunk, (rank + 1) * chunk)
     local = logits[..., mine].clone().requires_grad_()
-    loss = sum_cross_entropy(local, labels, False, everyone())
+    loss = sum_cross_entropy(local, labels, False, world_comm_group())
     (loss * 0.5).backward()
     assert local.grad is not None and whole.grad is not None and local.grad.dtype == dtype
     gradient = (local.grad - whole.grad[..., mine]).abs().max() / whole.grad.abs().max()
@@ -470,7 +470,7 @@ def refusal(model: str, sequence_parallel: bool, length: int = 8, **sizes: objec
     before = [tuple(p.shape) for p in plain.parameters()]
     found = analysis.analyze_model(plain)
     try:
-        shard_model(plain, found, everyone(), sequence_parallel)
+        shard_model(plain, found, world_comm_group(), sequence_parallel)
         if sequence_parallel:
             cut_sequence(plain, found)
         plain(torch.zeros(2, length, dtype=torch.long))
@@ -509,7 +509,7 @@ def test_a_sequence_that_does_not_divide_is_refused_on_every_rank_before_a_colle
 
 def bytes_of_logits() -> list[int]:
     model = small("llama")
-    shard_model(model, analysis.analyze_model(model), everyone(), False)
+    shard_model(model, analysis.analyze_model(model), world_comm_group(), False)
     return list(model(batch(True)[0]).logits.shape)
 
 

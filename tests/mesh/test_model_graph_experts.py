@@ -17,7 +17,7 @@ from meshwright.analysis.graph import ModelGraph, TpSplit
 from meshwright.models.registry import build_reference_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
-from mixtures import MIXTURES, build_mixture
+from moe_models import MIXTURES, build_mixture
 
 FUSED = {"gate_up_proj": TpSplit(1, (16, 16)), "down_proj": TpSplit(2)}
 

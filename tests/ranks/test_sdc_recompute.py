@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import STEPS, events, launch, losses, state, train
+from fault_runs import STEPS, events, launch, losses, state, train
 
 from meshwright.elastic.local_agent import LocalAgent
 
@@ -57,7 +57,7 @@ HEAD = """# Bits that flip in gradients
 Three flips of each bit of a float32, each in one number of the gradient of one rank before it is summed, in 96 steps \
 of one run (dp2). Found when only what looks wrong is computed again, and when every step is computed twice; where that
 found less than three, the sum over ranks had rounded the bit away. Written by `make soak` \
-(tests/ranks/test_recount.py).
+(tests/ranks/test_sdc_recompute.py).
 
 | bit | what it is | found by suspicion | found where computed twice |
 |---|---|---|---|

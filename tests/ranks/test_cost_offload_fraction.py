@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_offload_beyond import beyond
+from test_offload_device_memory import beyond
 
 from meshwright.models.registry import build_reference_model
 from meshwright.runtime.build import context as training

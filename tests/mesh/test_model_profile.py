@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_activations import SIZES
-from test_intake_huggingface import CONFIGURATIONS
+from test_activation_bytes import SIZES
+from test_inputs_huggingface import CONFIGURATIONS
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode

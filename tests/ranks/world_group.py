@@ -1,6 +1,5 @@
 """The group of all ranks of a test, as a mesh makes it: through shared memory, or over gloo where MESHWRIGHT_SHARED is
-0; and who counts its
-collectives there."""
+0; and who counts its collectives there."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def between_hosts(apart: bool = True) -> Iterator[None]:
             os.environ[SHARED_MEMORY_ENV] = before
 
 
-def everyone(shared: bool = True) -> CommGroup:
+def world_comm_group(shared: bool = True) -> CommGroup:
     """All ranks call it, equally often."""
     with between_hosts(not shared):
         group = make_parallel_context(Plan(tp=dist.get_world_size())).world

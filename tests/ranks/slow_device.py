@@ -3,8 +3,7 @@ longer, whichever rank has it (slow-b2: of the node that SLOWED_NODE calls b), u
 the step, how many ranks there are, its slot and whether it is slow into devices.
 
 Nothing here is a number of seconds that a slow machine could turn around: what sleeps, sleeps several times what this
-rank needs for a step, or a product,
-and ranks that have left a device out wait before step LATE until it is back."""
+rank needs for a step, or a product, and ranks that have left a device out wait before step LATE until it is back."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from doom import read_once
+from fault_injection import read_once
 
 import meshwright.train.loop as loop
 from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase

@@ -1,6 +1,5 @@
 """Ranks of one host exchange through memory that they share: the same sums as over gloo, in the same order on every
-rank, and an end of
-one is an error of the others, not their silence."""
+rank, and an end of one is an error of the others, not their silence."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from everyone import everyone
 from pool import Pool
+from world_group import world_comm_group
 
 from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.comm import async_collectives
@@ -32,7 +31,7 @@ def part(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def sums(dtype: torch.dtype, shared: bool) -> list[torch.Tensor]:
     """Sums and largest of all parts, and this rank's slice of a sum beside all slices gathered."""
-    group, results = everyone(shared), []
+    group, results = world_comm_group(shared), []
     assert (group.shm is not None) == shared
     for size in SIZES:
         total, largest = part(group.index, size, dtype), part(group.index, size, dtype)

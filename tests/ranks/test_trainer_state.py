@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from equality import anatomy_of, difference, make_batch, make_model, make_optimizer
-from faulty import launch
+from fault_runs import launch
 from torch import nn
 
 import meshwright.train.recovery as recovery_module
@@ -312,8 +312,8 @@ def test_a_copy_beside_the_next_step_has_the_running_means_of_its_own(ranks: Any
 
 def caught_up(folder: str, plan: str, room: bool) -> tuple[list[str], bool]:
     """What this rank says where a save is due at the step that it goes on from under `plan`, and whether it has a good
-    copy of that step; it goes on
-    from copies of ranks of another plan. `room`: whether the last rank has room for copies."""
+    copy of that step; it goes on from copies of ranks of another plan. `room`: whether the last rank has room for
+    copies."""
     said, rank = list[str](), dist.get_rank()
     own, before = ([f"{folder}/{which}-{at}" for at in range(dist.get_world_size())] for which in ("own", "before"))
     for paths in (own, before):

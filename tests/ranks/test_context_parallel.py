@@ -9,9 +9,9 @@ from typing import Any
 import equality
 import pytest
 import torch
-from everyone import between_hosts
 from torch import nn
 from torch.nn import functional as F
+from world_group import between_hosts
 
 from meshwright.core.errors import InputError
 from meshwright.models.registry import build_reference_model
@@ -150,7 +150,7 @@ def make(name: str) -> nn.Module:
     if name == "packed-gpt2":
         return build_reference_model({**SIZES, "kind": "gpt2", "ffn": 64})
     if name.startswith("hf-"):
-        from families import build_family
+        from model_families import build_family
 
         return build_family(name.removeprefix("hf-").partition("+")[0])
     return Small(name)

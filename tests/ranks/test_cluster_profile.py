@@ -15,7 +15,7 @@ import torch.distributed as dist
 from bench.emulation.emulated_cluster import ScaledCluster, emulate_cluster
 from pool import Pool
 from ports import connected, reserved
-from test_cluster import need_networks, on_ranks
+from test_emulated_cluster import need_networks, on_ranks
 from torch import nn
 
 from meshwright.cli.launch_plan import _scale_to_world, _warn_slow_group
@@ -131,8 +131,7 @@ def test_ranks_compute_between_meetings(ranks: Pool) -> None:
 
 def updates() -> tuple[float, float]:
     """Parameters in a second of this processor: as probe measures them, and as a trainer's update does on its own
-    weights; the most of several turns,
-    as nothing makes either faster than it is."""
+    weights; the most of several turns, as nothing makes either faster than it is."""
     trainer = parallelize(
         nn.Linear(1 << 12, 1 << 11), torch.optim.AdamW, "dp1", loss=lambda output, batch: output.mean()
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sizes import TINY
+from model_sizes import TINY
 from torch import nn
 from torch.nn import functional as F
 

@@ -1,9 +1,9 @@
-"""`meshwright` whose ranks kill its supervisor with SIGKILL at given moments, each once. `python -m regicide` stands in
-the place of the command, and of the process that it forks ranks from.
+"""`meshwright` whose ranks kill its supervisor with SIGKILL at given moments, each once. `python -m supervisor_killer`
+stands in the place of the command, and of the process that it forks ranks from.
 
 The file that KILLS names is a JSON list of moments: {"rank": 1, "step": 7, "phase": "backward", "delay": 0.01}, the
-delay in seconds; phase "copy" is when all bytes of a snapshot are
-written and it has no step yet. A rank does not go on to the next step before a kill that is due has come.
+delay in seconds; phase "copy" is when all bytes of a snapshot are written and it has no step yet. A rank does not go on
+to the next step before a kill that is due has come.
 """
 
 from __future__ import annotations
@@ -65,5 +65,5 @@ if __name__ == "__main__":
     from meshwright.cli.main import main
     from meshwright.elastic import local_agent
 
-    local_agent.FORK_SERVER_MODULE = "regicide"
+    local_agent.FORK_SERVER_MODULE = "supervisor_killer"
     sys.exit(main())

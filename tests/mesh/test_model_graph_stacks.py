@@ -15,7 +15,7 @@ from meshwright.analysis.analyze import analyze_model
 from meshwright.analysis.block_lists import params_by_layer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
-from families import build_own
+from model_families import build_own
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_depends_on_data import WIDTH, Mean
+from test_data_dependent_models import WIDTH, Mean
 from torch import nn
 
 from meshwright.spec.plan import Plan, parse_plan
