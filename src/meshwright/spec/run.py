@@ -83,12 +83,9 @@ class RunConfig(StrictModel):
     prove: ProofMode = Field(
         default="auto",
         description=(
-            "when to prove the plan equal to one device, on the run's own ranks and weights: start "
-            "(before the first "
-            "update); a number of steps between proofs; never; auto: at the start, where the estimated time is under 1 "
-            "% "
-            "of "
-            "the first 1,000 steps"
+            "when to prove the plan equal to one device, on the run's own ranks and weights: start (before the first "
+            "update); a number of steps between proofs; never; auto: at the start, where the estimated time is under "
+            "1 % of the first 1,000 steps"
         ),
     )
     min_ranks: int = Field(
