@@ -154,7 +154,7 @@ class TextDataset:
             separate_documents,
         )
         self.vocabulary = tokens.vocabulary
-        self._training, self._validation = self.parts = (training, validation)
+        self._training, self._validation = training, validation
         self.rows, self.validation_rows = len(training), len(validation)
         self.sequence = training.sequence // (2 if objective == "pairs" else 1)
         self.digest = _json_digest(
@@ -208,12 +208,14 @@ def open_dataset(
     objective: DataObjective = "causal",
     say: LogFunction = lambda line: None,
     positions: bool = False,
+    report_corruption: LogFunction = lambda line: None,
 ) -> TextDataset | ShapeImages | InstructionDataset:
     """Opens the data set that `data` describes.
 
     `vocabulary` is the number of tokens (or classes) of the model, 0 when it follows the data. `objective` is what the
     model learns. `say` receives one line for each slow step that runs for the first time. `positions`: the model
-    accepts `position_ids`, so that several conversations can share a row.
+    accepts `position_ids`, so that several conversations can share a row. `report_corruption` receives one line for
+    each corrupt block of a token array.
 
     Raises:
         InputError: the sources, the tokenizer and the model do not fit together.
@@ -253,7 +255,9 @@ def open_dataset(
         )
     length = 2 * sequence if objective == "pairs" else sequence
     training, validation = packing.split_validation(tokens.documents, length, data.held_out, name)
-    rows, validation_rows = (packing.PackedRows(tokens.arrays, part, length) for part in (training, validation))
+    rows, validation_rows = (
+        packing.PackedRows(tokens.arrays, part, length, report_corruption) for part in (training, validation)
+    )
     return TextDataset(name, rows, validation_rows, tokens, objective, separate_documents)
 
 

@@ -222,12 +222,18 @@ def document_positions(tokens: Int64Array, end_of_text: int) -> Int64Array:
 
 
 class PackedRows:
-    """Rows of `sequence` tokens over the concatenated `segments`."""
+    """Rows of `sequence` tokens over the concatenated `segments`. `report_corruption` is called once for each corrupt
+    block."""
 
-    def __init__(self, arrays: Sequence[ReadableTokens], segments: TokenRuns, sequence: int) -> None:
+    def __init__(
+        self,
+        arrays: Sequence[ReadableTokens],
+        segments: TokenRuns,
+        sequence: int,
+        report_corruption: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._arrays = arrays
-        self.report_corruption: Callable[[str], None] = lambda line: None
-        """Called once for each corrupt block."""
+        self._report_corruption = report_corruption
         self._damaged: set[str] = set()
         self._segments = segments
         self._ends = np.cumsum(segments.length)
@@ -252,7 +258,7 @@ class PackedRows:
             except CorruptBlock as damaged:
                 if str(damaged) not in self._damaged:
                     self._damaged.add(str(damaged))
-                    self.report_corruption(f"{damaged}; rows that touch them are replaced by the next whole one")
+                    self._report_corruption(f"{damaged}; rows that touch them are replaced by the next whole one")
         raise InputError(f"no row of {len(self)} is whole: {min(self._damaged)}")
 
     def _fill(self, target: Int64Array, position: int) -> None:

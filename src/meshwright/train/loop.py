@@ -93,9 +93,10 @@ class TrainLoop:
                 f"data.documents=apart: {type(model).__name__} has no position_ids that keep its attention inside of "
                 "a document"
             )
-        dataset = open_dataset(launch.data, launch.workload.sequence, vocabulary, self.objective, self._note, positions)
-        for part in getattr(dataset, "parts", ()):
-            part.quarantine = lambda line: self.channel.say("bad_data", line=line)
+        dataset = open_dataset(
+            launch.data, launch.workload.sequence, vocabulary, self.objective, self._note, positions,
+            lambda line: self.channel.say("bad_data", line=line),
+        )  # fmt: skip
         self.dataset, self.loader = dataset, build_loader(dataset, self.objective, model, work)
         rule, kind = launch.workload.optimizer, precision_recipe(launch.workload, launch.plan)
         extra = ParallelizeOptions(
