@@ -69,7 +69,7 @@ def test_a_forward_that_cannot_run_is_refused_with_its_reason_and_a_remedy() -> 
     assert "\n" not in str(said.value)
 
 
-def test_blocks_that_other_seeds_call_otherwise_are_noted_and_generators_are_left_alone() -> None:
+def test_blocks_called_differently_by_seed_are_noted_and_generators_are_unchanged() -> None:
     model = Net("random")
     state, drawn = random.getstate(), torch.random.get_rng_state()
     record = record_dataflow(model, BLOCKS)

@@ -259,7 +259,7 @@ def test_a_disk_too_small_is_said_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("victim", range(3))
-def test_a_disk_that_fills_up_during_the_save_is_an_error_on_every_rank_and_leaves_nothing(tmp_path, victim):
+def test_a_disk_that_fills_up_in_a_save_is_an_error_on_every_rank(tmp_path, victim):
     with _small_disk(tmp_path / "disk", 2**20) as folder:
         save_checkpoint(folder, 1, [(_piece(10_000), torch.ones(10_000))], {})
 

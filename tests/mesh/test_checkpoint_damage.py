@@ -313,7 +313,7 @@ def _in_little_memory(work, room):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_1000_mutated_manifests_are_refused_in_one_sentence_or_harmless_within_little_memory(saved, tmp_path):
+def test_1000_mutated_manifests_are_refused_or_harmless_within_little_memory(saved, tmp_path):
     shutil.copytree(saved[0], tmp_path / "copy")
 
     def work():

@@ -86,7 +86,7 @@ def refusal(data: DataConfig, **more: object) -> str:
     step=st.integers(0, 10**6),
     seed=st.integers(0, 2**31),
 )
-def test_every_number_of_ranks_and_size_of_micro_batch_reads_the_same_rows_in_the_same_order(
+def test_every_world_and_micro_batch_size_reads_the_same_rows_in_order(
     dataset: TextDataset, masked: TextDataset, replicas: int, micro_batch: int, passes: int, step: int, seed: int
 ) -> None:
     batch = replicas * micro_batch * passes

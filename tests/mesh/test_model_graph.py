@@ -142,7 +142,7 @@ def test_gpt2_has_a_fused_projection_of_three_parts_and_a_tied_head(attention: s
     assert found.divisible == {"heads": 4, "kv_heads": 4, "ffn": 48}
 
 
-def test_bert_enters_its_feed_forward_at_the_column_layer_and_keeps_the_heads_bias_with_the_head() -> None:
+def test_bert_enters_its_feed_forward_at_the_column_layer() -> None:
     model = small("bert-tiny")
     found = analysis.analyze_model(model)
     heads = (HeadCount("attention", "num_attention_heads", "share"),)
@@ -164,7 +164,7 @@ def test_bert_enters_its_feed_forward_at_the_column_layer_and_keeps_the_heads_bi
     ]
 
 
-def test_hugging_face_bert_is_entered_below_its_residual_and_its_twice_named_bias_is_split_under_both_names() -> None:
+def test_bert_is_entered_below_its_residual_and_its_twice_named_bias_is_split() -> None:
     model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
     found = analysis.analyze_model(model)
     assert [region.module for region in in_block(found)] == ["attention.self", "intermediate"]
@@ -319,7 +319,7 @@ class Grouped(nn.Module):
 
 
 @pytest.mark.parametrize("own_count", [False, True])
-def test_a_region_whose_shares_do_not_sum_to_the_whole_stays_whole_and_a_count_that_can_be_set_is(
+def test_a_region_whose_shards_do_not_sum_up_stays_whole(
     own_count: bool,
 ) -> None:
     model = OddModel(lambda: Grouped(own_count), width=32)

@@ -43,7 +43,7 @@ def test_experts_are_found_whichever_kernels_run_them(name: str, kernels: str) -
     assert len(analyze_model(model).experts) == len(analyze_model(build_mixture(name)).experts) > 0
 
 
-def test_alternating_projections_with_biases_are_cut_together_and_a_bias_behind_them_is_added_once() -> None:
+def test_alternating_projections_are_split_and_their_output_bias_is_added_once() -> None:
     experts = analyze_model(build_mixture("gpt-oss")).experts[0]
     assert experts.splits == {"gate_up_proj": TpSplit(2), "gate_up_proj_bias": TpSplit(1), "down_proj": TpSplit(1)}
     assert experts.replicated == ("down_proj_bias",)

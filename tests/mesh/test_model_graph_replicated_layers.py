@@ -53,7 +53,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def test_the_output_of_the_compressed_key_is_entered_and_its_norm_has_a_part_of_the_gradient_on_each_rank() -> None:
+def test_the_compressed_key_is_entered_and_its_norm_has_a_partial_gradient() -> None:
     found = analysis.analyze_model(Model(""))
     region = found.regions[1]
     assert (region.columns, region.rows) == (("blocks.1.q", "blocks.1.wide"), ("blocks.1.out",))
@@ -67,7 +67,7 @@ def test_the_output_of_the_compressed_key_is_entered_and_its_norm_has_a_part_of_
 
 
 @pytest.mark.parametrize("leaks", ["residual", "written", "other layer"])
-def test_where_something_else_uses_the_compressed_key_its_readers_stay_whole_and_that_is_said(leaks: str) -> None:
+def test_the_readers_of_a_compressed_key_with_other_uses_stay_whole(leaks: str) -> None:
     found = analysis.analyze_model(Model(leaks))
     assert not found.regions
     assert any("stay whole" in line for line in found.findings)

@@ -59,7 +59,7 @@ class Hearing(nn.Module):
         return self.head(x)
 
 
-def test_blocks_are_those_that_keep_the_form_however_much_wider_what_shortens_their_input_is() -> None:
+def test_blocks_are_the_shape_preserving_modules_however_wide_others_are() -> None:
     model = Hearing()
     found = analyze_model(model, example={"x": torch.zeros(2, 1, 64)})
     assert found.stacks == (("layers", 4),) and (found.blocks, found.count) == ("layers", 4)
@@ -71,11 +71,11 @@ def test_blocks_are_those_that_keep_the_form_however_much_wider_what_shortens_th
     ]
 
 
-def test_parts_that_hand_on_directly_to_each_other_are_all_stacks_though_each_begins_by_changing_the_form() -> None:
+def test_consecutive_parts_are_all_stacks_though_each_changes_the_shape_first() -> None:
     assert analyze_model(build_own("resnet")).stacks == (("layer1", 2), ("layer2", 2))
 
 
-def test_experts_of_a_text_are_found_beside_a_larger_model_of_images_that_does_not_run() -> None:
+def test_text_experts_are_found_next_to_an_unused_image_model() -> None:
     sizes = {
         "hidden_size": 32,
         "num_hidden_layers": 2,

@@ -96,7 +96,7 @@ def test_layers_say_what_was_found_and_what_stays_whole(here: Path, capsys: pyte
     assert json.loads(capsys.readouterr().out)["layers"][1]["repeat"] == 32
 
 
-def test_a_model_that_cannot_be_traced_is_one_line_for_plan_and_data_parallel_for_train(
+def test_an_untraceable_model_is_one_line_in_plan_and_data_parallel_in_train(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--model", "a_live_model:Asking", "--cluster", "1x4:a100-80gb"]) == 2

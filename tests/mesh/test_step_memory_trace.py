@@ -79,7 +79,7 @@ def change(at: int, address: int, size: int, device: str) -> Any:
     )
 
 
-def test_the_watch_of_an_accelerator_counts_its_memory_alone_and_names_what_ran_there_in_any_thread() -> None:
+def test_the_memory_trace_of_an_accelerator_counts_its_memory_in_any_thread() -> None:
     """Events as torch hands them out: what a device allocates stands among what the host does meanwhile; backward has a
     thread of its own."""
     forward = event(

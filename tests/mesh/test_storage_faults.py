@@ -165,9 +165,7 @@ def test_pruning_whose_nth_operation_fails_is_a_line_and_keeps_what_is_to_stay(f
 
 
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
-def test_going_on_where_the_nth_operation_fails_reads_a_whole_checkpoint_or_says_why_not(
-    folder: Path, number: int
-) -> None:
+def test_a_resume_whose_nth_operation_fails_reads_a_whole_checkpoint_or_says_why(folder: Path, number: int) -> None:
     """Never from the beginning in silence, never a mixture; what is passed over is said."""
     for step in (1, 2):
         saved(folder / "start", step)

@@ -102,9 +102,7 @@ def huge(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [pipe, endless, huge, Path.mkdir])
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
-def test_whatever_stands_in_place_of_a_file_is_one_line_and_the_older_checkpoint_is_taken(
-    folder: Path, make, name: str
-) -> None:
+def test_anything_in_place_of_a_file_is_one_line_and_the_older_checkpoint_loads(folder: Path, make, name: str) -> None:
     """A pipe nobody writes to, a device without an end, a file of 64 GiB of which nothing is on disk, a folder."""
     first, second = saved(folder, 1, 2)
     (second / name).unlink()

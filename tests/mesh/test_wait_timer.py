@@ -46,7 +46,7 @@ def test_a_host_waits_for_as_long_as_its_clock_says() -> None:
     assert 0.05 <= clock.read() <= time.perf_counter() - began and clock.read() == 0.0
 
 
-def test_a_stream_waits_for_as_long_as_its_events_say_however_quickly_the_host_goes_on() -> None:
+def test_a_stream_wait_lasts_as_its_events_say_whatever_the_host_does() -> None:
     device = Device()
     clock = WaitTimer(partial(Event, device))
     for compute, wait in ((1.0, 0.25), (2.0, 0.5)):
@@ -57,7 +57,7 @@ def test_a_stream_waits_for_as_long_as_its_events_say_however_quickly_the_host_g
     assert clock.read() == pytest.approx(0.75) and clock.read() == 0.0
 
 
-def test_waits_that_are_not_over_are_left_for_the_next_reading_and_nothing_waits_for_them() -> None:
+def test_unfinished_waits_are_left_for_the_next_reading_without_blocking() -> None:
     device = Device()
     clock = WaitTimer(partial(Event, device))
     with clock:
@@ -71,7 +71,7 @@ def test_waits_that_are_not_over_are_left_for_the_next_reading_and_nothing_waits
 
 
 @pytest.mark.parametrize("over", [True, False])
-def test_what_came_since_the_last_reading_can_be_forgotten_and_what_was_not_over_by_then_stays(over: bool) -> None:
+def test_waits_since_the_last_reading_can_be_dropped_and_unfinished_ones_stay(over: bool) -> None:
     """An evaluation between two steps is no part of either; the end of the first one is part of the second, over or not
     when that begins."""
     device = Device()

@@ -94,7 +94,7 @@ def test_a_rank_says_what_failed_before_groups_end(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
-def test_what_a_device_sums_of_a_tensor_tells_a_flipped_bit_and_two_that_changed_places(
+def test_a_device_checksum_detects_a_flipped_bit_and_two_swapped_elements(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_check, "CHUNK_ELEMENTS", 300)
@@ -160,12 +160,12 @@ def compressed(hosts: tuple[str, ...]) -> bool:
     return make_compressed_reducer(GradientCompression(kind="int8"), group, vector, scattered=False) is not None
 
 
-def test_sums_of_accelerators_are_compressed_where_they_leave_the_host_and_there_alone(ranks: Pool) -> None:
+def test_accelerator_sums_are_compressed_only_between_hosts(ranks: Pool) -> None:
     assert ranks.run(2, compressed, ("a", "a")) == [False, False]
     assert ranks.run(2, compressed, ("a", "b")) == [True, True]
 
 
-def test_bytes_that_come_from_a_device_are_digested_as_they_are_written_and_come_once() -> None:
+def test_device_bytes_are_copied_once_and_digested_as_they_are_written() -> None:
     tensor, live = torch.arange(5.0), {"here": "as it was"}
     assert _copy_to_host(tensor, "here", live) is not None and live == {"here": "as it was"}
     assert torch.equal(_copy_to_host(tensor, "there", live), tensor) and live["there"] == tensor_digest(tensor)

@@ -210,7 +210,7 @@ def test_rooms_that_come_back_in_another_thread_are_given_to_one_alone(tmp_path:
         sys.setswitchinterval(interval)
 
 
-def test_a_storage_that_is_kept_in_several_forms_waits_once_and_a_small_part_by_itself(tmp_path: Path) -> None:
+def test_a_storage_saved_in_several_views_is_offloaded_once(tmp_path: Path) -> None:
     rank = ActivationOffload(torch.device("cpu"), (), ActivationStore(tmp_path, torch.device("cpu")))
     given, weight = torch.arange(4.0 * PAGE_BYTES), torch.ones(4 * PAGE_BYTES, requires_grad=True)
     with rank.collect_block(0) as block:

@@ -128,7 +128,7 @@ def test_blocks_that_run_twice_or_are_called_again_in_backward_are_cut_by_no_sta
 
 
 @pytest.mark.parametrize("kind", ["around-trained", "around-old"])
-def test_stages_are_refused_where_a_model_checkpoints_its_blocks_while_it_trains_alone(ranks: Any, kind: str) -> None:
+def test_stages_are_refused_where_a_model_recomputes_its_blocks_in_training_only(ranks: Any, kind: str) -> None:
     """The analysis runs in training mode."""
     where = (
         "runs where torch records no gradient"
@@ -153,9 +153,7 @@ def said_in_training(kind: str, plan: str = "pp2.mb4") -> str:
 
 
 @pytest.mark.parametrize("kind", ["forces", "slopes"])
-def test_gradients_inside_a_forward_are_taken_for_none_of_its_own_where_those_are_put_off(
-    ranks: Any, kind: str
-) -> None:
+def test_gradients_taken_in_a_forward_are_not_deferred_weight_gradients(ranks: Any, kind: str) -> None:
     plain = ranks.once(1, gradients, kind, "dp1.mb4")[0]
     found = ranks.run(2, gradients, kind, "pp2.mb4")[0]
     assert all(torch.allclose(plain[name], found[name], atol=1e-6) for name in plain if not name.endswith("mean"))
@@ -163,7 +161,7 @@ def test_gradients_inside_a_forward_are_taken_for_none_of_its_own_where_those_ar
 
 
 @pytest.mark.parametrize("way", ["rc-full", "rc-sac", "off-activations"])
-def test_gradients_by_torch_func_inside_a_block_are_refused_in_one_line_where_others_keep(ranks: Any, way: str) -> None:
+def test_torch_func_gradients_in_a_block_are_refused_under_recompute_and_offload(ranks: Any, way: str) -> None:
     assert isinstance(ranks.once(1, gradients, "func", "dp1.mb4")[0], dict)
     assert ranks.run(1, gradients, "func", f"dp1.mb4.{way}")[0].startswith("this block takes gradients by torch.func")
 

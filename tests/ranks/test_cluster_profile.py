@@ -216,7 +216,7 @@ def test_what_the_description_says_and_the_machine_does_not_is_said() -> None:
         assert words.lower() in line.lower() and "\n" not in line
 
 
-def test_a_measured_cluster_of_unlike_nodes_is_planned_whole_by_ranks_that_a_launcher_started() -> None:
+def test_ranks_of_a_launcher_plan_a_measured_heterogeneous_cluster() -> None:
     """A description named local with two groups is all of its devices, and a plan that would leave a group out is
     said."""
     cluster = parse_cluster("1x2:cpu+1x2:cpu@1Gb")

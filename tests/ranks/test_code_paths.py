@@ -150,7 +150,7 @@ def test_a_model_whose_code_asks_for_no_value_pays_nothing(ranks: Any) -> None:
         assert found[-1] is False
 
 
-def test_features_that_meet_in_a_branch_that_is_taken_late_are_refused_at_that_step_under_tp(ranks: Any) -> None:
+def test_features_coupled_by_a_late_branch_are_refused_at_that_step_under_tp(ranks: Any) -> None:
     limit = limit_of("features")
     for *losses, line in ranks.run(2, run, "features", limit, "tp2.mb8", "start"):
         assert losses == pytest.approx(alone("features", limit)[:LATE], rel=1e-10) and len(losses) == LATE

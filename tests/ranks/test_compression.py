@@ -238,6 +238,6 @@ def two_under_way() -> list[list[float]]:
     return [each[256:].tolist() for each in sums]
 
 
-def test_a_sum_that_begins_while_another_of_its_buffer_is_on_its_way_sends_nothing_twice(ranks: Pool) -> None:
+def test_a_reduction_during_another_one_of_its_buffer_sends_nothing_twice(ranks: Pool) -> None:
     for found in ranks.run(2, two_under_way):
         assert found == [[3.0 * 10**call] * 4 for call in range(3)]

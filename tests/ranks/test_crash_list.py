@@ -210,7 +210,7 @@ def test_what_cannot_be_trained_is_said_in_one_line(
 
 @pytest.mark.parametrize(("change", "what"), [(drawing, "Python's random"), (drawing_arrays, "numpy.random")])
 @pytest.mark.parametrize("plan", ["tp2", "pp2.mb2", "dp2.rc-full"])
-def test_numbers_drawn_without_torch_are_refused_where_ranks_or_passes_compute_the_same_rows(
+def test_random_numbers_outside_of_torch_are_refused_where_rows_are_recomputed(
     ranks: Any, plan: str, change: Change, what: str
 ) -> None:
     for said in ranks.run(2, refused, plan, change, None):

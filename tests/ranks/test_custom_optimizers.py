@@ -288,7 +288,7 @@ def counts() -> tuple[int, list[int]]:
     return optimizer.steps, [group["steps"] for group in optimizer.param_groups]
 
 
-def test_a_count_of_the_optimizer_or_a_group_advances_once_in_an_update_of_many_windows(ranks: Any) -> None:
+def test_a_step_count_advances_once_in_an_update_of_many_windows(ranks: Any) -> None:
     assert ranks.run(1, counts)[0] == (3, [3, 3])
 
 

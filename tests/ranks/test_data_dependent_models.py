@@ -325,9 +325,7 @@ def test_a_sum_with_an_earlier_block_of_the_same_stage_is_made_by_the_stage_befo
 
 
 @pytest.mark.parametrize("plan", ["dp1.mb4", "dp2.mb2", "pp2.mb4"])
-def test_a_block_that_takes_gradients_of_its_own_weights_in_its_forward_is_asked_like_any_other(
-    ranks: Any, plan: str
-) -> None:
+def test_a_block_that_takes_weight_gradients_in_its_forward_is_analysed(ranks: Any, plan: str) -> None:
     equal(ranks, "sloped", plan, 1 if plan == "dp1.mb4" else 2)
 
 
@@ -366,7 +364,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_not_taken_apart(ranks: Any, loss: s
     assert "rows of a batch see each other" in ranks.run(2, under, "plain", "dp2.mb1", loss)[0]
 
 
-def test_a_loss_that_is_a_mean_over_rows_is_taken_apart_and_noise_is_no_reason_not_to(ranks: Any) -> None:
+def test_a_mean_loss_over_rows_is_separable_in_spite_of_noise(ranks: Any) -> None:
     assert not isinstance(ranks.run(2, under, "plain", "dp2.mb1", "rows")[0], str)
     assert not isinstance(ranks.run(2, under, "noisy", "dp2.mb2")[0], str)
 
@@ -420,7 +418,7 @@ def test_a_block_that_stands_twice_in_a_list_is_refused_in_one_line() -> None:
         analyze_model(model)
 
 
-def test_blocks_that_run_in_some_passes_only_are_refused_where_ranks_would_no_longer_meet(ranks: Any) -> None:
+def test_blocks_that_run_in_some_passes_only_are_refused_where_ranks_would_hang(ranks: Any) -> None:
     assert "layers.1 runs in some passes and not in others" in ranks.run(1, under, "dropping", "z3.mb1")[0]
     assert not isinstance(ranks.run(1, under, "dropping", "dp1.mb1")[0], str)
 
@@ -442,7 +440,7 @@ def with_running_statistics(plan: str, kept: bool) -> str:
     return "it ran"
 
 
-def test_an_instance_norm_that_keeps_running_statistics_is_refused_where_rows_pass_apart(ranks: Any) -> None:
+def test_instance_norm_with_running_statistics_is_refused_for_split_batches(ranks: Any) -> None:
     for said in ranks.run(2, with_running_statistics, "dp2.mb2", True):
         assert "1 is a norm with statistics of the batch" in said
     assert "1 is a norm with statistics of the batch" in ranks.run(1, with_running_statistics, "dp1.mb2", True)[0]

@@ -155,7 +155,7 @@ class Small(nn.Module):
         return self.last(torch.relu(self.first(x)))
 
 
-def test_what_is_done_to_parameters_is_followed_inside_the_block_and_refused_behind_it() -> None:
+def test_operations_on_parameters_are_recorded_in_the_context_and_refused_after_it() -> None:
     torch.manual_seed(2)
     whole = Small().bfloat16().double()
     nn.init.ones_(whole.last.weight)

@@ -95,7 +95,7 @@ def carried(network: CollectiveProfiler, pair: LinkSample) -> float:
     return found
 
 
-def test_nodes_have_networks_of_their_own_whose_wires_carry_what_was_asked_and_ranks_their_quota() -> None:
+def test_emulated_nodes_have_the_requested_links_and_cpu_quotas() -> None:
     need_networks()
     with emulate_cluster(NODES) as cluster:
         found = on_ranks(cluster, look)
@@ -212,7 +212,7 @@ with emulate_cluster(ScaledCluster((0.5, 0.5), (0, 1), (1e6, 1e6), 1.0)) as clus
 '''
 
 
-def test_a_ctrl_c_leaves_the_ranks_of_an_emulated_cluster_the_network_that_they_save_over() -> None:
+def test_ctrl_c_keeps_the_network_of_an_emulated_cluster_until_ranks_have_saved() -> None:
     """A terminal sends it to the whole group: to whoever holds the networks, too."""
     need_networks()
     with subprocess.Popen(

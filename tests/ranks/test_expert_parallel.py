@@ -78,7 +78,7 @@ def test_a_mixture_computes_what_one_device_computes_under_more_plans(
         pytest.param("dp2.tp2.ep4.z3.order-tp-dp-pp", "tp2", marks=pytest.mark.soak),
     ],
 )
-def test_a_mixture_goes_on_from_a_checkpoint_of_another_layout_as_if_nothing_had_been(
+def test_an_moe_model_resumes_from_a_checkpoint_of_another_layout(
     ranks: Any, tmp_path: Path, first: str, second: str
 ) -> None:
     straight = alone("gpt-oss", "fp64", steps=3)["losses"]
@@ -108,7 +108,7 @@ def go_on(plan: str, folder: str) -> list[float]:
     return [trainer.step(make_batch("gpt-oss", 2)).loss]
 
 
-def test_ranks_hold_the_bytes_of_the_estimate_with_experts_dealt_to_data_and_tensor_ranks(ranks: Any) -> None:
+def test_ranks_store_the_estimated_bytes_with_experts_on_data_and_tensor_ranks(ranks: Any) -> None:
     from meshwright.planner.cost.step import estimate
     from meshwright.planner.inputs.architecture import model_spec
     from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes

@@ -250,9 +250,7 @@ def drop(plan: str) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
 
 
 @pytest.mark.parametrize("plan", ["tp2.mb2", "tp2.mb2.rc-full", "tp2.sp.mb2"])
-def test_shares_are_dropped_apart_and_what_is_whole_is_dropped_alike_also_when_computed_again(
-    ranks: Any, plan: str
-) -> None:
+def test_dropout_differs_on_shards_and_agrees_on_replicas_also_in_recompute(ranks: Any, plan: str) -> None:
     (shares, whole, loss), (others, alike, same) = ranks.run(2, drop, plan)
     assert loss == same
     for one, other in zip(shares, others, strict=True):
@@ -283,9 +281,7 @@ def after_dropping(plan: str) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("plan", ["tp2.sp.mb1", "tp2.pp2.mb1", "tp2.sp.pp2.mb1"])
-def test_tensor_ranks_keep_one_random_state_and_the_same_whole_weights_whatever_is_dropped(
-    ranks: Any, plan: str
-) -> None:
+def test_tensor_ranks_keep_one_random_state_and_equal_weights_under_dropout(ranks: Any, plan: str) -> None:
     seen: dict[int, dict[str, torch.Tensor]] = {}
     for stage, found in ranks.run(parse_plan(plan).world, after_dropping, plan):
         for name, value in seen.setdefault(stage, found).items():

@@ -52,7 +52,7 @@ def differing(name: str) -> dict[str, tuple[str | None, str | None]] | None:
     return result
 
 
-def test_the_plans_that_configurations_carry_say_the_same_or_the_difference_has_a_reason() -> None:
+def test_published_tp_plans_agree_or_the_difference_has_a_reason() -> None:
     found = {name: differing(name) for name in FAMILIES}
     with_plan = {name: layers for name, layers in found.items() if layers is not None}
     assert len(with_plan) >= 20

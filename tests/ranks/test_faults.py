@@ -54,9 +54,7 @@ def test_the_same_error_in_the_same_step_twice_ends_the_run_with_its_verdict(
     assert [event.kind for event in events(tmp_path / "run")] == ["fault", "verdict"]
 
 
-def test_checkpoints_are_written_beside_training_and_are_those_of_the_ranks_themselves(
-    agent: LocalAgent, tmp_path: Path, text: Path
-) -> None:
+def test_async_checkpoints_equal_those_of_the_ranks_themselves(agent: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Every fourth step, with ranks killed meanwhile; the same steps written by the ranks, which have no copies in
     memory then."""
     plan = "dp2.tp2.z1"
@@ -115,9 +113,7 @@ def test_two_copies_that_differ_end_the_run_because_nobody_can_say_which_is_righ
         train(agent, work, [{"rank": 1, "step": 8, "phase": "update", "how": "flip"}])
 
 
-def test_a_run_whose_weights_drift_ends_in_one_line_because_its_copies_may_have_drifted_too(
-    agent: LocalAgent, tmp_path: Path, text: Path
-) -> None:
+def test_a_run_whose_weights_drift_ends_in_one_line(agent: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Nothing starts again by itself: the copies in memory are those of the step before, and hold what a window of the
     sentinel has not come to yet."""
     work = launch(text, tmp_path / "run", "dp2.mb4", replica_check_every=0)

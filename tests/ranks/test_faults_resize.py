@@ -86,7 +86,7 @@ def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(
     assert len(names) > 30 and all(torch.equal(one[name], other[name]) for name in names)
 
 
-def test_a_checkpoint_that_is_written_while_the_number_of_ranks_changes_is_not_written_by_two(
+def test_a_checkpoint_is_written_once_while_the_number_of_ranks_changes(
     agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """The one of step 4 takes as long as the change; the ranks of the next plan ask for it again, and wait for their

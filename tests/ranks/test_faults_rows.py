@@ -60,7 +60,7 @@ def test_both_ranks_of_a_shard_group_killed_at_once_three_times_lose_nothing(
     assert state(tmp_path / "run") == whole != {}
 
 
-def test_a_rank_killed_while_the_run_recovers_makes_that_recovery_longer_and_nothing_else(
+def test_a_rank_killed_during_a_recovery_only_makes_it_longer(
     agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Row 29: in build, in restore, and in the first step behind."""
@@ -87,7 +87,7 @@ def test_the_store_of_addresses_that_is_killed_is_started_anew(
     assert state(tmp_path / "run") == whole != {}
 
 
-def test_a_rank_without_memory_is_named_with_that_reason_and_a_lasting_want_ends_the_run(
+def test_an_oom_rank_is_named_with_the_reason_and_a_lasting_oom_ends_the_run(
     agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Row 23, as torch says it."""
@@ -136,7 +136,7 @@ def test_ranks_that_are_not_in_the_same_collective_end_the_run_with_both_sizes(
     assert max(losses(tmp_path / "run")) == 3
 
 
-def test_a_disk_that_is_full_or_fails_and_a_writer_that_is_killed_cost_checkpoints_and_nothing_else(
+def test_a_failing_disk_or_a_killed_writer_costs_only_checkpoints(
     agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Rows 13, 14 and 15: seven checkpoints cannot be written, one is slow, and what stands under a checkpoint's name
@@ -180,7 +180,7 @@ def test_a_run_asked_to_stop_three_times_ends_in_the_same_bits(
     assert state(tmp_path / "run") == whole != {}
 
 
-def test_a_fault_between_a_request_to_stop_and_its_end_makes_the_run_save_a_step_later(
+def test_a_fault_after_a_stop_request_makes_the_run_save_a_step_later(
     agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Rows 1 and 24: the ranks that start again hear of the request too."""
@@ -281,9 +281,7 @@ def test_only_the_event_log_asks_for_the_time_of_day() -> None:
     assert asking == {"elastic/event_log.py"}
 
 
-def test_a_damaged_block_of_tokens_is_left_out_alike_under_every_plan_and_written_down(
-    agent: LocalAgent, tmp_path: Path
-) -> None:
+def test_a_corrupt_token_block_is_skipped_by_every_plan_and_recorded(agent: LocalAgent, tmp_path: Path) -> None:
     """Row 22: bits flip in a file that was read before; its size and its time say nothing of it."""
     file = tmp_path / "tokens.bin"
     tokens = np.random.default_rng(3).integers(0, 258, 6 * DIGEST_BLOCK_TOKENS).astype(np.uint16)

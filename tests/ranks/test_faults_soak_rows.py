@@ -302,9 +302,7 @@ def test_twenty_requests_to_stop_end_in_the_same_bits(
     settle("24 asked to stop", PLAN, passed, folder, same(folder, whole(PLAN, 3 * LONG), 3 * LONG))
 
 
-def test_twenty_killed_supervisors_leave_nothing_and_the_run_to_whoever_starts_it_again(
-    tmp_path: Path, text: Path
-) -> None:
+def test_twenty_killed_supervisors_leave_nothing_behind_and_a_resumable_run(tmp_path: Path, text: Path) -> None:
     """Rows 25 and 31: while a run lasts a second launch of it is refused; when all of it is killed no process is left,
     and the next launch goes on."""
     steps, refused, killed, last = 60 * (FAULTS + 1), 0, 0, 0

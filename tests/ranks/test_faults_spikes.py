@@ -80,7 +80,7 @@ def test_a_rise_that_stays_is_seen_in_three_steps_a_loss_that_is_not_finite_too(
     assert heard([2.0] * (MEDIAN_WINDOW_STEPS - 1) + [9.0] * SPIKE_STEPS) == []
 
 
-def test_a_run_that_must_go_back_to_one_checkpoint_again_and_again_ends_with_the_reason() -> None:
+def test_a_run_that_rolls_back_to_one_checkpoint_repeatedly_ends_with_the_reason() -> None:
     guard = LossSpikeDetector({}, True, False)
     for time in range(MAX_ROLLBACKS):
         guard.goes_back(100, 200, guard.left_out, (150 + time, 152 + time))

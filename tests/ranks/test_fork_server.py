@@ -48,7 +48,7 @@ def test_a_fork_server_killed_again_while_it_loads_costs_no_step(whole: Path, ti
     assert gone(whole)
 
 
-def test_a_fork_server_that_is_killed_whenever_it_starts_ends_the_run_after_its_retries_and_the_run_can_go_on(
+def test_a_fork_server_killed_at_every_start_ends_a_resumable_run_after_the_retries(
     whole: Path,
 ) -> None:
     run = "hopeless"

@@ -313,9 +313,7 @@ SHOWN: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_bare_configuration_is_trained_exported_and_generates_with_the_logits_of_the_run(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_bare_configuration_trains_exports_and_generates_the_same_logits(tmp_path: Path, name: str) -> None:
     make, pins, cluster = SHOWN[name]
     make().save_pretrained(tmp_path / "model")
     work = (
@@ -346,7 +344,7 @@ def test_a_bare_configuration_is_trained_exported_and_generates_with_the_logits_
     assert model.generate(**prompt, max_new_tokens=8, do_sample=False).shape[1] > 1
 
 
-def test_the_generation_settings_of_an_encoder_decoder_say_what_its_decoder_begins_with(tmp_path: Path) -> None:
+def test_the_generation_config_states_the_start_token_of_a_decoder(tmp_path: Path) -> None:
     SHOWN["t5"][0]().save_pretrained(tmp_path)
     assert json.loads(read_extra_files(None, tmp_path, "end", "mask")["generation_config.json"]) == {
         "decoder_start_token_id": 0

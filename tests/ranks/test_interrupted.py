@@ -121,7 +121,7 @@ def hidden(place: Path) -> list[Path]:
     return list((place / "runs/mine").rglob(".*"))
 
 
-def test_a_ctrl_c_while_a_checkpoint_is_written_beside_training_waits_for_it_and_saves_its_own_step(
+def test_ctrl_c_during_an_async_checkpoint_waits_for_it_and_saves_its_own_step(
     place: Path,
 ) -> None:
     process = start(place, "train", "job.yaml", "--run", "mine", "--set", "run.grace_period=600", hold="writer")
@@ -149,7 +149,7 @@ def test_a_request_to_stop_during_the_save_of_the_last_step_finds_a_run_that_is_
     assert parse_step(newest_checkpoint(place / "runs/mine/checkpoints") or Path()) == 6
 
 
-def test_a_second_ctrl_c_during_a_save_ends_it_at_once_and_leaves_the_checkpoint_before_and_nothing_else(
+def test_a_second_ctrl_c_ends_a_save_at_once_and_keeps_the_previous_checkpoint(
     place: Path,
 ) -> None:
     """The save would never end."""
@@ -175,7 +175,7 @@ def test_a_second_ctrl_c_during_a_save_ends_it_at_once_and_leaves_the_checkpoint
 @pytest.mark.parametrize("request_", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize("command", ["train", "plan", "probe", "verify"])
 @pytest.mark.covering(2)
-def test_a_request_to_stop_before_there_is_a_step_to_save_is_one_line_that_says_what_it_cost(
+def test_a_stop_before_the_first_step_is_one_line_that_states_its_cost(
     place: Path, command: str, request_: signal.Signals
 ) -> None:
     words = {

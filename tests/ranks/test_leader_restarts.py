@@ -73,5 +73,5 @@ def test_a_leader_that_is_killed_and_started_again_trains_with_the_other_node(pl
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(20))
-def test_a_leader_that_is_started_again_at_a_random_moment_trains_with_the_other_node(place: Path, number: int) -> None:
+def test_a_leader_restarted_at_a_random_moment_trains_with_the_other_node(place: Path, number: int) -> None:
     restart(place, f"random-{number}", MOMENTS.uniform(0.5, 12.0))

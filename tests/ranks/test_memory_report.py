@@ -74,7 +74,7 @@ def starved(where: str, predicted: tuple[MemoryBreakdown, ...]) -> str:
     ("where", "doing"),
     [("step", "in step 2"), ("evaluation", "in an evaluation after step 1"), ("states", "before the first step")],
 )
-def test_a_want_of_memory_is_one_line_with_what_is_held_and_what_takes_more_than_was_predicted(
+def test_an_oom_is_one_line_with_memory_by_kind_and_the_excess_over_the_prediction(
     ranks: Any, where: str, doing: str
 ) -> None:
     found = ranks.run(1, starved, where, (PREDICTED,))[0]

@@ -220,9 +220,7 @@ def test_a_node_that_is_told_to_go_takes_no_step_with_it(place: Path, whole: Nod
     assert all(abs(losses[step] - loss) <= 1e-6 * loss for step, loss in whole.losses().items())
 
 
-def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_its_ranks_come_back_with_it(
-    place: Path, whole: Nodes
-) -> None:
+def test_a_lost_node_costs_the_steps_since_a_checkpoint_and_its_ranks_return(place: Path, whole: Nodes) -> None:
     nodes = Nodes(place, "lost", endless=True)
     nodes.wait_for(30)
     nodes.processes[1].kill()
@@ -241,7 +239,7 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_its_ranks_com
     assert all(abs(losses[step] - loss) <= 1e-6 * loss for step, loss in whole.losses().items())
 
 
-def test_a_node_killed_with_all_its_processes_costs_the_steps_since_the_last_round_of_mirrors(place: Path) -> None:
+def test_a_killed_node_costs_the_steps_since_the_last_replication_round(place: Path) -> None:
     """Its copies went with it; the mirror that the other node kept of them is read instead."""
     calm = JOB.replace("batch: 8, steps: 60", "batch: 128, steps: 14")
     (place / "job.yaml").write_text(calm.replace("dp4.z1", "dp2.z1"))
@@ -280,9 +278,7 @@ def test_a_node_killed_with_all_its_processes_costs_the_steps_since_the_last_rou
     assert all(abs(losses[step] - loss) <= 1e-6 * loss for step, loss in expected.items())
 
 
-def test_when_the_first_node_is_gone_the_next_one_leads_and_the_first_joins_it_when_it_comes_back(
-    place: Path, whole: Nodes
-) -> None:
+def test_the_next_node_leads_after_a_lost_leader_which_joins_it_on_return(place: Path, whole: Nodes) -> None:
     """Row 26. From the newest checkpoint on disk, without a person; no secret and no leader's address stay behind."""
     nodes = Nodes(place, "heir", endless=True)
     nodes.wait_for(30)

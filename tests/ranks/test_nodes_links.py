@@ -72,9 +72,7 @@ def test_of_two_parts_that_do_not_hear_each_other_one_ends_and_one_goes_on(place
 
 
 @pytest.mark.soak
-def test_a_first_node_that_is_gone_without_a_word_is_followed_by_the_next_one_and_joins_it_later(
-    place: Path, space: str
-) -> None:
+def test_the_next_node_leads_after_a_silent_leader_which_joins_it_later(place: Path, space: str) -> None:
     """Row 26, as when its machine loses power: its link is down before it dies, so the other one hears nothing; then
     both come back."""
     nodes = Apart(place, "dark", space)

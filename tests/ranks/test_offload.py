@@ -152,7 +152,7 @@ BOTH = [
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), BOTH)
 @pytest.mark.covering(3)
-def test_a_run_with_shares_of_its_own_of_states_and_of_weights_away_is_bit_for_bit_the_run_without(
+def test_offload_fractions_of_states_and_weights_are_bit_identical(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
     states, weights = (int(part[-2:]) / 100 if part[-1].isdigit() else 1.0 for part in way.split(".")[:2])
@@ -331,7 +331,5 @@ def masters(folder: str) -> set[str]:
     return {unit.optim_shard.flat.device.type for unit in units}
 
 
-def test_float32_weights_are_on_the_device_also_where_those_of_16_bits_wait_elsewhere(
-    ranks: Any, tmp_path: Any
-) -> None:
+def test_float32_weights_stay_on_device_where_16_bit_weights_are_offloaded(ranks: Any, tmp_path: Any) -> None:
     assert ranks.run(1, masters, str(tmp_path)) == [{"meta"}]

@@ -118,17 +118,13 @@ def test_beside_a_device_with_memory_of_its_own_a_run_is_bit_for_bit_the_run_wit
     assert not list(tmp_path.iterdir())
 
 
-def test_gradients_come_down_and_weights_go_up_once_a_step_in_the_bytes_that_they_have(
-    ranks: Any, tmp_path: Any
-) -> None:
+def test_gradients_and_weights_cross_the_host_link_once_a_step(ranks: Any, tmp_path: Any) -> None:
     for way in ("optimizer", "optimizer-disk"):
         for _, _, moved, own, _ in ranks.run(2, trained, "llama", f"dp2.z1.off-{way}", "bf16", str(tmp_path), True):
             assert moved == {torch.bfloat16: 2 * own}
 
 
-def test_sums_of_gradients_take_nothing_of_the_device_and_come_down_once_a_micro_batch(
-    ranks: Any, tmp_path: Any
-) -> None:
+def test_offloaded_gradient_sums_use_no_device_memory(ranks: Any, tmp_path: Any) -> None:
     plan = "dp2.z2.mb2.off-optimizer.off-gradients"
     for _, _, moved, own, _ in ranks.run(2, trained, "llama", plan, "bf16", str(tmp_path), True):
         assert moved == {torch.bfloat16: (2 + 1) * own}
@@ -154,7 +150,7 @@ def held(plan: str, folder: str) -> tuple[int, int, int]:
     )
 
 
-def test_a_copy_that_would_be_cast_on_the_way_is_refused_and_one_that_is_not_has_landed() -> None:
+def test_a_copy_that_would_be_cast_is_refused_and_another_one_completes() -> None:
     ferry, host = CopyStreams(torch.device("cpu")), torch.arange(4.0)
     assert ferry.copy(into := torch.empty(4), host) is COPY_DONE and torch.equal(into, host)
     with pytest.raises(AssertionError, match=r"torch.float32 is to be cast to torch.bfloat16"):

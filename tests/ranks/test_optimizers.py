@@ -104,7 +104,7 @@ def test_the_door_tells_elementwise_rules_from_those_that_need_whole_tensors() -
 
 
 @pytest.mark.parametrize("kind", FUSABLE_OPTIMIZERS)
-def test_an_implementation_that_nobody_chose_is_the_fused_one_and_one_that_somebody_chose_stays(kind: Any) -> None:
+def test_the_optimizer_is_fused_unless_the_user_chose_an_implementation(kind: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(40, dtype=torch.float64, generator=generator)
     steps = [torch.randn(40, dtype=torch.float64, generator=generator) for _ in range(3)]
@@ -158,9 +158,7 @@ def test_fused_kernels_round_an_element_alike_wherever_runs_of_whole_alignments_
         ),
     ],
 )
-def test_copies_of_a_tied_weight_stay_equal_to_the_bit_and_runs_end_where_no_kernel_rounds_otherwise(
-    ranks: Any, plan: str, precision: str
-) -> None:
+def test_replicas_of_a_tied_weight_stay_bit_identical(ranks: Any, plan: str, precision: str) -> None:
     found = ranks.run(parse_plan(plan).world, copies_after, plan, precision, 20)
     assert all(flags == [True] for _, _, flags in found)
     assert all(length % ALIGN_NUMEL == 0 for _, runs, _ in found for length in runs)
@@ -209,7 +207,7 @@ def test_groups_whose_states_are_of_unlike_kinds_are_given_whole_tensors() -> No
     assert rule_of(make) == UpdateRule(matrices=True, others=True)
 
 
-def test_groups_by_the_names_of_parameters_have_the_runs_of_these_whatever_a_maker_reads() -> None:
+def test_groups_by_parameter_name_have_the_ranges_of_their_parameters() -> None:
     own = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     names = {id(tensor): name for name, tensor in own.items()}
 

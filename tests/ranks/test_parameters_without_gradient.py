@@ -263,7 +263,7 @@ def around(plan: str) -> tuple[list[float], Any]:
     return [trainer.step(batch).loss for batch in batches()], trainer.full_state_dict()
 
 
-def test_an_optimizer_with_a_list_of_its_own_is_refused_and_one_around_another_is_not(ranks: Any) -> None:
+def test_an_optimizer_with_a_private_list_is_refused_and_a_wrapper_is_not(ranks: Any) -> None:
     for line in ranks.run(2, told, "dp2.z1"):
         assert "Listing has parameters in all besides" in line and "idle" in line and "\n" not in line
     check(ranks.run(2, around, "dp2.z1")[0], "adamw")

@@ -197,9 +197,7 @@ def test_a_counter_of_steps_counts_steps_and_no_micro_batches(ranks: Any, kind: 
     ("kind", "plan"),
     [("taught", "dp2.mb2"), ("taught", "dp2.z1.mb2"), ("shrinking", "dp2.mb2"), ("hooked", "dp2.z2.mb2")],
 )
-def test_what_every_replica_writes_alike_to_a_parameter_in_its_one_pass_is_that_of_one_device(
-    ranks: Any, kind: str, plan: str
-) -> None:
+def test_identical_writes_of_replicas_to_a_parameter_equal_one_device(ranks: Any, kind: str, plan: str) -> None:
     equal(ranks, kind, plan)
 
 

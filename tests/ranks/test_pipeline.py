@@ -122,7 +122,7 @@ def lengths_alone() -> list[float]:
 
 
 @pytest.mark.parametrize("plan", ["pp2", "pp2.zbv"])
-def test_batches_and_micro_batches_may_differ_in_length_and_every_rank_knows_the_loss(ranks: Any, plan: str) -> None:
+def test_micro_batches_may_differ_in_length_and_every_rank_knows_the_loss(ranks: Any, plan: str) -> None:
     results = ranks.run(2, lengths, plan)
     assert all(result == results[0] for result in results)
     assert results[0] == pytest.approx(lengths_alone(), rel=1e-10)

@@ -153,9 +153,7 @@ def chained(plan: str) -> list[float]:
 
 
 @pytest.mark.parametrize("plan", ["pp2.mb2", "pp2.mb2.zbv", "pp2.mb2.z3.rc-full"])
-def test_what_blocks_hand_to_one_another_beside_the_hidden_state_goes_along_from_stage_to_stage(
-    ranks: Any, plan: str
-) -> None:
+def test_tensors_that_blocks_pass_besides_the_hidden_state_cross_stages(ranks: Any, plan: str) -> None:
     torch.manual_seed(0)
     model = Chain().double()
     optimizer, losses = adamw(model.parameters()), []

@@ -211,7 +211,7 @@ def counted(plan: str, precision: str, folder: str) -> tuple[list[int], float]:
 
 
 @pytest.mark.parametrize("given", [("dp1", "bf16"), ("dp1.off-optimizer-disk", "fp32")], ids=str)
-def test_an_update_that_goes_a_few_runs_at_a_time_is_one_step_of_what_an_optimizer_counts(
+def test_an_update_in_several_windows_is_one_step_of_the_optimizer(
     ranks: Any, tmp_path: Path, given: tuple[str, str]
 ) -> None:
     counts, far = ranks.run(1, counted, *given, str(tmp_path))[0]
@@ -219,7 +219,7 @@ def test_an_update_that_goes_a_few_runs_at_a_time_is_one_step_of_what_an_optimiz
 
 
 @pytest.mark.parametrize("chosen", [recipe("bf16-pure"), recipe("fp32", state="8bit")], ids=str)
-def test_states_of_fewer_bytes_are_refused_where_an_optimizer_has_none_of_an_element_for_each_weight(
+def test_low_bit_states_are_refused_for_optimizers_without_elementwise_states(
     chosen: Recipe,
 ) -> None:
     with pytest.raises(InputError, match="use AdamW, or another precision"):

@@ -111,7 +111,7 @@ def spoil(trainer: Trainer) -> None:
     block.mlp.register_forward_hook(lambda module, args, output: output * 1.001)
 
 
-def test_a_plan_that_differs_is_refused_by_all_ranks_in_one_line_before_its_first_update(ranks: Any) -> None:
+def test_all_ranks_refuse_a_differing_plan_in_one_line_before_the_first_update(ranks: Any) -> None:
     lines = ranks.run(2, refused, "tp2")
     assert lines[0] == lines[1] and "\n" not in lines[0]
     assert lines[0].startswith("plan tp2: the proof run differs from one device: loss by")

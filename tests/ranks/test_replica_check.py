@@ -24,7 +24,7 @@ def mended(plan: str) -> tuple[list[str], bytes]:
     return [each.what for each in found], b"".join(unit.weights.numpy().tobytes() for unit in trainer.engine.zero.units)
 
 
-def test_weights_that_were_gathered_from_a_wrong_copy_are_gathered_again_from_the_mended_one(ranks: Pool) -> None:
+def test_weights_gathered_from_a_wrong_replica_are_gathered_again_after_repair(ranks: Pool) -> None:
     found = ranks.run(6, mended, "dp3x2.z1")
     assert all(said and said == found[0][0] for said, _ in found)
     assert len({weights for _, weights in found}) == 1

@@ -132,9 +132,7 @@ def refused_at(said: list[list[Any]], step: int) -> None:
 @pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb1", "pp2.mb2"])
 @pytest.mark.parametrize("kind", ["gate", "zero head", "frequency", "backward", "hook"])
 @pytest.mark.covering(8)
-def test_what_couples_rows_behind_a_zero_or_in_the_backward_alone_is_refused_before_the_first_step(
-    ranks: Any, kind: str, plan: str
-) -> None:
+def test_row_coupling_in_backward_only_is_refused_before_the_first_step(ranks: Any, kind: str, plan: str) -> None:
     refused_at(ranks.run(2, under, kind, plan), 1)
 
 
@@ -143,15 +141,13 @@ def test_one_row_for_each_rank_is_compared_too(ranks: Any, kind: str) -> None:
     refused_at(ranks.run(2, under, kind, "dp2.mb1", 2), 1)
 
 
-def test_a_term_of_the_loss_that_comes_in_later_is_refused_at_the_step_that_it_comes_in(ranks: Any) -> None:
+def test_a_new_loss_term_is_refused_at_the_step_where_it_appears(ranks: Any) -> None:
     refused_at(ranks.run(2, under, "late term", "dp2.mb2"), 2)
 
 
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2", "pp2.mb2.zbv", "dp2.z1.mb2.rc-full"])
 @pytest.mark.parametrize("kind", ["plain", "clamp"])
-def test_a_model_whose_rows_are_apart_trains_as_on_one_device_and_no_check_leaves_a_trace(
-    ranks: Any, kind: str, plan: str
-) -> None:
+def test_a_model_with_independent_rows_trains_and_no_check_leaves_a_trace(ranks: Any, kind: str, plan: str) -> None:
     for losses in ranks.run(2, under, kind, plan):
         assert losses == pytest.approx(alone(kind), rel=1e-10)
 

@@ -28,7 +28,7 @@ def flips(bits: dict[int, int], world: int) -> list[dict[str, Any]]:
     "plan",
     ["dp2.z1", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp4", "dp2.tp2.z3", "dp2.pp2.z2.mb2"))],
 )
-def test_a_bit_that_flips_in_a_gradient_is_found_where_it_is_computed_twice_and_where_it_is_large(
+def test_a_bit_flip_in_a_gradient_is_found_if_recomputed_or_large(
     agent: LocalAgent, tmp_path: Path, text: Path, plan: str
 ) -> None:
     """Every other step is computed twice, so that bits of any place are found there; step 13 is suspected; the sign in

@@ -119,7 +119,7 @@ def slow(ranks: tuple[int, ...]) -> IpcMessage:
     }
 
 
-def test_the_node_that_leads_keeps_a_device_and_a_node_that_comes_back_has_its_numbers(tmp_path: Path) -> None:
+def test_the_leader_keeps_a_device_and_a_returning_node_keeps_its_device_ids(tmp_path: Path) -> None:
     said: list[str] = []
     slots = slots_of(tmp_path, said.append)
     slots.hear(slow((0, 1)), (0, 1, 2, 3), 0)

@@ -180,9 +180,7 @@ def hooked(plan: str, exponent: float) -> Any:
 
 
 @pytest.mark.parametrize("plan", ["tp2", "cp2", "pp2"])
-def test_a_gradient_hook_that_is_not_linear_is_refused_where_ranks_have_parts_of_the_gradient(
-    ranks: Any, plan: str
-) -> None:
+def test_a_nonlinear_gradient_hook_is_refused_where_ranks_have_gradient_shards(ranks: Any, plan: str) -> None:
     found = ranks.run(2, hooked, plan, 2.0)
     assert len(set(found)) == 1 and found[0].startswith(
         f"plan {plan}: the gradient hook of norm.weight is not linear, "

@@ -102,9 +102,7 @@ def far_trained(far: dict[int, int], plan: str) -> list[float] | str:
 
 
 @pytest.mark.parametrize("plan", ["pp2.mb2", "pp2.mb2.interleaved2", "pp2.mb2.zbv"])
-def test_a_connection_over_blocks_that_ends_inside_a_later_stage_is_refused_by_every_rank(
-    ranks: Any, plan: str
-) -> None:
+def test_a_skip_connection_into_a_later_stage_is_refused_by_every_rank(ranks: Any, plan: str) -> None:
     for far in ({7: 1}, {5: 2}):
         first, second = ranks.run(2, far_trained, far, plan)
         assert first == second and "reads what layers of an earlier stage make past the state" in first, first

@@ -137,7 +137,7 @@ def test_a_parameter_that_is_trained_later_is_refused_at_that_step_by_all_ranks(
 
 @pytest.mark.parametrize(("what", "steps"), [("coupled", 5), ("key", 4)])
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2"])
-def test_what_couples_rows_from_a_step_that_no_schedule_checks_is_refused_at_that_step(
+def test_row_coupling_from_an_unchecked_step_is_refused_at_that_step(
     ranks: Any, what: str, steps: int, plan: str
 ) -> None:
     found = ranks.run(2, run, what, plan)
@@ -155,7 +155,7 @@ def test_a_number_that_couples_rows_on_one_rank_alone_is_refused_by_all_ranks(ra
 
 
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2"])
-def test_a_number_that_changes_on_one_rank_alone_and_nobody_reads_lets_all_ranks_go_on(ranks: Any, plan: str) -> None:
+def test_an_unread_attribute_that_changes_on_one_rank_lets_all_ranks_continue(ranks: Any, plan: str) -> None:
     for losses in ranks.run(2, run, "tagged on one rank", plan):
         assert losses == pytest.approx(alone("tagged on one rank"), rel=1e-10)
 

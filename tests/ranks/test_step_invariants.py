@@ -107,7 +107,7 @@ def mended(at: int, prove: ProofMode = "never") -> tuple[list[float], set[int]]:
 
 
 @pytest.mark.parametrize("at", [2, 3, 4])
-def test_of_three_copies_the_majority_mends_the_one_that_drifted_and_the_step_is_made(ranks: Any, at: int) -> None:
+def test_the_majority_of_three_replicas_repairs_the_one_that_drifted(ranks: Any, at: int) -> None:
     clean, drifted = ranks.once(3, mended, 0), ranks.run(3, mended, at)
     assert [losses for losses, _ in drifted] == [losses for losses, _ in clean]
     assert all(steps == {at - 1} for _, steps in drifted) and all(steps == set() for _, steps in clean)

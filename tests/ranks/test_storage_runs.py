@@ -34,7 +34,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in list_checkpoints(folder / "checkpoints"))
 
 
-def test_whatever_the_process_that_writes_a_checkpoint_raises_says_or_does_costs_at_most_that_checkpoint(
+def test_a_misbehaving_checkpoint_writer_costs_at_most_that_checkpoint(
     agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """An exception of any kind ended the run; so did an old checkpoint that cannot be removed; one that is stopped held

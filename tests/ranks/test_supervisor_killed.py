@@ -101,7 +101,7 @@ def test_a_supervisor_that_is_killed_at_twenty_random_moments_costs_no_step(whol
     check(whole, f"five-{seed}", moments(100 + seed, 5))
 
 
-def test_a_snapshot_that_was_half_written_when_the_supervisor_was_killed_is_not_adopted(whole: Path) -> None:
+def test_a_half_written_snapshot_of_a_killed_supervisor_is_not_adopted(whole: Path) -> None:
     kills = [{"rank": 1, "step": 9, "phase": "copy", "delay": 0.2}]
     check(whole, "half", kills)
     [recovery] = [event for event in read_events(whole / "runs/half" / EVENTS_FILE_NAME) if event.kind == "recovery"]

@@ -230,16 +230,14 @@ def count_collectives(name: str, sequence_parallel: bool) -> list[tuple[int, int
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_a_layer_costs_two_all_reduces_forward_and_two_backward_and_the_rest_four_and_one(
-    ranks: Pool, name: str
-) -> None:
+def test_a_tp_layer_costs_two_all_reduces_forward_and_two_backward(ranks: Pool, name: str) -> None:
     one, three = ranks.run(2, count_collectives, name, False)[0]
     assert (three[0] - one[0], three[1] - one[1]) == (4, 4)
     # forward: the embedding, the maximum and the sum of the loss; backward: the entry of the head
     assert (one[0] - 2, one[1] - 2) == (3, 1)
 
 
-def test_a_layer_under_sequence_parallelism_costs_a_gather_and_a_scatter_for_each_all_reduce(ranks: Pool) -> None:
+def test_sequence_parallelism_replaces_an_all_reduce_by_a_gather_and_a_scatter(ranks: Pool) -> None:
     one, three = ranks.run(2, count_collectives, "llama", True)[0]
     regathered = 2 * 2  # backward gathers again the input of each region, which was not kept
     assert (three[0] - one[0], three[1] - one[1]) == (8, 8 + regathered)
@@ -422,7 +420,7 @@ def vocabulary_loss(width: int, dtype: torch.dtype, spread: float) -> tuple[floa
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("width", "spread"), [(32, 1.0), (67, 1.0), (67, 300.0), (5, 1.0)])
-def test_the_vocabulary_parallel_loss_is_cross_entropy_also_for_uneven_shares_and_huge_logits(
+def test_the_vocab_parallel_loss_is_cross_entropy_for_uneven_shards_too(
     ranks: Pool, world: int, width: int, spread: float
 ) -> None:
     if -(-width // world) * (world - 1) >= width:
@@ -501,7 +499,7 @@ def refusal_of(model: str, sequence_parallel: bool, length: int, changes: dict[s
     return refusal(model, sequence_parallel, length, **changes)
 
 
-def test_a_sequence_that_does_not_divide_is_refused_on_every_rank_before_a_collective(ranks: Pool) -> None:
+def test_an_indivisible_sequence_is_refused_on_every_rank_before_a_collective(ranks: Pool) -> None:
     for said in ranks.run(2, refusal_of, "llama", True, 7, {}):
         assert said.startswith("sequence (7) is not a multiple of tp(2)")
     assert ranks.run(2, refusal_of, "llama", False, 7, {}) == ["accepted"] * 2

@@ -55,7 +55,7 @@ def agree_on_ranks() -> tuple[StepRecord, Sequence[float], PhaseSeconds | None]:
     return agree_on_step(mine, (float(rank == 1),), world_comm_group(), (float(rank), 2.0**53 - 1))
 
 
-def test_a_record_has_the_slowest_and_the_fullest_rank_and_one_wish_to_stop_is_everyones(ranks: Pool) -> None:
+def test_a_record_has_the_slowest_and_the_peak_rank_and_one_stop_stops_all(ranks: Pool) -> None:
     for agreed, (stop,), phases, by_rank in ranks.run(3, agree_on_ranks):
         assert stop and by_rank == [[rank, 2.0**53 - 1] for rank in range(3)]
         assert phases == PhaseSeconds((0.0, 0.0, 1.0), (3.0, 2.0, 1.0), (0.5, 0.75, 1.0))
@@ -270,7 +270,7 @@ def test_a_run_folder_has_one_tenant_at_a_time_even_between_processes(tmp_path: 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_hugging_face_folder_is_built_as_it_is_named_from_its_weights_where_it_has_any(tmp_path: Path) -> None:
+def test_a_hugging_face_folder_is_built_with_its_weights_if_it_has_any(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 16,

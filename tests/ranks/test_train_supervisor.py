@@ -68,7 +68,7 @@ def test_no_last_word_is_lost_when_many_ranks_end_in_the_same_moment(tmp_path: P
         assert [message["number"] for of, message in heard if of == rank] == list(range(50))
 
 
-def test_a_rank_that_raises_is_reported_first_and_in_few_lines_and_the_innocent_are_only_counted(
+def test_the_rank_that_raised_is_reported_first_and_other_ranks_are_counted(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(RankFailed) as caught:
@@ -96,7 +96,7 @@ def test_a_rank_that_dies_without_a_word_is_named_with_its_signal_or_status(
     assert gone(tmp_path)
 
 
-def test_a_supervisor_that_was_not_let_run_hears_all_that_was_said_meanwhile_before_it_names_a_rank(
+def test_a_delayed_supervisor_reads_all_messages_before_it_names_a_rank(
     tmp_path: Path,
 ) -> None:
     """It named who had lost a connection, and not whose fault that was."""

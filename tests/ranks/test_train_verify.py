@@ -234,7 +234,7 @@ def speech(folder: Path) -> ModelSource:
     ("what", "plan"), [("speech", "tp2"), ("speech", "pp2.mb2"), ("sensors", "tp2"), ("sensors", "dp2.z3")]
 )
 @pytest.mark.covering(2)
-def test_a_model_that_reads_neither_token_ids_nor_images_is_compared_in_the_form_of_its_example(
+def test_a_model_with_other_inputs_is_compared_in_the_form_of_its_example(
     ranks: Pool, tmp_path: Path, what: str, plan: str
 ) -> None:
     source = speech(tmp_path) if what == "speech" else ModelSource(name="sensors", module=f"{__name__}:Sensors")

@@ -161,9 +161,7 @@ def checked(folder: str, plans: list[str]) -> list[tuple[bool, int]]:
     return found
 
 
-def test_ranks_that_go_on_from_memory_under_the_same_plan_do_not_ask_again_whether_it_runs(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_ranks_that_resume_from_memory_do_not_check_the_same_plan_again(ranks: Any, tmp_path: Path) -> None:
     assert ranks.run(2, checked, str(tmp_path), ["pp2.mb2", "dp2.mb2"])[0] == [(True, 3), (False, 0)]
 
 
@@ -331,9 +329,7 @@ def caught_up(folder: str, plan: str, room: bool) -> tuple[list[str], bool]:
     return said, 1 in memory.steps and memory.is_intact(1)
 
 
-def test_a_save_that_is_due_where_other_ranks_go_on_finds_copies_of_theirs_or_is_made_by_all_of_them(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_a_due_save_uses_in_memory_checkpoints_or_is_made_by_all_ranks(ranks: Any, tmp_path: Path) -> None:
     for room, expected in ((True, [(["write"], True), ([], True)]), (False, [(["saved"], True), ([], False)])):
         (folder := tmp_path / str(room)).mkdir()
         assert ranks.run(2, caught_up, str(folder), "tp2", room) == expected
@@ -366,9 +362,7 @@ def delayed(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_training_goes_on_where_the_save_before_takes_long_and_the_next_one_follows_as_soon_as_it_has_ended(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_training_continues_during_a_long_save_and_the_next_one_follows_it(ranks: Any, tmp_path: Path) -> None:
     """It waited without limit; what it did wait stands with the save that follows."""
     found = ranks.run(1, delayed, str(tmp_path))[0]
     assert found["asked"] == [[1], [1], [1, 4]]

@@ -116,7 +116,7 @@ def slowed(each: tuple[float, float], name: str = "dp2.z1") -> tuple[list[float]
     return losses, said, trainer.plan.name
 
 
-def test_a_rank_that_is_slow_is_named_its_shares_shrink_while_it_runs_and_the_loss_stays_that_of_one_device(
+def test_a_straggler_is_named_and_gets_fewer_micro_batches_at_an_equal_loss(
     ranks: Any,
 ) -> None:
     results = ranks.run(2, slowed, (0.02, 0.1))
@@ -128,7 +128,7 @@ def test_a_rank_that_is_slow_is_named_its_shares_shrink_while_it_runs_and_the_lo
     assert max(abs(ours / theirs - 1.0) for ours, theirs in zip(results[0][0], expected, strict=True)) <= 1e-10
 
 
-def test_halves_of_micro_batches_are_shared_out_while_it_runs_and_the_loss_stays_that_of_one_device(ranks: Any) -> None:
+def test_half_micro_batches_move_between_replicas_at_an_equal_loss(ranks: Any) -> None:
     """Of two micro-batches of four sequences neither can be given away; of halves the slow rank keeps one."""
     results = ranks.run(2, slowed, (0.01, 0.03), "dp2.z1.mb4")
     for losses, _, plan in results:

@@ -78,7 +78,7 @@ def gradients_at_once(plan: str) -> float:
     return held / sum(unit.gradients.numel() * unit.placement.shards * unit.gradients.itemsize for unit in units)
 
 
-def test_whole_gradients_of_unlike_shards_go_after_each_micro_batch_between_hosts_too(ranks: Any) -> None:
+def test_full_gradients_of_uneven_shards_are_reduced_after_each_micro_batch(ranks: Any) -> None:
     for plan in ("dp4.z2.zw1-1-2-4", "dp4.z2"):
         assert max(ranks.run(4, gradients_at_once, plan)) < 4.0
 

@@ -135,7 +135,7 @@ def alone(end: str, own: bool, table: type[nn.Embedding] = nn.Embedding) -> tupl
     return losses, model
 
 
-def test_what_is_done_word_by_word_leaves_the_vocabulary_shared_and_anything_else_keeps_it_whole_and_says_why() -> None:
+def test_elementwise_operations_keep_the_vocabulary_split_and_others_do_not() -> None:
     for end, (_, shared) in ENDS.items():
         found = analyze_model(Net(end))
         assert found.shards_vocabulary(found.head) == shared, end
@@ -157,9 +157,7 @@ def test_every_use_of_logits_is_the_loss_of_one_device(ranks: Any, own: bool) ->
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_rows_that_an_embedding_gives_through_more_than_a_factor_keep_the_table_whole(
-    ranks: Any, table: type[nn.Embedding]
-) -> None:
+def test_an_embedding_with_more_than_a_factor_on_its_output_is_not_split(ranks: Any, table: type[nn.Embedding]) -> None:
     assert analyze_model(Net("as they are", table)).shards_vocabulary("table") == TABLES[table]
     losses, model = alone("as they are", False, table)
     found = ranks.run(2, train, "as they are", False, table)

@@ -129,9 +129,7 @@ def read_late(apart: bool) -> str:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_backward_of_a_models_own_that_reads_closed_weights_ends_in_one_line_on_one_host_too(
-    ranks: Any, apart: bool
-) -> None:
+def test_a_custom_backward_that_reads_resharded_weights_ends_in_one_line(ranks: Any, apart: bool) -> None:
     """A rank was killed by SIGSEGV, and only where the weight lay in the first page of its unit."""
     for said in ranks.run(2, read_late, apart):
         assert said.startswith(

@@ -141,7 +141,7 @@ def test_blocks_of_hosts_behind_one_switch_are_a_tier() -> None:
     assert [group.link.span for group in found.cluster.groups] == [4]
 
 
-def test_ranks_that_take_turns_on_the_cores_of_one_host_have_the_mean_of_what_they_got() -> None:
+def test_ranks_that_share_the_cores_of_a_host_have_their_mean_speed() -> None:
     """Three met on one core of two and the fourth had the other for itself: so they would not be again."""
     got = (0.34, 0.33, 0.33, 1.0)
     devices = tuple(rank(n, 0).but(share=share, own=0.5) for n, share in enumerate(got))
@@ -236,7 +236,7 @@ def test_what_the_processors_of_a_node_update_is_what_its_ranks_do_together() ->
     ("measured", "rate"),
     [((0.0, 0.0), CPU_UPDATE_PARAMS_PER_SECOND), ((1e9, 1e9), 1e9), ((1e10, 2e9), 2e9), ((0.0, 2e9), 2e9)],
 )
-def test_an_update_on_the_host_is_priced_by_what_was_measured_of_the_slowest_host_and_else_by_a_constant(
+def test_a_cpu_update_is_priced_by_the_slowest_measured_host_or_a_constant(
     measured: tuple[float, float], rate: float
 ) -> None:
     known = parse_cluster("1x4:a100-80gb+1x4:a100-40gb")

@@ -235,7 +235,7 @@ def test_the_catalog_lists_everything(kind: str, count: int, capsys: pytest.Capt
     assert list(data) == [kind] and len(data[kind]) == count
 
 
-def test_a_probe_of_more_ranks_than_the_cores_can_take_turns_for_names_the_number_that_works(
+def test_a_probe_with_too_many_ranks_names_the_number_that_works(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("meshwright.planner.inputs.local_machine.available_cpus", lambda: 2)

@@ -46,7 +46,7 @@ def test_7b_in_mixed_precision_is_112_gigabytes_before_the_first_token() -> None
     assert states(7e9, "dp1", "bf16") == pytest.approx(112, abs=0.1)
 
 
-def test_200b_on_64_devices_as_pp4_tp2_dp8_needs_400_gigabytes_a_device_and_does_not_fit() -> None:
+def test_200b_as_pp4_tp2_dp8_on_64_devices_needs_400_gb_a_device() -> None:
     assert states(200e9, "dp8.tp2.pp4", "bf16") == pytest.approx(400, abs=0.5)
     job = small_job(of_size(200e9), cluster(8, 8, 80 * GIB), batch=512)
     assert estimate(job, parse_plan("dp8.tp2.pp4")).verdict == FitStatus.no
@@ -58,7 +58,7 @@ def test_stochastic_descent_without_momentum_keeps_only_master_weights() -> None
     assert memory.optimizer == 2 * memory.parameters
 
 
-def test_tensor_parallelism_keeps_10_and_24_over_t_and_sequence_parallelism_34_over_t() -> None:
+def test_tp_saves_10_plus_24_over_t_bytes_and_sp_34_over_t() -> None:
     """Korthikanti et al. (arXiv 2205.05198), table 2, bytes per s b h of a layer without its attention scores."""
     layer = LayerSpec(
         name="block",
@@ -127,7 +127,7 @@ def test_an_even_plan_on_unlike_devices_is_priced_on_the_slowest_and_says_so() -
     assert "slowest (v100-32gb)" in mixed.notes[0]
 
 
-def test_heads_exchanged_inside_a_node_with_rings_between_nodes_wait_less_than_heads_exchanged_between_nodes() -> None:
+def test_ulysses_in_a_node_with_rings_between_beats_ulysses_between_nodes() -> None:
     job = named_job("llama2-7b", "2x8:a100-80gb", 4, 65536, "bf16")
     waits = {
         name: estimate(job, parse_plan(name)).time.context
@@ -154,7 +154,7 @@ def test_a_capacity_makes_the_busiest_expert_rank_wait_less() -> None:
     assert estimate(limited, plan).time.compute < estimate(job, plan).time.compute
 
 
-def test_above_key_value_heads_every_tensor_rank_holds_keys_and_values_whole_and_computes_with_one_head() -> None:
+def test_tp_above_the_kv_heads_replicates_keys_and_values() -> None:
     job = named_job("llama2-70b", "4x8:h100", 64, 4096)
     at_8, at_16 = (estimate(job, parse_plan(plan)) for plan in ("dp4.tp8", "dp2.tp16"))
     whole = 80 * 2 * 8192 * 1024 * 2

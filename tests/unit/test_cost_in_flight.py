@@ -110,9 +110,7 @@ def test_messages_of_interleaving_cost_what_playing_it_costs(pp: int, turns: int
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 12))
-def test_the_bubble_of_uneven_stages_is_that_of_playing_gpipe_and_never_less_than_that_of_1f1b(
-    seconds: list[int], count: int
-) -> None:
+def test_the_bubble_of_uneven_stages_is_that_of_simulated_gpipe(seconds: list[int], count: int) -> None:
     times = np.array(seconds, dtype=float)
     longest, waiting = slowest_rank_and_bubble(times, np.ones(len(times)), np.array(1))
     gpipe, plain = (

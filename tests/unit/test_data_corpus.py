@@ -151,7 +151,7 @@ def test_a_bad_json_line_is_refused_with_its_number(tmp_path: Path, line: bytes,
     assert says in refusal(read, path)
 
 
-def test_parquet_rows_are_documents_and_without_pyarrow_one_line_says_what_to_install(
+def test_parquet_rows_are_documents_and_without_pyarrow_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "table.parquet"

@@ -67,7 +67,7 @@ def test_the_order_is_frozen_so_that_a_run_goes_on_under_a_later_version() -> No
     ]
 
 
-def test_places_and_rows_of_a_permutation_are_uncorrelated_and_neighbours_are_scattered() -> None:
+def test_a_permutation_is_uncorrelated_and_scatters_neighbours() -> None:
     size = 100_000
     rows = sample_rows(7, 0, size, size)
     assert abs(np.corrcoef(np.arange(size), rows)[0, 1]) < 0.01  # 3 sigma of chance

@@ -22,7 +22,7 @@ def rows_of(tokens: np.ndarray, digests: np.ndarray) -> PackedRows:
     )
 
 
-def test_a_row_that_touches_a_damaged_block_is_the_next_whole_one_for_everyone_and_it_is_said_once() -> None:
+def test_a_row_of_a_corrupt_block_is_replaced_identically_and_reported_once() -> None:
     tokens = np.random.default_rng(1).integers(0, 60_000, COUNT).astype(np.uint16)
     whole, digests = tokens.copy(), block_digests(tokens)
     tokens[2 * DIGEST_BLOCK_TOKENS + 5] ^= 1 << 3

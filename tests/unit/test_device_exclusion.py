@@ -89,7 +89,7 @@ def test_a_slow_device_is_left_out_where_the_others_are_predicted_to_be_faster(t
     assert [row.measured for row in list_decisions(case.events())] == [pytest.approx(1.6)]
 
 
-def test_a_device_stays_where_leaving_it_out_gains_too_little_or_costs_more_than_the_steps_that_are_left_save(
+def test_a_straggler_stays_where_excluding_it_saves_less_than_it_costs(
     tmp_path: Path,
 ) -> None:
     case = Case(tmp_path)
@@ -113,7 +113,7 @@ def test_a_device_stays_where_the_others_have_no_plan(tmp_path: Path) -> None:
     assert case.slots.take() is None and "no plan runs on 3" in case.events()[0].decision
 
 
-def test_two_that_are_slow_go_together_and_a_device_that_is_free_takes_the_place_of_a_slow_one(tmp_path: Path) -> None:
+def test_two_stragglers_are_excluded_together_and_a_free_device_replaces_one(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.slow((0, 3), 4.0, 1.0)
     assert (case.slots.take(), case.slots.of(2)) == (2, (1, 2))
@@ -181,7 +181,7 @@ def test_a_rank_that_failed_too_often_stays_out_until_all_are_asked_for(tmp_path
     assert case.slots.seat(4) == (0, 1, 2, 3) and not case.slots.out
 
 
-def test_a_gain_is_measured_by_steps_without_the_device_and_not_by_those_before_it_was_left_out(tmp_path: Path) -> None:
+def test_the_gain_of_an_exclusion_is_measured_by_the_steps_after_it(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.slots.started("dp4.z2")
     case.steps(WARMUP_STEPS + GAIN_STEPS - 2, 2.0)

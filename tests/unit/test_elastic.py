@@ -60,7 +60,7 @@ def test_a_lost_connection_is_innocent_however_early_it_is_told(words: str) -> N
     assert find_culprit(failures).rank == 1
 
 
-def test_a_rank_that_the_system_killed_for_want_of_memory_is_told_from_one_that_a_person_killed(
+def test_an_oom_kill_is_distinguished_from_a_manual_kill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the control group counted before the generation began says nothing of it."""
@@ -90,14 +90,14 @@ def test_a_rank_that_the_system_killed_for_want_of_memory_is_told_from_one_that_
     )
 
 
-def test_want_of_memory_twice_in_a_step_is_hopeless_under_the_same_plan_however_it_is_worded() -> None:
+def test_a_second_oom_in_a_step_is_hopeless_under_the_same_plan() -> None:
     retries = RestartPolicy(5)
     assert not retries.count(RankExit(0, 0.0, 75, "OutOfMemory", "48 MiB more", known=True), 7, starved=True)
     assert "again" in retries.count(RankExit(2, 0.0, -9), 7, starved=True)
     assert not retries.count(RankExit(2, 0.0, -9), 8, starved=True)
 
 
-def test_two_ranks_that_end_without_a_word_in_the_same_step_are_no_error_that_comes_again() -> None:
+def test_two_ranks_that_vanish_in_the_same_step_are_no_repeated_error() -> None:
     retries = RestartPolicy(5)
     assert not retries.count(RankExit(3, 0.0, 1), 51) and not retries.count(RankExit(1, 0.0, 1), 51)
     assert "the same error" in retries.count(RankExit(1, 0.0, 1), 51)
@@ -123,7 +123,7 @@ def test_a_report_names_rank_and_cause_first_and_counts_the_innocent(tmp_path: P
     assert lines[-1] == f"  log: {log}"
 
 
-def test_a_crash_is_told_with_the_innermost_line_that_is_not_torchs_of_the_last_stack(tmp_path: Path) -> None:
+def test_a_crash_names_the_innermost_line_outside_of_torch(tmp_path: Path) -> None:
     stack = (
         'Fatal Python error: {}\n\nCurrent thread 0x01 (most recent call first):\n  File "/x/torch/_ops.py", line 1 '
         'in call\n{}\nThread 0x02 (most recent call first):\n  File "b.py", line 9 in wait\n'
@@ -154,7 +154,7 @@ def test_what_a_person_wrote_wrong_keeps_its_line_and_its_exit_code() -> None:
     assert (type(error), error.exit_code, str(error)) == (MeshwrightError, 1, "no space left")
 
 
-def test_what_takes_less_memory_is_said_behind_what_a_rank_said_and_where_the_system_killed_it() -> None:
+def test_a_plan_with_less_memory_is_suggested_after_an_oom_or_an_oom_kill() -> None:
     wanting = RankExit(1, 1.0, 1, "OutOfMemory", "rank 1 is out of memory in step 2", known=True)
     assert (
         str(diagnose([wanting], 2, logs, "", "plan dp2.z3 takes less"))
@@ -239,7 +239,7 @@ def test_more_steps_are_another_curve_but_under_a_constant_learning_rate() -> No
     )
 
 
-def test_a_run_is_lengthened_with_a_word_and_an_event_but_neither_shortened_nor_changed_with_it(tmp_path: Path) -> None:
+def test_a_run_is_extended_with_a_note_and_an_event_but_not_shortened(tmp_path: Path) -> None:
     begin = lambda more: write_run_folder(tmp_path, launch(**more), PlanChoice(None, parse_plan("dp2"), None, []))
     assert begin({"steps": 5}) == begin({"steps": 5}) == ""
     assert begin({"steps": 9}).startswith(
@@ -296,7 +296,7 @@ def test_a_reduced_plan_is_legal_small_and_keeps_what_it_can(plan: Plan) -> None
     assert (plan.world > MAX_SCALED_DOWN_RANKS) or small.world == plan.world
 
 
-def test_a_hang_in_the_first_steps_of_a_later_generation_is_judged_by_those_of_the_earlier_ones() -> None:
+def test_a_hang_after_a_restart_is_judged_by_the_steps_before_the_restart() -> None:
     """Of the very first steps nobody knows how long they take: they get a minute."""
     holdings, pace, clock = SharedFileStore(2), StepPace(), [0.0]
 
@@ -359,7 +359,7 @@ def test_ranks_that_start_are_not_silent_while_one_of_them_computes() -> None:
     holdings.close()
 
 
-def test_of_two_ranks_that_say_they_wait_for_each_other_the_one_that_no_longer_looks_is_named() -> None:
+def test_of_two_ranks_that_wait_for_each_other_the_one_that_stopped_is_named() -> None:
     holdings, clock = SharedFileStore(2), [0.0]
 
     def hang(looking: tuple[int, ...]) -> str:
@@ -439,7 +439,7 @@ def test_a_library_that_looks_for_the_others_for_ever_hangs_however_much_it_comp
     assert seconds_until_named((RankPhase.join, RankPhase.build), computed=1.0)[0] >= 600.0
 
 
-def test_a_rank_of_which_nothing_is_heard_is_named_once_it_is_there_and_the_others_wait_for_it() -> None:
+def test_a_silent_rank_is_named_once_the_others_wait_for_it() -> None:
     holdings, clock = SharedFileStore(2), [0.0]
     holdings.begin()
     watch = HangDetector(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S"))
@@ -458,7 +458,7 @@ def test_a_rank_of_which_nothing_is_heard_is_named_once_it_is_there_and_the_othe
     holdings.close()
 
 
-def test_nobody_who_trains_is_blamed_while_another_one_evaluates_that_it_may_wait_for() -> None:
+def test_no_training_rank_is_blamed_while_another_rank_evaluates() -> None:
     holdings, clock = SharedFileStore(2), [0.0]
     watch = HangDetector(
         holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S"), pace=StepPace(first=0.1, early=3)

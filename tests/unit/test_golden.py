@@ -42,7 +42,7 @@ def test_the_plans_of_a_canonical_job_are_the_golden_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CANONICAL)
-def test_the_best_plans_of_the_canonical_jobs_take_within_two_percent_of_the_estimate(name: str) -> None:
+def test_the_best_plans_of_canonical_jobs_are_within_2_percent_of_the_estimate(name: str) -> None:
     """When they are played."""
     for entry in found(name).plans:
         seconds = simulate(named_job(*CANONICAL[name]), entry.plan).seconds

@@ -492,7 +492,7 @@ def test_a_network_that_nothing_shards_refuses_tp() -> None:
         validate_plan(job, parse_plan("dp8.tp2"))
 
 
-def test_a_sequence_that_tp_does_not_divide_is_refused_only_with_sequence_parallelism() -> None:
+def test_a_sequence_not_divisible_by_tp_is_refused_only_with_sp() -> None:
     job = question(**{"workload.sequence": 1001})
     validate_plan(job, parse_plan("dp8.tp2"))
     with pytest.raises(InputError, match=r"sp: tp\(2\) does not divide sequence\(1001\)"):

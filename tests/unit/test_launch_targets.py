@@ -122,7 +122,7 @@ SLURM_JOB_ID=7 SLURM_JOB_NODELIST=all SLURM_JOB_NODELIST_HET_GROUP_0=zero SLURM_
 """
 
 
-def test_a_heterogeneous_slurm_job_numbers_its_nodes_through_and_ends_as_the_first_set_does() -> None:
+def test_a_heterogeneous_slurm_job_numbers_all_nodes_and_ends_with_the_first_set() -> None:
     text = text_for("unlike", "slurm")
     parts = text.split("#SBATCH hetjob\n")
     assert ["--gpus-per-node=8" in part for part in parts] == [True, False] and "--gpus-per-node=4" in parts[1]

@@ -79,7 +79,7 @@ def test_what_a_killed_leader_left_or_anything_else_in_its_file_holds_nobody_up(
     assert read_leader(tmp_path) == LeaderAddress(1, "10.0.0.2", 29400) and not has_other_leader(node(0), tmp_path)
 
 
-def test_a_first_node_that_is_refused_the_lease_follows_whoever_has_it_and_not_another_launch_of_itself(
+def test_a_first_node_without_the_lease_follows_the_holder_not_its_own_relaunch(
     tmp_path: Path,
 ) -> None:
     """By the lease alone: whoever took it may write RUN/leader much later."""
@@ -116,7 +116,7 @@ def test_whoever_looks_whether_the_lease_is_held_keeps_nobody_from_it(
     over.join()
 
 
-def test_a_node_that_waits_in_vain_goes_on_with_the_same_command_where_it_has_had_a_leader(
+def test_a_node_without_a_leader_continues_with_the_same_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshwright.cli.node_role.JOIN_SECONDS", 0.05)
@@ -154,7 +154,7 @@ def job_of(folder: Path) -> JobFile:
     return read_job(None, (), {"model.name": "gpt2-tiny", "run.folder": str(folder)})
 
 
-def test_a_node_that_was_led_and_lost_the_race_for_the_lease_takes_the_token_of_the_new_leader(
+def test_a_node_that_lost_the_election_takes_the_token_of_the_new_leader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It went on with the token of the leader that was killed, and both nodes waited for 300 s in silence."""
@@ -182,9 +182,7 @@ def test_a_node_that_was_led_and_lost_the_race_for_the_lease_takes_the_token_of_
     assert came == ["first", "second"]
 
 
-def test_a_leader_writes_the_token_that_it_uses_over_the_one_of_a_leader_that_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leader_overwrites_the_token_of_a_killed_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     made: list[str] = []
 
@@ -207,7 +205,7 @@ def test_a_leader_writes_the_token_that_it_uses_over_the_one_of_a_leader_that_wa
     assert made[0] == "known" and len(made[1]) == 64
 
 
-def test_a_node_with_a_wrong_token_ends_at_once_with_one_line_and_the_leader_says_one(tmp_path: Path) -> None:
+def test_a_node_with_a_wrong_token_ends_with_one_line_on_both_sides(tmp_path: Path) -> None:
     said: list[str] = []
     refused = threading.Event()
 
@@ -247,7 +245,7 @@ def test_a_node_that_finds_nobody_says_so_every_few_seconds(tmp_path: Path, monk
     )
 
 
-def test_refused_connections_are_said_once_a_minute_for_each_reason_with_their_number() -> None:
+def test_refused_connections_are_reported_once_a_minute_by_reason_and_count() -> None:
     now, said = [0.0], list[str]()
     refusals = RefusalLog(said.append, lambda: now[0])
     for at in range(2 * round(REFUSAL_LOG_SECONDS)):

@@ -88,7 +88,7 @@ def test_what_is_too_slow_for_all_blocks_may_be_quick_enough_for_some() -> None:
     assert found is not None and found.plan == best.plan and best.estimate.time.step < by_operation.time.step
 
 
-def test_where_recompute_makes_a_plan_fit_it_comes_within_three_percent_of_the_budget() -> None:
+def test_recompute_that_makes_a_plan_fit_is_within_3_percent_of_the_budget() -> None:
     question = job(1, 4, micro_batch=1).but(model=DEEPER)
     full, lean = (
         search_plans(question.but(pins={**question.pins, "recompute": kind})).chosen.estimate

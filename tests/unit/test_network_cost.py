@@ -111,7 +111,7 @@ def test_a_launcher_is_told_each_variable_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("link", ["100Gb", "8x100Gb", "12.5GB/s"])
-def test_a_rate_may_be_ethernet_whose_sockets_are_set_or_infiniband_which_is_not_turned_off(link: str) -> None:
+def test_ethernet_sets_sockets_and_infiniband_stays_enabled(link: str) -> None:
     rate, ethernet, wide = (
         {it.name: it for it in network_settings(read_cluster(f"4x8:h100@{name}"))}
         for name in (link, "ethernet-100", "ib-ndr")
@@ -129,7 +129,7 @@ def test_verify_says_what_the_workload_changes() -> None:
     assert _lossy_notes(Workload()) == ()
 
 
-def test_buckets_are_smaller_where_a_wire_is_slow_and_there_is_something_to_hide_them_behind() -> None:
+def test_buckets_are_smaller_on_a_slow_link_with_compute_to_overlap() -> None:
     def chosen(cluster: str) -> int:
         job = Job(
             model=read_model("llama-tiny"),
@@ -164,7 +164,7 @@ def test_a_plan_that_is_named_has_the_bucket_that_the_search_gave_it(
     assert choose_plan(written, None, None, {}, None).plan == before
 
 
-def test_a_node_names_the_network_device_that_has_its_address_to_gloo_and_beside_other_machines_to_nccl() -> None:
+def test_a_node_names_its_network_interface_to_gloo_and_nccl() -> None:
     here = lambda: {
         (name, it.address)
         for name, found in psutil.net_if_addrs().items()

@@ -246,7 +246,7 @@ def test_a_share_that_means_nothing_is_one_line(name: str, words: str) -> None:
     ("link", "longest", "others"),
     [(1e12, 1 / CPU_UPDATE_PARAMS_PER_SECOND, 4e-12), (1e9, 2e-9, 2e-9 + 1 / CPU_UPDATE_PARAMS_PER_SECOND)],
 )
-def test_the_ways_down_and_up_are_beside_the_update_of_the_host_and_slow_the_longest_of_the_three(
+def test_host_link_transfers_overlap_the_cpu_update_and_slow_the_longest(
     link: float, longest: float, others: float
 ) -> None:
     on = cluster(1, 1)

@@ -240,7 +240,7 @@ def test_a_whole_step_as_played_is_the_steps_estimate_before_its_sums_and_update
     assert found.makespan == pytest.approx(priced.compute + priced.bubble + priced.pipeline, rel=0.15)
 
 
-def test_over_unlike_groups_the_page_shows_what_is_placed_and_the_limit_of_every_rank() -> None:
+def test_the_page_shows_placement_and_memory_limit_of_heterogeneous_ranks() -> None:
     first = cluster(1, 2, 64e6).groups[0]
     slow = first.device.but(name="slow", memory=16e6, peak={name: rate / 3 for name, rate in first.device.peak.items()})
     job = small_job(

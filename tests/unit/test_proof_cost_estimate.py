@@ -26,7 +26,7 @@ SMALL = ("gpt2", "1x8:a100-80gb", 64, 1024)
 
 
 @pytest.mark.parametrize("name", ["dp64.tp8.z3.rc-full", "dp16.tp8.pp4.z1.rc-full"])
-def test_a_proof_of_seventy_billion_parameters_takes_under_one_percent_of_a_thousand_steps(name: str) -> None:
+def test_a_proof_of_70b_parameters_takes_under_1_percent_of_1000_steps(name: str) -> None:
     job, plan = job_of(*LARGE), parse_plan(name)
     step = estimate(job, plan).time.step
     price = proof_price(job, plan, step)

@@ -67,7 +67,7 @@ def test_no_step_is_counted_by_ranks_that_are_not_all_of_the_generation_of_now(g
             assert later.done <= state.done or action[0] == "begin"
 
 
-def test_ranks_go_on_from_a_step_that_is_held_whole_and_lose_no_more_than_is_documented(graph: Graph) -> None:
+def test_ranks_resume_from_a_complete_step_and_lose_no_more_than_documented(graph: Graph) -> None:
     """With a rank nothing is lost; with a node the steps since a step was last whole on two nodes; with the leader
     those since the checkpoint."""
     for state, action, later in edges(graph):

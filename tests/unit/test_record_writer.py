@@ -36,7 +36,7 @@ def test_a_record_that_found_no_room_is_said_once_and_written_when_there_is_some
     assert [record.step for record in found] == [1, 2, 3, 4] and cut == 0
 
 
-def test_a_run_goes_on_where_a_full_disk_has_no_room_for_the_end_of_a_line_that_a_kill_cut(tmp_path: Path) -> None:
+def test_a_run_resumes_where_a_full_disk_cannot_complete_a_cut_line(tmp_path: Path) -> None:
     lines, said = tmp_path / RECORDS_FILE_NAME, list[str]()
     lines.write_text('{"step": 1, "lo')
     (tmp_path / "tb").write_text("where events should lie")

@@ -20,7 +20,7 @@ from meshwright.spec.run import LaunchSpec
 from meshwright.spec.workload import OptimizerConfig, Workload
 
 
-def test_a_folder_that_cannot_be_written_costs_what_it_says_of_the_plan_and_not_the_run(tmp_path: Path) -> None:
+def test_an_unwritable_folder_costs_the_plan_report_and_not_the_run(tmp_path: Path) -> None:
     """A full disk, or a folder that is gone: the ranks start from what they hold in memory all the same."""
     launch = LaunchSpec(
         model={"name": "m", "folder": "model"}, workload={"sequence": 32, "batch": 12}, data={"source": "text"},
@@ -42,9 +42,7 @@ def question(cluster: str, optimizer: str) -> Job:
         ("dp2.z1.rc-full.off-optimizer-disk.ga6-2", "adamw"),
     ],
 )
-def test_the_plan_that_is_named_for_want_of_memory_is_priced_fits_and_suits_the_recipe(
-    plan: str, optimizer: str
-) -> None:
+def test_the_plan_that_an_oom_suggests_fits_and_suits_the_precision(plan: str, optimizer: str) -> None:
     job, now = question("2:cpu", optimizer), parse_plan(plan)
     said = lower_memory_hint(job, now)
     named = re.search(r"^plan (\S+) is to take .*: --plan \1$", said)

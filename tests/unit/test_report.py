@@ -482,7 +482,7 @@ def test_a_page_is_of_one_run_in_a_place_that_can_be_written(
     assert f"folder {tmp_path / 'no'} does not exist; name a file in one" in capsys.readouterr().err
 
 
-def test_what_broke_before_a_step_had_begun_is_shown_behind_the_last_one_and_a_divergence_in_its_words() -> None:
+def test_a_fault_before_a_step_began_is_shown_after_the_last_one() -> None:
     found = faults_text(
         [
             RunEvent(kind="fault", at=0.0, rank=0, step=40, phase="evaluate", cause="killed by SIGKILL: by someone"),
@@ -499,7 +499,7 @@ def test_what_broke_before_a_step_had_begun_is_shown_behind_the_last_one_and_a_d
     assert found.splitlines()[3].split()[:6] == ["41", "the", "states", "of", "ranks", "0,"]
 
 
-def test_every_decision_about_slow_ranks_stands_with_its_predicted_and_its_measured_gain() -> None:
+def test_every_straggler_decision_has_its_predicted_and_measured_gain() -> None:
     plan = "dp4.z1.ga9-9-9-5"
     events = [
         RunEvent(kind="slow", at=0.0, step=41, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),

@@ -65,7 +65,7 @@ def test_every_order_is_complete_and_never_deadlocks(shape: tuple[str, int, int,
 
 @given(shapes)
 @settings(max_examples=60, deadline=None)
-def test_gradients_of_a_stage_are_summed_in_the_order_of_micro_batches_under_every_schedule(
+def test_stage_gradients_are_summed_in_micro_batch_order_under_every_schedule(
     shape: tuple[str, int, int, int],
 ) -> None:
     schedule, pp, virtual, micro_batches = shape
@@ -118,9 +118,7 @@ def test_zb_h1_idles_p_minus_1_times_f_plus_b_minus_w(p: int, m: int, f: float, 
 
 @pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.2, 0.8), (1.0, 0.9, 1.1), (1.0, 1.0, 1.0)])
 @pytest.mark.parametrize(("p", "m"), [(4, 32), (8, 64)])
-def test_dualpipe_v_idles_no_more_than_its_published_formula_and_within_three_points_of_it(
-    p: int, m: int, f: float, b: float, w: float
-) -> None:
+def test_dualpipe_v_idles_as_published_within_three_points(p: int, m: int, f: float, b: float, w: float) -> None:
     """(p - 1) (F&B + B - 3 W) for the halves that a rank's two stages are, forward and backward one after the other."""
     published = (p - 1) * ((f + b + w) + (b + w) - 3 * w) / 2
     share = published / (m * (f + b + w) + published)
@@ -189,7 +187,7 @@ def test_weights_gradients_free_the_micro_batch_where_they_are_separate() -> Non
 
 
 @pytest.mark.parametrize("m", [6, 7, 3])
-def test_interleaving_a_count_that_pp_does_not_divide_is_one_error_that_names_the_nearest(m: int) -> None:
+def test_interleaving_an_indivisible_count_is_one_error_that_names_the_nearest(m: int) -> None:
     with pytest.raises(InputError, match=r"multiples of pp\(4\)") as caught:
         schedule_orders("interleaved", 4, 2, m)
     assert "\n" not in str(caught.value)
@@ -324,7 +322,7 @@ def test_each_boundary_between_ranks_carries_each_micro_batch_once_each_way(shap
         assert places == sorted(places)
 
 
-def test_between_two_ranks_interleaving_sends_both_activations_and_gradients_over_one_channel() -> None:
+def test_interleaving_on_two_ranks_sends_activations_and_gradients_on_one_channel() -> None:
     line = stage_messages(schedule_orders("interleaved", 2, 2, 2))[(1, 0)]
     assert {action.kind for action in line} == {ActionKind.F, ActionKind.B}
     assert " ".join(map(str, line)) == "1F0 1F1 3B0 3B1 1B0 1B1"
@@ -352,7 +350,7 @@ def test_a_table_of_four_thousand_actions_keeps_the_formula_of_the_bubble() -> N
     assert simulate_orders(table, [1.0] * 16, [2.0] * 16).bubble == pytest.approx(15 / 143)
 
 
-def test_a_file_of_actions_is_a_pin_of_schedule_ranks_and_stages_and_a_wrong_one_is_one_line(tmp_path: Path) -> None:
+def test_a_schedule_file_pins_schedule_and_stages_and_a_wrong_one_is_one_line(tmp_path: Path) -> None:
     right, wrong = tmp_path / "right.csv", tmp_path / "wrong.csv"
     right.write_text("\n".join(",".join(map(str, order)) for order in schedule_orders("zbv", 2, 2, 4)))
     wrong.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0")

@@ -282,9 +282,7 @@ def test_every_tensor_rank_has_some_of_a_small_vocabulary() -> None:
     assert not [*plan_violations(job, Plan(tp=4, dp_replicate=2))]
 
 
-def test_a_pinned_number_of_blocks_that_recompute_is_fine_where_some_pipelines_would_have_more_stages_than_blocks() -> (
-    None
-):
+def test_a_pinned_recompute_count_is_legal_where_some_pp_exceeds_the_blocks() -> None:
     job = small_job(decoder(((6, 128),)), cluster(1, 8), batch=8, pins={"recompute_layers": 3, "zero": 3})
     assert all(entry.plan.recompute_layers == 3 and entry.plan.pp <= 2 for entry in search_plans(job).plans)
 
@@ -454,7 +452,7 @@ def test_the_cheapest_plan_takes_the_least_money_of_all_numbers_of_devices() -> 
 
 @pytest.mark.parametrize(("on", "pins", "devices"), [(cluster(1, 8), {"tp": 4}, 4), (cluster(4, 2), {"pp": 4}, 4)])
 @pytest.mark.parametrize("objective", [SearchObjective.fewest, SearchObjective.cheapest])
-def test_the_fewest_and_the_cheapest_are_looked_for_where_the_pins_divide_the_devices(
+def test_fewest_and_cheapest_plans_are_searched_where_pins_divide_the_devices(
     objective: SearchObjective, on: Cluster, pins: dict[str, int], devices: int
 ) -> None:
     answer = search_plans(priced(small_job(on=on, pins=pins), 2.0), 1, objective)

@@ -47,7 +47,7 @@ def test_of_so_many_blocks_so_much_waits_and_two_stay_while_one_of_them_runs() -
     assert 6 * block <= here.memory.activations - away.memory.activations <= 7 * block * (1 + 1e-9)
 
 
-def test_the_search_takes_files_where_nothing_else_leaves_room_and_only_where_a_disk_is_known() -> None:
+def test_the_search_offloads_to_disk_only_if_needed_and_only_with_a_known_disk() -> None:
     here, away = both(on_a_disk(1e12))
     budget = (here.memory.reserved + away.memory.reserved) / 2
     pins = {"recompute": "none", "micro_batch": 8, "zero": 0}

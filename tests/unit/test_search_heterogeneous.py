@@ -206,9 +206,7 @@ def with_less(job: Job, less: float) -> Job:
 
 
 @pytest.mark.parametrize(("slower", "less", "batch"), [(2.5, 1.0, 10), (1.7, 8.0, 12), (3.0, 12.0, 8)])
-def test_no_sizes_of_their_own_are_better_than_what_is_found_by_more_than_is_worth_it(
-    slower: float, less: float, batch: int
-) -> None:
+def test_no_other_sizes_beat_the_result_by_more_than_the_threshold(slower: float, less: float, batch: int) -> None:
     job = with_less(heavy_job(slower, batch), less)
     best = min(score for score, _ in uneven_batches.uneven_batch_plans(job, 50))
     expected = [found for plan in every_size(job, LAYOUTS) if (found := score(job, plan)) is not None]
@@ -245,7 +243,7 @@ def test_whole_numbers_of_micro_batches_of_any_sizes_end_as_early_as_can_be() ->
         assert not counts or sum(sum(held) * kind.size for held, kind in zip(counts, kinds, strict=True)) == batch
 
 
-def test_micro_batches_are_counted_where_a_link_takes_so_long_that_their_seconds_are_lost_in_rounding() -> None:
+def test_micro_batches_count_where_a_slow_link_rounds_their_seconds_away() -> None:
     """Beside 1e9 seconds once, a millisecond more is no number: the count of micro-batches went on for ever."""
     _, counts = uneven_micro_batch.split_batch_exactly(
         [uneven_micro_batch.GroupMicroBatches(1, 4, 1e-3, 1e9), uneven_micro_batch.GroupMicroBatches(1, 1, 2e-3, 1e9)],

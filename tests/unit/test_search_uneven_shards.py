@@ -48,7 +48,7 @@ def test_every_rank_is_priced_with_its_part_and_the_step_with_the_largest(zero: 
 
 
 @pytest.mark.parametrize("small", [24e6, 28e6, 32e6, 40e6])
-def test_shards_by_memory_fit_where_equal_ones_do_not_and_are_never_worse_than_what_else_there_is(small: float) -> None:
+def test_shards_by_memory_fit_where_equal_ones_do_not_and_are_never_worse(small: float) -> None:
     job = tight_job(small=small)
     found = [plan for _, plan in uneven_batches.uneven_batch_plans(job, 20) if plan.shard_weights]
     assert found

@@ -174,7 +174,7 @@ def test_an_interrupted_set_up_starts_again_cleanly(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_device_check_runs_on_the_processor_and_says_what_is_missing_without_cuda() -> None:
+def test_the_device_check_runs_on_cpu_and_says_what_is_missing_without_cuda() -> None:
     check = (sys.executable, "bench/gpu_check.py")
     data = json.loads(run(*check, "--cpu", "--json"))
     assert data["faults"] == [] and data["held"]["parameters"] == data["estimate"]["memory"]["parameters"]

@@ -238,7 +238,7 @@ def test_the_pieces_of_a_pass_add_up_to_it_and_its_buckets_to_its_weights(zero: 
         ]
 
 
-def test_reductions_of_one_rank_run_one_after_the_other_and_compute_beside_them_is_slower() -> None:
+def test_reductions_of_a_rank_are_serial_and_slow_down_concurrent_compute() -> None:
     job = small_job(decoder(runs=((6, 256),)), cluster(1, 4), batch=16)
     plan = Plan(dp_replicate=4, bucket=2**16)
     cell = simulate(job, plan).cells[0]
@@ -452,7 +452,7 @@ def checked(events: list[dict[str, Any]]) -> Counter[str]:
     return Counter(event["ph"] for event in events)
 
 
-def test_a_trace_is_a_chrome_trace_with_a_track_for_each_rank_and_one_for_its_collectives(tmp_path: Path) -> None:
+def test_a_chrome_trace_has_a_track_for_each_rank_and_for_its_collectives(tmp_path: Path) -> None:
     job = small_job(decoder(runs=((8, 128),)), cluster(2, 4), batch=16)
     played = simulate(job, "dp4.pp2.z1", FAULTY)
     data = json.loads(json.dumps(chrome_trace(played), allow_nan=False))

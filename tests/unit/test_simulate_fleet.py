@@ -94,7 +94,7 @@ def test_the_published_times_between_failures_are_those_of_the_rates() -> None:
             assert mean_time_between_failures(rate, devices) / SECONDS_PER_HOUR == pytest.approx(mean, rel=0.01)
 
 
-def test_llama_3_s_ninety_percent_comes_out_with_saves_beside_training_and_ten_minutes_to_recover() -> None:
+def test_llama_3_has_90_percent_goodput_with_async_saves_and_10_min_recovery() -> None:
     assert simulate_fleet(fleet(16384), RecoveryPolicy(), 54 * DAY).shares.progress > 0.9
 
 

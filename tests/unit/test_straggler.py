@@ -67,7 +67,7 @@ def wandering(plan: str, seed: int) -> int:
 
 
 @pytest.mark.parametrize("plan", ["dp4.z1", "dp2.pp2.z1", "dp4.z3", "pp4"])
-def test_ranks_that_other_programs_take_cores_from_in_turn_raise_one_alarm_in_four_thousand_steps_at_most(
+def test_other_programs_on_the_cores_cause_one_alarm_in_4000_steps_at_most(
     plan: str,
 ) -> None:
     assert sum(wandering(plan, seed) for seed in range(20)) <= 1
@@ -128,7 +128,7 @@ def test_when_a_link_is_slow_hosts_are_asked_which_one_and_only_then() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_link_that_becomes_slow_is_told_of_within_twenty_steps_though_its_waits_differ(seed: int) -> None:
+def test_a_slow_link_is_reported_within_twenty_steps_though_its_waits_differ(seed: int) -> None:
     """As one of 100 Mbit/s that carries a tenth: steps of 0.07 s take 0.3 to 0.7 s."""
     watch, draw = StragglerMonitor(parse_plan("dp4.z1"), 32), random.Random(seed)
 
@@ -164,7 +164,7 @@ def test_shares_follow_the_speeds_and_go_back_when_the_rank_recovers() -> None:
     assert plan.shares == ()
 
 
-def test_a_verdict_with_balance_says_what_it_does_and_ranks_that_meet_in_every_micro_batch_keep_their_shares() -> None:
+def test_balance_states_its_action_and_ranks_in_lockstep_keep_their_micro_batches() -> None:
     said: list[str] = []
     for name, adjusted in (("dp4.z1", True), ("dp4.z3", False)):
         watch = StragglerMonitor(parse_plan(name), 32, said.append)
@@ -208,7 +208,7 @@ def test_the_gain_of_rebalancing_is_reported_and_a_rank_that_slows_further_gets_
     )
 
 
-def test_a_rank_that_recovers_gets_its_share_back_though_its_update_makes_few_sequences_look_slow() -> None:
+def test_a_recovered_rank_gets_its_micro_batches_back() -> None:
     watch, plans = StragglerMonitor(parse_plan("dp4.z1"), 32), []
     for step in range(110):
         slow = 1.5 if 20 <= step < 60 else 1.0
@@ -221,9 +221,7 @@ def test_a_rank_that_recovers_gets_its_share_back_though_its_update_makes_few_se
 
 
 @pytest.mark.parametrize(("times", "name"), [(1.5, "dp4.z1.mb3-3-3-2.ga6-6-6-5"), (4.0, "dp4.z1.mb4.ga5-5-5-1")])
-def test_micro_batches_are_halved_where_whole_ones_are_too_coarse_and_are_whole_again_when_all_is_well(
-    times: float, name: str
-) -> None:
+def test_micro_batches_are_halved_for_a_straggler_and_restored_afterwards(times: float, name: str) -> None:
     watch, optimum = StragglerMonitor(parse_plan("dp4.z1.mb4"), 64), 64 / (3 + 1 / times)
     plans, ends = [], []
     for step in range(90):

@@ -62,7 +62,7 @@ def test_errors_on_published_rows_are_at_most_the_frozen_ones() -> None:
     assert {name: (found[name], limit) for name, limit in frozen.items() if found[name] > limit + NOISE} == {}
 
 
-def test_the_median_over_families_of_the_median_error_of_time_is_below_twelve_percent() -> None:
+def test_the_median_over_families_of_the_median_time_error_is_below_12_percent() -> None:
     assert core().median_of_medians < 0.12
 
 

@@ -236,7 +236,7 @@ def test_a_local_disk_is_named_where_no_host_has_room_and_the_plan_fits_with_it(
     assert "a local disk" not in str(caught.value)
 
 
-def test_where_no_host_has_room_for_what_waits_no_number_of_blocks_that_recompute_is_tried(
+def test_without_host_memory_for_offload_no_partial_recompute_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     boxes: list[PlanGrid] = []

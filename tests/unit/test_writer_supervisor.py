@@ -77,7 +77,7 @@ def stage(tmp_path: Path):
     made.holdings.close()
 
 
-def test_an_exception_of_the_process_is_an_event_and_a_line_and_ranks_hear_that_nothing_is_written(
+def test_a_writer_exception_is_an_event_and_a_line_and_ranks_are_informed(
     stage: Stage,
 ) -> None:
     for step in (1, 2):

@@ -95,6 +95,9 @@ class OncePerStepBuffers:
 class PassRecorder(Protocol):
     """Records the code paths of the user's model (preflight/code_paths.py)."""
 
+    asks: bool
+    """Whether the user's code reads values of tensors."""
+
     def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
         """Records one pass of `stage`, if its path matters."""
 
