@@ -3,6 +3,8 @@ said."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -13,12 +15,17 @@ from meshwright.data.token_arrays import DIGEST_BLOCK_TOKENS, ChecksummedArray, 
 COUNT, SEQUENCE = 5 * DIGEST_BLOCK_TOKENS + 100, 64
 
 
-def rows_of(tokens: np.ndarray, digests: np.ndarray) -> PackedRows:
+def rows_of(
+    tokens: np.ndarray, digests: np.ndarray, report_corruption: Callable[[str], None] = lambda line: None
+) -> PackedRows:
     documents = DocumentIndex(
         np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([len(tokens)]), np.ones(1, np.uint64)
     )
     return PackedRows(
-        [ChecksummedArray(tokens, digests, "a.bin")], split_validation(documents, SEQUENCE, 0.0, "a")[0], SEQUENCE
+        [ChecksummedArray(tokens, digests, "a.bin")],
+        split_validation(documents, SEQUENCE, 0.0, "a")[0],
+        SEQUENCE,
+        report_corruption,
     )
 
 
@@ -27,8 +34,7 @@ def test_a_row_of_a_corrupt_block_is_replaced_identically_and_reported_once() ->
     whole, digests = tokens.copy(), block_digests(tokens)
     tokens[2 * DIGEST_BLOCK_TOKENS + 5] ^= 1 << 3
     said: list[str] = []
-    first, second = rows_of(tokens, digests), rows_of(tokens, digests)
-    first.report_corruption = said.append
+    first, second = rows_of(tokens, digests, said.append), rows_of(tokens, digests)
     per = DIGEST_BLOCK_TOKENS // SEQUENCE
     wanted = np.array([0, 2 * per - 1, 2 * per, 3 * per - 1, 3 * per, 2 * per])
     assert (first.read(wanted) == second.read(wanted[::-1])[::-1]).all()
