@@ -15,7 +15,11 @@ def fork_server(process: subprocess.Popen, but: set[int]) -> psutil.Process | No
     while process.poll() is None:
         for child in psutil.Process(process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if child.pid not in but and child.name() == "mesh-zygote" and child.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    child.pid not in but
+                    and child.name() == "mesh-forkserver"
+                    and child.status() != psutil.STATUS_ZOMBIE
+                ):
                     return child
         time.sleep(0.01)
     return None

@@ -282,13 +282,13 @@ def test_the_next_node_leads_after_a_lost_leader_which_joins_it_on_return(place:
     """Row 26. From the newest checkpoint on disk, without a person; no secret and no leader's address stay behind."""
     nodes = Nodes(place, "heir", endless=True)
     nodes.wait_for(30)
-    ranks, warm = nodes.ranks(1), nodes.named(1, "mesh-zygote")
+    ranks, warm = nodes.ranks(1), nodes.named(1, "mesh-forkserver")
     nodes.processes[0].kill()
     nodes.processes[0].wait()
     _, alive = psutil.wait_procs(ranks, 300)
     assert ranks and not alive
     nodes.wait_for_next(nodes.step(), 1)
-    assert nodes.named(1, "mesh-zygote") == warm, "the process that forks ranks serves on"
+    assert nodes.named(1, "mesh-forkserver") == warm, "the process that forks ranks serves on"
     nodes.processes[0] = nodes.start(0)
     nodes.wait_for_event(1, "node_joined", "'0 (")
     nodes.wait_for(60)

@@ -34,7 +34,7 @@ def supervise(folder: Path, function: str, world: int, payload: dict, **more) ->
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Every live process that writes into `folder`: the logs of ranks and zygote are open as long as they live."""
+    """Every live process that writes into `folder`: the logs of ranks and fork server are open as long as they live."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -184,11 +184,11 @@ def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     assert gone(tmp_path)
 
 
-def test_no_rank_outlives_a_killed_zygote_and_the_parent_says_so(tmp_path: Path) -> None:
+def test_no_rank_outlives_a_killed_fork_server_and_the_parent_says_so(tmp_path: Path) -> None:
     parent, ranks = start_parent(tmp_path)
-    zygote = psutil.Process(ranks[0]).ppid()
-    assert len(os.listdir(f"/proc/{zygote}/task")) == 1  # forking a process with threads is not safe
-    os.kill(zygote, signal.SIGKILL)
+    fork_server = psutil.Process(ranks[0]).ppid()
+    assert len(os.listdir(f"/proc/{fork_server}/task")) == 1  # forking a process with threads is not safe
+    os.kill(fork_server, signal.SIGKILL)
     _, said = parent.communicate(timeout=900)
     assert "the process that starts ranks died (signal 9)" in said
     assert gone(tmp_path)
@@ -209,7 +209,7 @@ def test_nothing_listens_beyond_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_process_still_lives_is_not_started_a_second_time(tmp_path: Path) -> None:
-    with LocalAgent(tmp_path / "zygote.log", ("rank_targets",)) as agent:
+    with LocalAgent(tmp_path / "fork-server.log", ("rank_targets",)) as agent:
         heard: list[dict] = []
 
         def until(kind: str) -> dict:

@@ -181,7 +181,7 @@ class ClusterAgent(LocalAgent):
         before: LocalAgent | None = None,
     ) -> None:
         raise_open_file_limit(devices)
-        super().__init__(logs / "zygote.log", warm, {"MESHWRIGHT_ADDRESS": host, TOKEN_VARIABLE: token}, before)
+        super().__init__(logs / "fork-server.log", warm, {"MESHWRIGHT_ADDRESS": host, TOKEN_VARIABLE: token}, before)
         outside = self.outside
         self.devices, self.host = devices, host
         self.nodes: list[_NodeConnection] = []

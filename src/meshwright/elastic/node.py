@@ -95,7 +95,7 @@ class NodeAgent:
         self._kills = oom_kill_count()
 
     def _local_agent(self, warm: LocalAgent | None = None) -> LocalAgent:
-        return LocalAgent(self.logs / f"zygote-{self.number}.log", self.link.hello["warm"], self.environment, warm)
+        return LocalAgent(self.logs / f"fork-server-{self.number}.log", self.link.hello["warm"], self.environment, warm)
 
     def _file(self, key: str, rank: int) -> int | None:
         with contextlib.suppress(KeyError, OSError):  # these ranks no longer exist

@@ -106,7 +106,7 @@ class Supervisor:
         self._wanted = RankCountRequest(self.work.folder, self.note, self._slots.full)
         self._leaner: RankJob | None = None
         self._adoption = SnapshotAdoption(self.work.folder, self.care.hold if self.agent is None else None, self.note)
-        log, pipe = self.work.logs / "zygote.log", self._adoption.lifeline
+        log, pipe = self.work.logs / "fork-server.log", self._adoption.lifeline
         self._agent = self.agent or LocalAgent(log, self.work.warm, self.work.environment, lifeline=pipe)
         self._pace, self._holdings = StepPace(), self._agent.outside.holdings(self.work.world)
         self._places, self._begun = self._agent.places, self.care.follows

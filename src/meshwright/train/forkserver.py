@@ -285,7 +285,7 @@ class ForkServer:
 def main() -> NoReturn:
     """Runs the fork server: the arguments are the supervisor's pid and the modules to import."""
     parent = int(sys.argv[1])
-    die_with_parent(parent, "mesh-zygote")
+    die_with_parent(parent, "mesh-forkserver")
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the supervisor receives them and decides
     commands, events = os.dup(0), os.dup(1)
