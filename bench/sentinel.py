@@ -23,7 +23,7 @@ from bench.peers import batch_of
 from bench.ranks import run
 from bench.systems import Sizes
 from meshwright.models.registry import build_reference_model
-from meshwright.train.step_invariants import MIN_WINDOW_ELEMENTS, StepInvariants, window_count
+from meshwright.train.step.invariants import MIN_WINDOW_ELEMENTS, StepInvariants, window_count
 from meshwright.train.trainer import parallelize
 
 LEAST = 28
@@ -64,11 +64,15 @@ def measured(pairs: int, warm: int) -> dict[str, Any]:
     model = build_reference_model({"kind": "llama", **shape, "tied": False})
     elements = sum(parameter.numel() for parameter in model.parameters())
     trainer = parallelize(model, lambda given: torch.optim.AdamW(given, lr=1e-4), "dp2.mb4", prove="never")
-    on, off = Timed(trainer.engine), StepInvariants(None)
+    on = Timed(trainer.engine, trainer.optimizer, trainer.prover)
     found: dict[str, Any] = {"elements": elements, "with": [], "without": [], "processor": [], "own": []}
     for pair in range(warm + pairs):
-        for name, sentinel in (("with", on), ("without", off)) if pair % 2 else (("without", off), ("with", on)):
-            trainer.sentinel, trainer.engine.preflight.steps, on.spent = sentinel, 4, 0.0  # no checks of first steps
+        for name, sentinel in (("with", on), ("without", None)) if pair % 2 else (("without", None), ("with", on)):
+            trainer.passes.invariants, trainer.engine.preflight.steps, on.spent = (
+                sentinel,
+                4,
+                0.0,
+            )  # no checks of first steps
             began, processor = time.perf_counter(), time.process_time()
             trainer.step(batch_of(sizes, pair))
             if pair >= warm:

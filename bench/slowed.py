@@ -22,8 +22,9 @@ from meshwright.spec.run import LaunchSpec
 from meshwright.train.metrics import agree_on_step
 from meshwright.train.model import build_model
 from meshwright.train.optimizer import optimizer_factory
+from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.straggler import StragglerMonitor
-from meshwright.train.trainer import LocalBatch, Trainer, parallelize
+from meshwright.train.trainer import Trainer, parallelize
 from meshwright.train.trials import TrialRunner
 
 FACTORS = (1.5, 2.0, 4.0)

@@ -12,8 +12,8 @@ from equality import anatomy_of, make_batch, make_model, make_optimizer
 
 from meshwright.core.errors import InputError
 from meshwright.models.registry import build_reference_model
-from meshwright.train.step_inputs import _is_close
-from meshwright.train.trainer import LocalBatch, parallelize
+from meshwright.train.step.inputs import LocalBatch, _is_close
+from meshwright.train.trainer import parallelize
 
 OTHER = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 96, "seq": 32, "kind": "llama"}
 

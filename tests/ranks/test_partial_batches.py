@@ -11,7 +11,7 @@ import torch
 from equality import anatomy_of, difference, loss_of, make_batch, make_model, make_optimizer
 
 from meshwright.spec.plan import parse_plan
-from meshwright.train.step_inputs import padded_rows
+from meshwright.train.step.inputs import padded_rows
 from meshwright.train.trainer import parallelize
 
 ROWS = (8, 5, 1, 8)

@@ -25,7 +25,8 @@ from world_group import between_hosts
 from meshwright.spec.constraints import batch_violations
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.schedules.schedule_registry import schedule_orders
-from meshwright.train.trainer import LocalBatch, parallelize
+from meshwright.train.step.inputs import LocalBatch
+from meshwright.train.trainer import parallelize
 
 SAMPLE = [
     ("llama", "pp4.zbh1"), ("llama-tied", "pp2.zbv"), ("llama", "pp2.dualpipev.mb2"), ("llama-tied", "dp2.pp2.z1.zbv"),

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from meshwright.spec.batch_layout import micro_batch_rows
 from meshwright.spec.proof import ProofResult
-from meshwright.train.trainer import LocalBatch, Trainer, parallelize
+from meshwright.train.step.inputs import LocalBatch
+from meshwright.train.trainer import Trainer, parallelize
 
 WORDS, HIDDEN, LENGTH = 50, 32, 16
 Batch = dict[str, torch.Tensor]

@@ -18,7 +18,7 @@ def mended(plan: str) -> tuple[list[str], bytes]:
     if trainer.mesh.rank == trainer.plan.world - 1:
         data = max((unit.optim_shard.flat for unit in trainer.engine.zero.units), key=torch.numel).view(torch.int32)
         data[data.numel() // 3] ^= 1 << 20
-    trainer.sentinel.on = False  # whose window had not come to that bit
+    trainer.passes.invariants = None  # whose window had not come to that bit
     trainer.step(make_batch("llama", 1, 6))
     found = compare_replicas(trainer)
     return [each.what for each in found], b"".join(unit.weights.numpy().tobytes() for unit in trainer.engine.zero.units)

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from meshwright.core.errors import InputError
 from meshwright.train.memory import trace_memory
-from meshwright.train.trainer import LocalBatch, parallelize
+from meshwright.train.step.inputs import LocalBatch
+from meshwright.train.trainer import parallelize
 
 WORDS, WIDTH, ROWS, LENGTH = 40, 16, 4, 6
 

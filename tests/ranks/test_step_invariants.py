@@ -11,8 +11,9 @@ from equality import make_batch, make_model
 
 from meshwright.spec.proof import ProofMode
 from meshwright.train.replica_check import repair_replicas
-from meshwright.train.step_invariants import InvariantViolated
-from meshwright.train.trainer import LocalBatch, Trainer, parallelize
+from meshwright.train.step.inputs import LocalBatch
+from meshwright.train.step.invariants import InvariantViolated
+from meshwright.train.trainer import Trainer, parallelize
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

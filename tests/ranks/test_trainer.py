@@ -19,7 +19,8 @@ from meshwright.core.errors import InputError
 from meshwright.runtime.comm import timers
 from meshwright.runtime.comm.timers import WaitTimer
 from meshwright.spec.plan import parse_plan
-from meshwright.train.trainer import LocalBatch, parallelize
+from meshwright.train.step.inputs import LocalBatch
+from meshwright.train.trainer import parallelize
 
 
 def losses(plan: str, precision: str, steps: int) -> Any:

@@ -27,7 +27,7 @@ from meshwright.train.optimizer import optimizer_factory
 from meshwright.train.rank_main import RankControl, SharedFiles
 from meshwright.train.recovery import Recovery
 from meshwright.train.trainer import Trainer, parallelize
-from meshwright.train.trainer_state import rank_exchange
+from meshwright.train.trainer_checkpoint import rank_exchange
 
 LAYOUTS = [
     "dp1",

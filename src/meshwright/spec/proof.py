@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError
@@ -78,14 +79,26 @@ class ProofResult(StrictModel):
         return ", ".join(said) + (f"; {self.first}" if self.first else "")
 
 
-class RecordedProof(ProofResult):
-    """A proof as a run records it. A resumed run needs no further proof."""
+class RecordedProof(NamedTuple):
+    """A proof as a run records it, in one line of JSON. A resumed run needs no further proof.
 
-    sizes: dict[str, tuple[tuple[int, int], ...]] = Field(
-        default={},
-        description="smallest and largest sizes of batches that proofs of this run have had, by their keys and "
-        "dimensions",
-    )
+    `sizes`: the smallest and largest sizes of batches that proofs of this run have had, by their keys and dimensions.
+    """
+
+    result: ProofResult
+    sizes: dict[str, tuple[tuple[int, int], ...]]
+
+    def to_json(self) -> str:
+        """Returns the line: the fields of the result, then `sizes`."""
+        return json.dumps(self.result.model_dump() | {"sizes": self.sizes}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str) -> RecordedProof:
+        """Reads a line. Raises ValueError if it is damaged."""
+        data = json.loads(line)
+        sizes = data.pop("sizes", {}) if isinstance(data, dict) else {}
+        known = TypeAdapter(dict[str, tuple[tuple[int, int], ...]]).validate_json(json.dumps(sizes))
+        return cls(ProofResult.model_validate_json(json.dumps(data)), known)
 
 
 def validate_proof_mode(mode: ProofMode) -> ProofMode:

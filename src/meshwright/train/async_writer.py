@@ -21,7 +21,7 @@ from meshwright.core.codec import validate_data
 from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.run import LaunchSpec
 from meshwright.train.rank_main import RankControl
-from meshwright.train.trainer_state import merge_scalar_states
+from meshwright.train.trainer_checkpoint import merge_scalar_states
 
 WRITER_NICENESS = 10
 """The niceness of the writer process: the ranks get the CPU first."""

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.codec import validate_data
-from meshwright.core.errors import InputError, Interrupted
+from meshwright.core.errors import Interrupted
 from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
 from meshwright.core.ipc import IpcMessage
-from meshwright.core.units import show_count
-from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import TensorBatch
 from meshwright.data.sampler import batch_index
 from meshwright.runtime.backend import backend_of
@@ -38,21 +36,22 @@ from meshwright.train.metrics import (
     agree_on_step,
     combine_accounts,
     configured_proof_mode,
+    launch_notes,
     record_proofs,
 )
-from meshwright.train.model import accepts_packed_documents, build_loader, build_model, model_objective, vocabulary_size
+from meshwright.train.model import build_loader, build_model, model_objective, open_training_data
 from meshwright.train.optimizer import learning_rate, optimizer_factory, precision_recipe
 from meshwright.train.rank_main import ProcessGroups, RankControl, join_process_groups
 from meshwright.train.recovery import Recovery
 from meshwright.train.replica_check import repair_replicas
-from meshwright.train.sample import no_sample_reason, sample_text
-from meshwright.train.sdc_recompute import SdcRecompute, recompute_obstacle
+from meshwright.train.sample import sample_of_run
+from meshwright.train.sdc_recompute import SdcRecompute
+from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.straggler import PhaseSeconds, StragglerMonitor
-from meshwright.train.trainer import LocalBatch, ParallelizeOptions, parallelize
+from meshwright.train.trainer import ParallelizeOptions, parallelize
 
 VALIDATION_BATCH_ROWS = 64
 MEMORY_TRACE_STEP = 2  # the step of a launch that the profiler traces for memory: the first two warm up
-SAMPLE_PROMPT, SAMPLE_TOKENS = "\n\ndef", 160
 
 
 def train(channel: RankControl, payload: IpcMessage) -> int:
@@ -79,26 +78,16 @@ class TrainLoop:
         self.spent = {"join": joined - (joined if began is None else began)}
         self.pulse = Heartbeat(*channel.row)
         self.pulse.at(RankPhase.build)
-        self.folder = Path(launch.run.folder)
-        self.steps = launch.workload.steps
-        work = launch.workload
+        work, self.folder, self.steps = launch.workload, Path(launch.run.folder), launch.workload.steps
         model = build_model(
             launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity, bias_rate=work.expert_bias_rate
         )
         self.objective = model_objective(launch.model, model)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        vocabulary, positions = vocabulary_size(launch.model, model), accepts_packed_documents(model)
-        if launch.data.documents == "apart" and not positions:
-            raise InputError(
-                f"data.documents=apart: {type(model).__name__} has no position_ids that keep its attention inside of "
-                "a document"
-            )
-        dataset = open_dataset(
-            launch.data, launch.workload.sequence, vocabulary, self.objective, self._note, positions,
-            lambda line: self.channel.say("bad_data", line=line),
-        )  # fmt: skip
-        self.dataset, self.loader = dataset, build_loader(dataset, self.objective, model, work)
-        rule, kind = launch.workload.optimizer, precision_recipe(launch.workload, launch.plan)
+        report = lambda line: channel.say("bad_data", line=line)
+        self.dataset = open_training_data(launch, model, self.objective, self._note, report)
+        self.loader = build_loader(self.dataset, self.objective, model, work)
+        rule, kind = work.optimizer, precision_recipe(launch.workload, launch.plan)
         extra = ParallelizeOptions(
             offload_to=launch.run.offload_to or self.folder,
             predicted=launch.predicted,
@@ -114,16 +103,14 @@ class TrainLoop:
             else wrap_process_group(self.connection.control)
         )
         self.stopping = False
-        identity = {"data": dataset.digest, "parameters": self.parameters}
+        identity = {"data": self.dataset.digest, "parameters": self.parameters}
         said = lambda line, step, rank=None: self._say("divergence", line=line, rank=rank, step=step)
         self.trainer.recount = SdcRecompute(launch.run.sdc_check_every, lambda step, line: said(line, step))
         self.trainer.mend = partial(repair_replicas, self.trainer, said)
         self.recovery = Recovery(launch, channel, self.trainer, self.pulse, identity)
         self.trainer.on_phase, self.trainer.mesh.error_propagator.report_alive = self._phase, self.pulse.beat
-        if self.trainer.mesh.shared_memory is not None:
-            self.trainer.mesh.shared_memory.waiting_field = self.pulse.row[
-                HeartbeatField.waits : HeartbeatField.waits + 1
-            ]
+        if (shared := self.trainer.mesh.shared_memory) is not None:
+            shared.waiting_field = self.pulse.row[HeartbeatField.waits : HeartbeatField.waits + 1]
         self.spent["build"] = time.perf_counter() - joined
 
     def _note(self, line: str) -> None:
@@ -145,7 +132,8 @@ class TrainLoop:
         began = self.recovery.resume()
         self.spent["restore"] = time.perf_counter() - start
         record_proofs(self.trainer, self.launch, self.folder, lambda line: self._say("note", line=line))
-        self._check()
+        for line in launch_notes(self.launch, self.trainer, self.parameters):
+            self._say("note", line=line)
         self._say(
             "begin", step=began, steps=self.steps, data=self.dataset.describe(), parameters=self.parameters,
             source=self.recovery.source, spent=self.spent,
@@ -175,7 +163,9 @@ class TrainLoop:
         if records is not None:
             records.close()
         self.pulse.at(RankPhase.sample)
-        self._sample()
+        found = sample_of_run(self.trainer, self.launch, self.objective, self.dataset.tokenizer, self.parameters)
+        if found is not None:
+            self._say("sample", **found)
         self.pulse.at(RankPhase.end)
         self._say("done", step=self.steps)
         return 0
@@ -256,38 +246,3 @@ class TrainLoop:
             count = self.trainer.engine.objective.count(batch)
             total, tokens = total + self.trainer.evaluate(batch) * count, tokens + count
         return total / tokens
-
-    def _check(self) -> None:
-        if (expected := self.launch.parameters) and expected != self.parameters:
-            self._say(
-                "note",
-                line=(
-                    f"the model has {self.parameters:,} parameters, the planner counted {expected:,}: its estimates "
-                    "are off"
-                ),
-            )
-        if self.launch.run.sdc_check_every and (why := recompute_obstacle(self.trainer)):
-            self._say("note", line=f"run.sdc_check_every: gradients are not computed twice: {why}")
-        requested, units = self.launch.workload.compression, self.trainer.engine.zero.trainable
-        if requested is not None and not any(way is not None for unit in units for way in unit.compressors):
-            self._say(
-                "note",
-                line=f"compression {requested.kind}: no gradients leave this machine, so that nothing is compressed",
-            )
-
-    def _sample(self) -> None:
-        """Reports a text sample of the trained model, where it can write text."""
-        why = no_sample_reason(self.objective, self.dataset.tokenizer, 4.0 * self.parameters)
-        if why:
-            self._say("sample", why=why)
-            return
-        weights = self.trainer.full_state_dict()
-        if weights is None:
-            return
-        launch, tokenizer = self.launch, self.dataset.tokenizer
-        assert tokenizer is not None
-        model = build_model(launch.model, launch.workload.seed, weights=False, lora=launch.workload.lora)
-        text = sample_text(
-            model, weights, tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS, launch.workload.sequence, launch.workload.seed
-        )
-        self._say("sample", text=text.strip("\n"), parameters=show_count(self.parameters))

@@ -41,7 +41,7 @@ from meshwright.core.units import show_bytes, show_seconds
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.state_dict import BUFFER_PREFIX, storage_addresses
 from meshwright.spec.layout import ShardMetadata
-from meshwright.train.trainer_state import checkpoint_shards, rank_local_tensors, scalar_state
+from meshwright.train.trainer_checkpoint import checkpoint_shards, rank_local_tensors, scalar_state
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer

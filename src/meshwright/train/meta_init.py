@@ -25,7 +25,7 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,10 +35,7 @@ from meshwright.checkpoint.hf_weights import BUFFER_PREFIX, WEIGHT_PREFIX, HfWei
 from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.core.errors import InputError
 from meshwright.runtime import state_dict
-
-if TYPE_CHECKING:
-    from meshwright.runtime.engine import Engine
-    from meshwright.train.trainer import Trainer
+from meshwright.runtime.engine import Engine
 
 
 class KeyMapping(NamedTuple):
@@ -154,10 +151,9 @@ def init_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-def load_sharded_weights(trainer: Trainer, path: Path | str) -> None:
-    """Loads every parameter of `trainer` that is on the meta device from the weights at `path`. Every rank calls it.
+def load_sharded_weights(engine: Engine, path: Path | str) -> None:
+    """Loads every parameter of `engine` that is on the meta device from the weights at `path`. Every rank calls it.
     Raises InputError where the files do not fit."""
-    engine = trainer.engine
     weights = None if (Path(path) / MANIFEST_FILE).exists() else _open_checked_weights(path, engine)
     engine.zero.quiesce()
     pieces = map(

@@ -21,7 +21,7 @@ import contextlib
 import importlib.util
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ from meshwright.spec.record import (
     last_recorded_step,
 )
 from meshwright.spec.run import LaunchSpec
+from meshwright.train.sdc_recompute import recompute_obstacle
 from meshwright.train.straggler import PhaseSeconds
 from meshwright.train.trainer import Trainer
 
@@ -140,14 +141,12 @@ def record_proofs(trainer: Trainer, launch: LaunchSpec, folder: Path, say: Calla
     if earlier is not None:
         prover.resume(earlier, trainer.steps)
     if first:
-        prover.record = lambda proof: _append_proof(
-            path, RecordedProof(**proof.model_dump(), sizes=prover.sizes.known), say
-        )
+        prover.record = lambda proof: _append_proof(path, RecordedProof(proof, prover.sizes.known), say)
 
 
 def _append_proof(path: Path, proof: RecordedProof, say: Callable[[str], None]) -> None:
     lines = AppendOnlyFile(path)
-    error = lines.append(json.dumps(proof.model_dump(), separators=(",", ":"))) or lines.close()
+    error = lines.append(proof.to_json()) or lines.close()
     if error is not None:
         say(f"a proof is not in {PROOFS_FILE}: {describe_failure(error)}; training goes on")
 
@@ -156,12 +155,23 @@ def _last_equal(path: Path, plan: str) -> RecordedProof | None:
     """Returns the last proof of `plan` if it found the plan equal, else None."""
     for line in reversed((read_text(path) or "").splitlines()):
         try:
-            proof = RecordedProof.model_validate_json(line)
+            proof = RecordedProof.from_json(line)
         except ValueError:
             continue  # a kill has cut the line off
-        if proof.plan == plan:
-            return proof if proof.equal else None
+        if proof.result.plan == plan:
+            return proof if proof.result.equal else None
     return None
+
+
+def launch_notes(launch: LaunchSpec, trainer: Trainer, parameters: int) -> Iterator[str]:
+    """Yields lines for the user about what of a launch is not as expected. `parameters`: of the model."""
+    if (expected := launch.parameters) and expected != parameters:
+        yield f"the model has {parameters:,} parameters, the planner counted {expected:,}: its estimates are off"
+    if launch.run.sdc_check_every and (why := recompute_obstacle(trainer)):
+        yield f"run.sdc_check_every: gradients are not computed twice: {why}"
+    requested, units = launch.workload.compression, trainer.engine.zero.trainable
+    if requested is not None and not any(way is not None for unit in units for way in unit.compressors):
+        yield f"compression {requested.kind}: no gradients leave this machine, so that nothing is compressed"
 
 
 LogFunction = Callable[[str], None]

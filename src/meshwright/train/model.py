@@ -36,13 +36,13 @@ from meshwright.analysis.lora import lora_layers
 from meshwright.analysis.run_conditions import MAX_RANDOM_PARAMS, random_weights
 from meshwright.checkpoint.hf_weights import has_weights
 from meshwright.core.errors import InputError, did_you_mean
-from meshwright.data.dataset import DataObjective, Dataset
+from meshwright.data.dataset import DataObjective, Dataset, open_dataset
 from meshwright.data.loader import BatchLoader
 from meshwright.models.registry import build_reference_model
 from meshwright.runtime.deferred_init import build_deferred
 from meshwright.runtime.expert_parallel.load_balancing import BIAS_RATE_ATTRIBUTE, CAPACITY_ATTRIBUTE
 from meshwright.runtime.loss.objective import is_encoder_decoder, predicts_next_token
-from meshwright.spec.run import ModelSource
+from meshwright.spec.run import LaunchSpec, ModelSource
 from meshwright.spec.workload import LoraConfig, Workload
 from meshwright.train.meta_init import init_on_meta
 
@@ -221,6 +221,27 @@ def model_objective(source: ModelSource, model: nn.Module) -> DataObjective:
     if is_encoder_decoder(model):
         return "pairs"
     return "masked" if kind == "bert" or type(model).__name__.endswith("ForMaskedLM") else "causal"
+
+
+def open_training_data(
+    launch: LaunchSpec,
+    model: nn.Module,
+    objective: DataObjective,
+    note: Callable[[str], None],
+    report_corruption: Callable[[str], None],
+) -> Dataset:
+    """Opens the dataset of a launch. `note` gets lines for the user, `report_corruption` lines about damaged data. Raises
+    InputError where the model cannot read it."""
+    positions = accepts_packed_documents(model)
+    if launch.data.documents == "apart" and not positions:
+        raise InputError(
+            f"data.documents=apart: {type(model).__name__} has no position_ids that keep its attention inside of "
+            "a document"
+        )
+    vocabulary = vocabulary_size(launch.model, model)
+    return open_dataset(
+        launch.data, launch.workload.sequence, vocabulary, objective, note, positions, report_corruption
+    )
 
 
 def build_loader(dataset: Dataset, objective: DataObjective, model: nn.Module, workload: Workload) -> BatchLoader:

@@ -42,7 +42,7 @@ from meshwright.train.loss_spike import LossSpikeDetector
 from meshwright.train.metrics import last_reported_step
 from meshwright.train.rank_main import RankControl
 from meshwright.train.trainer import Trainer
-from meshwright.train.trainer_state import rank_exchange
+from meshwright.train.trainer_checkpoint import rank_exchange
 
 FIRST_AUTO_SAVE_STEP = 10
 """The step after which `checkpoint_every: auto` saves first, so that the time of a save is measured."""

@@ -24,9 +24,9 @@ from meshwright.checkpoint.safetensors_writer import tensor_bytes
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.group import CommGroup
-from meshwright.train.step_invariants import ReplicaMismatch
-from meshwright.train.trainer import Trainer
-from meshwright.train.trainer_state import rank_exchange
+from meshwright.train.step.invariants import ReplicaMismatch
+from meshwright.train.step.state import TrainState
+from meshwright.train.trainer_checkpoint import rank_exchange
 
 INTEGER_DTYPE_BY_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ELEMENTS = 1 << 22
@@ -58,12 +58,12 @@ class _ReplicatedState(NamedTuple):
         return f"{self.what} of ranks {', '.join(map(str, self.group.ranks))}"
 
 
-def compare_replicas(trainer: Trainer) -> list[ReplicaRepair]:
+def compare_replicas(state: TrainState) -> list[ReplicaRepair]:
     """Compares the replicas between two steps and repairs them by majority. Every rank calls it. Raises ReplicaMismatch
     on all ranks without a majority."""
-    trainer.engine.zero.quiesce()
-    stored = list(_replicated_states(trainer))
-    ranks = rank_exchange(trainer.mesh)
+    state.engine.zero.quiesce()
+    stored = list(_replicated_states(state))
+    ranks = rank_exchange(state.mesh)
     answers = [
         json.loads(text)
         for text in ranks.all_gather(json.dumps({each.key: tensors_digest(each.tensors) for each in stored}))
@@ -80,42 +80,40 @@ def compare_replicas(trainer: Trainer) -> list[ReplicaRepair]:
             continue
         if 2 * count <= len(by_rank):
             raise ReplicaMismatch(
-                f"the {key} differ after step {trainer.steps} and there is no majority to say which is right: "
+                f"the {key} differ after step {state.steps} and there is no majority to say which is right: "
                 "a bit has flipped; the same command goes on from the last checkpoint"
             )
-        mended.append(ReplicaRepair(key, wrong, trainer.steps))
+        mended.append(ReplicaRepair(key, wrong, state.steps))
         mine = next((each for each in stored if each.key == key), None)
         if mine is not None:
             source = next(rank for rank, digest in by_rank.items() if digest == right)
-            _repair_tensors(mine, trainer.mesh.rank in wrong, trainer.mesh.rank == source)
+            _repair_tensors(mine, state.mesh.rank in wrong, state.mesh.rank == source)
     if mended:
-        for unit in trainer.engine.zero.units:
+        for unit in state.engine.zero.units:
             unit.copy_to_params()
             unit.all_gather_params().wait()  # other ranks may have gathered weights from a wrong shard
     return mended
 
 
-def repair_replicas(trainer: Trainer, say: Callable[[str, int, int], None]) -> bool:
+def repair_replicas(state: TrainState, say: Callable[[str, int, int], None]) -> bool:
     """Compares the replicas, reports each repair to `say` (line, step, rank), and returns whether there was any."""
-    found = compare_replicas(trainer)
+    found = compare_replicas(state)
     for each in found:
         say(each.line, each.step, each.ranks[0])
     return bool(found)
 
 
-def _replicated_states(trainer: Trainer) -> Iterator[_ReplicatedState]:
+def _replicated_states(state: TrainState) -> Iterator[_ReplicatedState]:
     """Yields the states that other ranks have too: main weights and optimizer states by replica group, and full weights
     by shard group."""
-    units = trainer.engine.zero.units
+    units = state.engine.zero.units
     for sharing in {id(unit.placement): unit.placement for unit in units}.values():
         own = [unit for unit in units if unit.placement is sharing]
         if sharing.replicate_group is not None:
-            saved = [
-                (unit.optim_shard.parts, *unit.optim_shard.state_parts(trainer.optimizer).values()) for unit in own
-            ]
+            saved = [(unit.optim_shard.parts, *unit.optim_shard.state_parts(state.optimizer).values()) for unit in own]
             states = [tensor for kinds in saved for parts in kinds for tensor in parts]
             yield _ReplicatedState("states", sharing.replicate_group, states)
-        if sharing.shard_group is not None and trainer.plan.zero < 3:
+        if sharing.shard_group is not None and state.plan.zero < 3:
             yield _ReplicatedState("weights", sharing.shard_group, [unit.weights for unit in own])
 
 

@@ -11,10 +11,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from meshwright.core.units import show_bytes
+from meshwright.core.units import show_bytes, show_count
+from meshwright.data.dataset import DataObjective
 from meshwright.data.tokens import Tokenizer
 from meshwright.runtime.loss.objective import extract_logits
+from meshwright.spec.run import LaunchSpec
+from meshwright.train.model import build_model
+from meshwright.train.trainer import Trainer
 
+SAMPLE_PROMPT, SAMPLE_TOKENS = "\n\ndef", 160
 REPETITION_PENALTY = 1.1
 PENALTY_WINDOW_TOKENS = 64
 MAX_GATHERED_WEIGHT_BYTES = 4 * 2**30  # the largest weights, in bytes, that one host gathers for a sample
@@ -73,7 +78,25 @@ def sample_text(
     return tokenizer.decode(ids[: ids.index(tokenizer.end_of_text)] if tokenizer.end_of_text in ids else ids)
 
 
-def no_sample_reason(objective: str, tokenizer: Tokenizer | None, bytes_of_weights: float) -> str:
+def sample_of_run(
+    trainer: Trainer, launch: LaunchSpec, objective: DataObjective, tokenizer: Tokenizer | None, parameters: int
+) -> dict[str, str] | None:
+    """Returns the fields of the message with the sample, or with the reason why there is none. It returns None on ranks
+    other than 0. All ranks call it. `parameters`: of the model."""
+    why = no_sample_reason(objective, tokenizer, 4.0 * parameters)
+    if why:
+        return {"why": why}
+    weights = trainer.full_state_dict()
+    if weights is None:
+        return None
+    assert tokenizer is not None
+    work = launch.workload
+    model = build_model(launch.model, work.seed, weights=False, lora=work.lora)
+    text = sample_text(model, weights, tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS, work.sequence, work.seed)
+    return {"text": text.strip("\n"), "parameters": show_count(parameters)}
+
+
+def no_sample_reason(objective: DataObjective, tokenizer: Tokenizer | None, bytes_of_weights: float) -> str:
     """Returns why this run ends without a sample, or ''."""
     if objective == "pairs":
         return "the model writes behind what its encoder reads: export the checkpoint and generate with transformers"

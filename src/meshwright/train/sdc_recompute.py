@@ -20,19 +20,14 @@ import math
 from collections import deque
 from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.train.replica_check import tensors_digest
-
-if TYPE_CHECKING:
-    from meshwright.train.trainer import Trainer
-
-GradientSums = tuple[float, int, list[float]]
-"""Mean loss, labels, and squared norms of the scaled gradient."""
+from meshwright.train.step.passes import GradientSums
+from meshwright.train.step.state import TrainState
 
 SUSPICIOUS_NORM_RATIO = 8.0
 """The multiple of the usual norm above which a gradient is suspicious."""
@@ -50,20 +45,20 @@ class SdcRecompute:
         self._usual: deque[float] = deque(maxlen=NORM_HISTORY_STEPS)
         self._off = False
 
-    def settled(self, trainer: Trainer, compute: Callable[[], GradientSums]) -> GradientSums:
+    def settled(self, state: TrainState, compute: Callable[[], GradientSums]) -> GradientSums:
         """Returns the result of `compute`, with verified gradients in the flat buffers."""
-        if self._off or recompute_obstacle(trainer):
+        if self._off or recompute_obstacle(state):
             return compute()
-        random = _random_states(trainer)
+        random = _random_states(state)
         found = compute()
-        step, norm = trainer.steps + 1, _gradient_norm(found, trainer)
-        if self._asks(step, norm, trainer.scale.dynamic):
-            tries = [_gradient_digest(trainer)]
+        step, norm = state.steps + 1, _gradient_norm(found, state)
+        if self._asks(step, norm, state.scale.dynamic):
+            tries = [_gradient_digest(state)]
             for _ in range(2):
-                _restore_random_states(trainer, random)
+                _restore_random_states(state, random)
                 found = compute()
-                tries.append(_gradient_digest(trainer))
-                if _matches_earlier(tries, trainer):
+                tries.append(_gradient_digest(state))
+                if _matches_earlier(tries, state):
                     break
             else:
                 self._off = True
@@ -75,10 +70,10 @@ class SdcRecompute:
                 line = f"step {step}: the gradient came out differently when it was computed again"
                 self.say(
                     step,
-                    f"{line} (norm {norm:.3g}, then {_gradient_norm(found, trainer):.3g}): a bit had flipped; the "
+                    f"{line} (norm {norm:.3g}, then {_gradient_norm(found, state):.3g}): a bit had flipped; the "
                     "step is made with what came out twice",
                 )
-            norm = _gradient_norm(found, trainer)
+            norm = _gradient_norm(found, state)
         if math.isfinite(norm):
             self._usual.append(norm)
         return found
@@ -93,9 +88,9 @@ class SdcRecompute:
         )
 
 
-def recompute_obstacle(trainer: Trainer) -> str:
+def recompute_obstacle(state: TrainState) -> str:
     """Returns why gradients cannot be computed twice (the first pass changes some state), or '' where they can."""
-    engine = trainer.engine
+    engine = state.engine
     if engine.statistics:
         return f"{engine.statistics} has statistics over the batch"
     if engine.preflight.once.names:
@@ -107,28 +102,28 @@ def recompute_obstacle(trainer: Trainer) -> str:
     return ""
 
 
-def _gradient_norm(found: GradientSums, trainer: Trainer) -> float:
-    return math.sqrt(sum(found[2])) / trainer.scale.factor
+def _gradient_norm(found: GradientSums, state: TrainState) -> float:
+    return math.sqrt(sum(found[2])) / state.scale.factor
 
 
-def _gradient_digest(trainer: Trainer) -> str:
-    return tensors_digest([unit.grad_shard for unit in trainer.engine.zero.trainable])
+def _gradient_digest(state: TrainState) -> str:
+    return tensors_digest([unit.grad_shard for unit in state.engine.zero.trainable])
 
 
-def _matches_earlier(tries: list[str], trainer: Trainer) -> bool:
+def _matches_earlier(tries: list[str], state: TrainState) -> bool:
     """Returns whether the last gradient equals, on every rank, one earlier try. All ranks call it."""
-    differs = torch.tensor([float(tries[-1] != earlier) for earlier in tries[:-1]], device=trainer.mesh.device)
-    all_reduce(differs, trainer.mesh.world).wait()
+    differs = torch.tensor([float(tries[-1] != earlier) for earlier in tries[:-1]], device=state.mesh.device)
+    all_reduce(differs, state.mesh.world).wait()
     return bool((differs == 0).any())
 
 
-def _random_states(trainer: Trainer) -> list[torch.Tensor]:
-    device = trainer.mesh.device
+def _random_states(state: TrainState) -> list[torch.Tensor]:
+    device = state.mesh.device
     own = backend_of(device).rng_state(device)
     return [torch.get_rng_state(), *([] if own is None else [own])]
 
 
-def _restore_random_states(trainer: Trainer, states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        backend_of(trainer.mesh.device).set_rng_state(state, trainer.mesh.device)
+def _restore_random_states(state: TrainState, saved: list[torch.Tensor]) -> None:
+    torch.set_rng_state(saved[0])
+    for own in saved[1:]:
+        backend_of(state.mesh.device).set_rng_state(own, state.mesh.device)

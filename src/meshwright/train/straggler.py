@@ -44,6 +44,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import gcd
 from statistics import median
@@ -115,6 +116,20 @@ class ExclusionRequest(NamedTuple):
     without: float
 
 
+@dataclass
+class HealthyTimes:
+    """The seconds of this launch that later ones are compared with; empty until they are measured."""
+
+    step: float = 0.0
+    """The median step of the first window."""
+    computing: list[float] = field(default_factory=list)
+    """The seconds of a sequence on each rank in the first window."""
+    waiting: float | None = None
+    """The least wait for others while all ranks were healthy."""
+    waiting_spread: float = 0.0
+    """The spread of these waits."""
+
+
 class StragglerMonitor:
     """Receives the phases of each step of one launch under `plan`. `tell` gets the messages for programs: a kind and
     its fields."""
@@ -137,11 +152,8 @@ class StragglerMonitor:
         self.follow(plan)
         self._seen = self._steady = self._since = 0
         self._found = frozenset[tuple[int, SlowPhase]]()
-        self._usual: float | None = None
-        self._differing = 0.0
-        self._before: list[float] = []
+        self._healthy = HealthyTimes()
         self._is_heterogeneous = len(set(self.counts)) > 1
-        self._healthy = 0.0
 
     def follow(self, plan: Plan) -> None:
         """Switches to `plan`, which differs only in the number and the sizes of micro-batches."""
@@ -200,7 +212,7 @@ class StragglerMonitor:
         self._window.append(phases)
         if len(self._window) < MEDIAN_WINDOW_STEPS:
             return None
-        self._healthy = self._healthy or self._seconds()
+        self._healthy.step = self._healthy.step or self._seconds()
         found = sorted(self._slow(), key=lambda slow: -slow.times)
         now = frozenset((slow.rank, slow.phase) for slow in found)
         self._steady, self._found = self._steady + 1 if now == self._found else 1, now
@@ -254,12 +266,12 @@ class StragglerMonitor:
         if before - after >= MIN_GAIN_FRACTION * step and (adjusted := self._of(shared)) is not None:
             promised[adjusted] = step - before + after
         if (
-            self._healthy
+            self._healthy.step
             and not self.slow
             and self.plan != self.first
             and end(self._rows(self.first)) <= (1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * before
         ):
-            promised[self.first] = min(self._healthy, promised.get(self.first, step))
+            promised[self.first] = min(self._healthy.step, promised.get(self.first, step))
         plan = min(promised, key=promised.__getitem__)
         return (plan, step / promised[plan]) if step - promised[plan] >= MIN_GAIN_FRACTION * step else None
 
@@ -323,12 +335,14 @@ class StragglerMonitor:
 
     def _usually(self) -> list[float]:
         """Returns the expected seconds of a sequence on each rank, or 1.0 for each on homogeneous devices."""
-        return self._before if self._is_heterogeneous and self._before else [1.0] * self.plan.world
+        return (
+            self._healthy.computing if self._is_heterogeneous and self._healthy.computing else [1.0] * self.plan.world
+        )
 
     def _slow(self) -> list[Straggler]:
         found: list[Straggler] = []
         each, data, waiting = self._by_sequence(), self._middle("data"), self._middle("waiting")
-        self._before = self._before or each
+        self._healthy.computing = self._healthy.computing or each
         relative = [now / usual for now, usual in zip(each, self._usually(), strict=True)]
         step = max(
             seconds * count + delayed + wait
@@ -358,37 +372,37 @@ class StragglerMonitor:
                     found.append(Straggler(rank, phase, seconds[rank] / max(usual, 1e-6), than))
         if not found and min(data) > MIN_STEP_FRACTION * step:
             found.append(Straggler(-1, SlowPhase.data, min(data) / step))
-        longer = median(now / before for now, before in zip(each, self._before, strict=True))
-        if not found and self._usual is None:
-            self._usual, self._differing = (
+        longer = median(now / before for now, before in zip(each, self._healthy.computing, strict=True))
+        if not found and self._healthy.waiting is None:
+            self._healthy.waiting, self._healthy.waiting_spread = (
                 min(waiting),
                 max(self._spread("waiting", rank) for rank in range(self.plan.world)),
             )
         elif not found and self._wait_longer(min(waiting), step, max(longer, 1.0)):
-            found.append(Straggler(-1, SlowPhase.communication, min(waiting) / max(self._usual or 0.0, 1e-6)))
+            found.append(Straggler(-1, SlowPhase.communication, min(waiting) / max(self._healthy.waiting or 0.0, 1e-6)))
         return found
 
     def _wait_longer(self, least: float, step: float, longer: float) -> bool:
         """Returns whether all ranks wait longer for others than before, and by more than they compute `longer`. The
         time over a slow link varies, so only the spread of waits while all ranks were healthy counts."""
-        usual = (self._usual or 0.0) * longer
+        usual = (self._healthy.waiting or 0.0) * longer
         often = sum(
             min(each.waiting) > (1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * usual for each in self._window
         ) >= MIN_SLOW_STEPS_FRACTION * len(self._window)
         return (
             often
             and least > MIN_SLOWDOWN_RATIO * usual
-            and least - usual > max(MIN_STEP_FRACTION * step, MIN_SPREAD_RATIO * self._differing)
+            and least - usual > max(MIN_STEP_FRACTION * step, MIN_SPREAD_RATIO * self._healthy.waiting_spread)
         )
 
     def _slowdown_without_peers(self, each: list[float]) -> dict[int, float]:
         """Returns the slowdown since the first window of each rank without peers, relative to how the others changed.
         Only ranks that are slow in most steps are included."""
-        changed = [now / before for now, before in zip(each, self._before, strict=True)]
+        changed = [now / before for now, before in zip(each, self._healthy.computing, strict=True)]
         usual = sorted(changed)[(len(changed) - 1) // 2]
         half = [
             (1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * usual * before * count
-            for before, count in zip(self._before, self.counts, strict=True)
+            for before, count in zip(self._healthy.computing, self.counts, strict=True)
         ]
         often = [
             sum(step.computing[rank] > most for step in self._window) >= MIN_SLOW_STEPS_FRACTION * MEDIAN_WINDOW_STEPS

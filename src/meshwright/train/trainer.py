@@ -8,9 +8,8 @@ rank change nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -19,7 +18,6 @@ import torch
 from torch import nn
 
 from meshwright.analysis.dry_run import in_eval_mode
-from meshwright.core.errors import InputError
 from meshwright.core.heartbeat import RankPhase
 from meshwright.runtime import state_dict
 from meshwright.runtime.build.context import make_parallel_context
@@ -30,9 +28,8 @@ from meshwright.runtime.device import init_local_device
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import ErrorPropagator
 from meshwright.runtime.expert_parallel.load_balancing import update_expert_bias
-from meshwright.runtime.expert_parallel.token_dispatcher import count_pairs_by_expert, expert_loads, summarize_loads
 from meshwright.runtime.host_heap import malloc_trim
-from meshwright.runtime.loss.objective import Batch, num_rows
+from meshwright.runtime.loss.objective import Batch
 from meshwright.runtime.optim.param_groups import OptimizerFactory
 from meshwright.runtime.optim.rounding_seeds import set_rounding_seeds
 from meshwright.runtime.optim.rule_probe import enable_fused_kernels
@@ -43,36 +40,19 @@ from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.proof import ProofMode, ProofResult
-from meshwright.spec.record import MoeStats, RunState, StepRecord
+from meshwright.spec.record import StepRecord
 from meshwright.train.oom import MemoryReport, explain_oom
-from meshwright.train.proof.proof_schedule import ProofSchedule, module_values, resolve_proof_mode, weight_versions
-from meshwright.train.step_guards import OptimizerGuard
-from meshwright.train.step_inputs import (
-    check_batch,
-    check_batch_across_ranks,
-    check_batch_type,
-    check_example,
-    check_model_across_ranks,
-    count_replica_labels,
-    move_batch,
-    pad_batch,
-    split_micro_batches,
-)
-from meshwright.train.step_invariants import REDUCED_VALUES, StepInvariants, retry_after_repair
-from meshwright.train.trainer_state import LossScale
+from meshwright.train.proof.proof_schedule import ProofSchedule, resolve_proof_mode
+from meshwright.train.step.inputs import LocalBatch, check_example, check_model_across_ranks
+from meshwright.train.step.invariants import StepInvariants, retry_after_repair
+from meshwright.train.step.passes import StepPasses
+from meshwright.train.step.state import TrainState
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.memory_checkpoint import MemoryCheckpoint
     from meshwright.train.sdc_recompute import SdcRecompute
 
-
-@dataclass
-class LocalBatch:
-    """The part of a batch that this replica reads: its micro-batches in order. `tokens`: valid labels of the whole
-    batch, where known."""
-
-    micro_batches: list[Batch]
-    tokens: int | None = None
+__all__ = ["LocalBatch", "ParallelizeOptions", "Trainer", "parallelize"]
 
 
 class ParallelizeOptions(ModelHints, total=False):
@@ -142,35 +122,31 @@ def parallelize(
                 () if made.state else engine.zero.param_names
             )  # Adagrad makes its states at once
             enable_fused_kernels(made)
-            trainer = Trainer(engine, made, clip, seed)
-        trainer.predicted, trainer.prover, prover.versions = predicted, prover, weight_versions(trainer)
-        prover.plain = module_values(engine.model, known["loss"])
-        return trainer
+            prover.begin(engine)
+            return Trainer(engine, made, clip, seed, prover, predicted)
 
 
-class Trainer:
+class Trainer(TrainState):
     """One rank's trainer, made by `parallelize`. It owns the run state: step, samples, loss scale."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, clip: float | None, seed: int) -> None:
-        self.engine, self.optimizer, self.clip, self.seed = engine, optimizer, clip, seed
-        self.mesh, self.plan = engine.mesh, engine.mesh.plan
-        self.scale = LossScale.start(engine.recipe.loss_scaling)
-        self.steps = self.samples = self._agreed = 0
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        clip: float | None,
+        seed: int,
+        prover: ProofSchedule,
+        predicted: MemoryBreakdown | None,
+    ) -> None:
+        """`prover`: compares the plan with one device before updates that are due. `predicted`: the predicted memory of
+        this rank, where the plan was estimated."""
+        super().__init__(engine, optimizer, seed)
+        self.clip, self.prover, self.predicted = clip, prover, predicted
         base = optimizer.defaults.get("lr") or 1.0
         self._ratios = [group.get("lr", base) / base for group in optimizer.param_groups]
-        self.on_phase: Callable[[RankPhase], None] = lambda phase: None
-        """Called when a phase begins: backward, reduce, agree (when it ends, every rank has reached it), update."""
         self.recount: SdcRecompute | None = None
         """Recomputes suspicious gradients."""
-        self.predicted: MemoryBreakdown | None = None  # the predicted memory of this rank, where the plan was estimated
-        self.prover = ProofSchedule(
-            "never", None, None
-        )  # compares the plan with one device before updates that are due
-        self.sentinel = StepInvariants(engine)
-        self.sentinel.guards.made = OptimizerGuard(optimizer)
-        self.mend: Callable[[], bool] = lambda: (
-            False
-        )  # replaces replicas that differ from the majority; returns whether any did
+        self.passes = StepPasses(StepInvariants(engine, optimizer, prover))
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -178,11 +154,11 @@ class Trainer:
         """Runs forward, backward, reduction, clipping and the update.
 
         `batch` is a dict of tensors with the whole batch on every rank, sequences first, or a `LocalBatch`. The last
-        batch of an epoch may have any number of rows (step_inputs.py). If the gradient is not finite, all ranks skip
+        batch of an epoch may have any number of rows (step/inputs.py). If the gradient is not finite, all ranks skip
         the step.
         """
         with _explain_errors(self, f"in step {self.steps + 1}"):
-            self.sentinel.guards.check_around(self)
+            self.passes.check_around(self)
             self.prover.before(self, batch)
             return self._step(batch)
 
@@ -196,7 +172,7 @@ class Trainer:
             InputError: One device's side cannot be computed.
         """
         with _explain_errors(self, f"in the proof before step {self.steps + 1}"):
-            self.sentinel.guards.check_around(self)
+            self.passes.check_around(self)
             return self.prover.prove(self, batch)
 
     def require_proof(self, reason: str) -> None:
@@ -207,7 +183,7 @@ class Trainer:
     def _step(self, batch: Batch | LocalBatch) -> StepRecord:
         began = time.perf_counter()
         self.engine.forget()
-        compute = partial(self._backward, batch)
+        compute = partial(self.passes.backward, self, batch)
         settled = compute if self.recount is None else partial(self.recount.settled, self, compute)
         loss, tokens, squares = retry_after_repair(self, settled)
         outer = self.engine.outer
@@ -222,14 +198,14 @@ class Trainer:
                 factor *= self.clip / (own + 1e-6)
             self.engine.zero.update(self.optimizer, factor, self.steps)
             here = {mixture.experts.path for mixture in self.engine.mixtures}
-            update_expert_bias(self.engine.model, self.engine.anatomy, here, self._loads)
+            update_expert_bias(self.engine.model, self.engine.anatomy, here, self.passes.loads)
         self.scale.update(finite)
         self.steps += 1
         if outer is not None and outer.is_due(self.steps):
             outer.sync()
         if self.steps == 1:  # the optimizer has made its states
             malloc_trim()
-        self.samples += self._rows
+        self.samples += self.passes.rows
         seconds = time.perf_counter() - began
         exposed, sent = self.engine.measured()
         return StepRecord(
@@ -245,43 +221,9 @@ class Trainer:
             memory={kind: float(size) for kind, size in self.bytes().items()},
             loss_scale=scale_used,
             skipped=not finite,
-            expert_load=max(map(max, self._loads), default=None),
-            experts=MoeStats(loads=summarize_loads(self._loads), dropped=self._dropped, balance_loss=self._balance)
-            if self._loads
-            else None,
+            expert_load=max(map(max, self.passes.loads), default=None),
+            experts=self.passes.expert_stats,
         )
-
-    def _backward(self, batch: Batch | LocalBatch) -> tuple[float, int, list[float]]:
-        """Returns the mean loss, the valid labels, and the squared norm of the scaled gradient, which stays in the flat
-        buffers. With local SGD there is one squared norm per replica."""
-        self.on_phase(RankPhase.backward)
-        self.sentinel.guards.check_around(self)
-        batches, tokens = self._share(batch)
-        outer, every = self.engine.outer, tokens
-        if outer is not None:
-            tokens = count_replica_labels(self.engine, batches)
-        if (balance := self.engine.balance) is not None:
-            balance.begin_step(every / (sum(self.plan.shares) or self.plan.dp * len(batches)))
-        total = self.engine.forward_backward(batches, self.scale.factor / max(tokens, 1))
-        self.on_phase(RankPhase.reduce)
-        self.engine.zero.finish_gradients()
-        self.on_phase(RankPhase.agree)
-        pairs = count_pairs_by_expert(self.engine.mixtures, self.engine.anatomy, self.mesh.device)
-        balanced = torch.zeros_like(total) if balance is None else balance.total / self.plan.tp
-        square = self.engine.zero.squared_norm()
-        squares = square.view(1) if outer is None else outer.scatter_by_replica(square)
-        own_sums = self.sentinel.sums(self, batches, every)
-        sums = torch.cat(
-            [torch.stack([total / self.plan.tp, balanced]), squares, pairs, self.engine.zero.seen_grads(), own_sums]
-        )
-        all_reduce(sums, self.mesh.world).wait()
-        sums, came, seen = sums.split([2 + len(squares) + len(pairs), 1 + len(self.engine.zero.unused), REDUCED_VALUES])
-        self.engine.zero.sync_unused(came.tolist())
-        loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
-        self._balance = None if balance is None else balanced_by / max(every, 1)
-        self._loads, self._dropped = expert_loads(sums[2 + len(squares) :], self.engine.anatomy)
-        self.sentinel.check(self, seen.tolist(), (loss, sum(each), every), batches, batch)
-        return loss / max(every, 1), every, each
 
     def load_weights(self, path: str | Path) -> None:
         """Fills a model that was built on the meta device from safetensors or a checkpoint. Every rank calls it and
@@ -289,54 +231,12 @@ class Trainer:
         from meshwright.train.meta_init import load_sharded_weights
 
         with _explain_errors(self, "where weights are read"):
-            load_sharded_weights(self, path)
-
-    def _share(self, batch: Batch | LocalBatch) -> tuple[list[Batch], int]:
-        """Returns this replica's micro-batches on the device, and the number of valid labels of the whole batch."""
-        objective = self.engine.objective
-        if self.engine.unfilled:
-            name = min(self.engine.unfilled)
-            raise InputError(
-                f"the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) "
-                "first"
-            )
-        whole = not isinstance(batch, LocalBatch)
-        if whole or not self._agreed:
-            given = batch.micro_batches if isinstance(batch, LocalBatch) else [check_batch_type(batch)]
-            check_batch_across_ranks(given, self.mesh, whole=whole)
-            for part in given:
-                check_batch(part, objective, (sum(self.plan.shares) or self.plan.dp) if whole else 1)
-            self._agreed += 1
-        if isinstance(batch, LocalBatch):
-            batches = batch.micro_batches
-            tokens = batch.tokens
-            of_all, here = self.plan.uneven_batch or self.plan.rows_per_round, self.mesh.replica
-            own = self.plan.micro_batch_of(here) * (self.plan.shares[here] if self.plan.shares else 1)
-            self._rows = round(sum(map(num_rows, batches)) * of_all / own)
-            if tokens is None:
-                valid = torch.tensor(
-                    float(sum(map(objective.count, batches))), dtype=torch.float64, device=self.mesh.device
-                )
-                all_reduce(valid, self.mesh.world).wait()
-                tokens = round(float(valid) / (self.plan.pp * self.plan.tp * self.plan.cp))
-        else:
-            tokens = objective.count(batch)
-            self._rows = num_rows(batch)
-            single = not self.engine.statistics and self.engine.balance is None
-            if objective.loss is None and "labels" in batch and single:
-                batch = pad_batch(batch, self.plan)
-            batches = split_micro_batches(
-                batch, self.plan, self.mesh.replica, is_odd=objective.loss is not None and single
-            )
-        self.engine.pipeline.labels = tokens
-        return [
-            move_batch(part, self.mesh.device, getattr(torch, self.engine.recipe.compute)) for part in batches
-        ], tokens
+            load_sharded_weights(self.engine, path)
 
     def evaluate(self, batch: Batch | LocalBatch) -> float:
         """Returns the mean loss over the valid labels of the whole batch, without gradients and with dropout off."""
         with _explain_errors(self, f"in an evaluation after step {self.steps}"), in_eval_mode(self.engine.model):
-            batches, tokens = self._share(batch)
+            batches, tokens = self.passes.split(self, batch)
             total = self.engine.forward_backward(batches, None) / self.plan.tp
             all_reduce(total, self.mesh.world).wait()
         return float(total) / max(tokens, 1)
@@ -345,7 +245,7 @@ class Trainer:
         """Returns the mean loss, the valid labels, and on rank 0 every full gradient by name, except those that no loss
         has reached. It updates nothing."""
         with _explain_errors(self, f"for the gradients of step {self.steps + 1}"):
-            loss, tokens, _ = self._backward(batch)
+            loss, tokens, _ = self.passes.backward(self, batch)
             full = state_dict.gather_full_tensors(self.engine, state_dict.gradient_pieces(self.engine))
         if full is None:
             return loss, tokens, None
@@ -416,28 +316,16 @@ class Trainer:
             each.buffer_bytes for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None
         )
 
-    @property
-    def run_state(self) -> RunState:
-        """Returns the run state that a checkpoint stores."""
-        return RunState(
-            step=self.steps,
-            samples=self.samples,
-            seed=self.seed,
-            plan=self.plan.name,
-            loss_scale=self.scale.factor,
-            good_steps=self.scale.good_steps,
-        )
-
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Writes a checkpoint of this step under `folder` and returns its path. All ranks must call it."""
-        from meshwright.train.trainer_state import save_trainer
+        from meshwright.train.trainer_checkpoint import save_trainer
 
         with self.mesh.error_propagator.call(nullcontext()):
             return save_trainer(self, Path(folder), extra or {})
 
     def load(self, path: str | Path | MemoryCheckpoint) -> dict[str, Any]:
         """Restores a checkpoint, written under any plan, and returns its `extra`. All ranks must call it."""
-        from meshwright.train.trainer_state import load_trainer
+        from meshwright.train.trainer_checkpoint import load_trainer
 
         with _explain_errors(self, "where a checkpoint is read"):
             return load_trainer(self, Path(path) if isinstance(path, str) else path)

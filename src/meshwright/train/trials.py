@@ -26,7 +26,8 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import LaunchSpec
 from meshwright.train.model import build_loader, build_model, model_objective, vocabulary_size
 from meshwright.train.optimizer import optimizer_factory
-from meshwright.train.trainer import LocalBatch, Trainer, parallelize
+from meshwright.train.step.inputs import LocalBatch
+from meshwright.train.trainer import Trainer, parallelize
 
 WARMUP_STEPS, MEASURED_STEPS = 2, 4
 """The steps that do not count, and those that do."""

@@ -5,7 +5,7 @@ Such code may take another branch at a later step than in the checked steps. Whi
 functions of every forward and of the loss are recorded. A record is the place in the user's code that calls one, and
 which of its plain number arguments are zero. Where user's code reads a value, training passes are recorded too. A pass
 with a new set of places was not checked. The check then runs again with its micro-batch before the step counts
-(train/step_invariants.py). A place that no check has reached by then is refused.
+(train/step/invariants.py). A place that no check has reached by then is refused.
 
 The record is a set of places, not their order. A loop over the experts that have tokens runs the same places, whatever
 their number. A plain number counts by whether it is zero, because a factor of 0 hides what it multiplies.

@@ -1,4 +1,4 @@
-"""An isolated pass of the plan: the trainer, its model and the random states do not change.
+"""An isolated pass of the plan: the engine, its model and the random states do not change.
 
 Inside, dropout is a constant factor, which both sides of a proof multiply by instead of drawing. So a dropout that is
 missing under a plan shows.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -17,15 +17,10 @@ from meshwright.analysis.dry_run import dry_run
 from meshwright.analysis.run_conditions import set_seed
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.compression import ReducerPair
+from meshwright.runtime.engine import Engine
 from meshwright.runtime.preflight.step_checks import Preflight
 from meshwright.runtime.tensor_parallel.random import has_dropout
-from meshwright.train.step_invariants import StepInvariants
 
-if TYPE_CHECKING:
-    from meshwright.train.trainer import Trainer
-
-TRAINER_FIELDS = ("_rows", "_agreed", "_balance", "_loads", "_dropped", "on_phase", "sentinel")
-"""The fields of a trainer that a backward pass writes or calls."""
 UNCHECKED_STEP = 4
 """A step count at which no check is due: step 5 is not in `CHECKED_STEPS`."""
 MIN_DROPOUT_FACTOR = 0.75
@@ -58,28 +53,22 @@ def dropout_factor(rate: float) -> float:
 
 
 @contextmanager
-def preserve_trainer(trainer: Trainer) -> Iterator[None]:
+def preserve_engine(engine: Engine) -> Iterator[None]:
     """Restores what a backward pass writes in addition to gradients: the set of reached parameters, records, and the
     error feedback of compression."""
-    engine, zero = trainer.engine, trainer.engine.zero
-    fields = {name: vars(trainer)[name] for name in TRAINER_FIELDS if name in vars(trainer)}
+    zero = engine.zero
     preflight, unreached, across = engine.preflight, zero.unused, [unit.compressors for unit in zero.units]
     reached = [stage.received for stage in zero.stages.values()]
     engine.executor.checks = Preflight(preflight.stages_run, UNCHECKED_STEP, paths=preflight.paths)
-    trainer.on_phase = lambda phase: None
-    trainer.sentinel = StepInvariants(None)
     zero.unused = zero.param_names
     for stage in zero.stages.values():
         stage.received = set()
     for unit in zero.units:
         unit.compressors = ReducerPair(None, None)
     try:
-        with nullcontext() if trainer.plan.compile else preflight.paths.learning():
+        with nullcontext() if engine.mesh.plan.compile else preflight.paths.learning():
             yield
     finally:
-        for name in TRAINER_FIELDS:
-            vars(trainer).pop(name, None)
-        vars(trainer).update(fields)
         engine.executor.checks, zero.unused = preflight, unreached
         for stage, before in zip(zero.stages.values(), reached, strict=True):
             stage.received = before
@@ -88,16 +77,16 @@ def preserve_trainer(trainer: Trainer) -> Iterator[None]:
 
 
 @contextmanager
-def isolate_pass(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
+def isolate_pass(engine: Engine, trains: bool, seed: int) -> Iterator[None]:
     """Restores random states and the model afterwards; inside, dropout is a constant factor. `trains`: modules are in
     the modes that they have."""
-    trainer.mesh.error_propagator.report_alive()
-    model, compiles = trainer.engine.model, trainer.plan.compile
+    engine.mesh.error_propagator.report_alive()
+    model, compiles = engine.model, engine.mesh.plan.compile
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
-        stack.enter_context(backend_of(trainer.mesh.device).fork_rng(trainer.mesh.device))
+        stack.enter_context(backend_of(engine.mesh.device).fork_rng(engine.mesh.device))
         set_seed(seed)
-        stack.enter_context(dry_run(model, loss=trainer.engine.objective.loss))
+        stack.enter_context(dry_run(model, loss=engine.objective.loss))
         for module, mode in modes if trains else ():
             module.training = mode
         if compiles and has_dropout(model):  # a compiled block would recompile for the mode that replaces dropout

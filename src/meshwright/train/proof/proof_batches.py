@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from meshwright.models.model_io import IGNORE_INDEX
+from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss.objective import Batch, num_rows
 from meshwright.spec.constraints import check_batch_size, half_sequence_length
-from meshwright.train.size_ranges import sizes_of
-
-if TYPE_CHECKING:
-    from meshwright.runtime.engine import Engine
-    from meshwright.train.trainer import LocalBatch
+from meshwright.train.step.inputs import LocalBatch
+from meshwright.train.step.size_ranges import sizes_of
 
 
 @dataclass

@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from meshwright.core.units import show_seconds
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.group import shrink_staging_buffers
+from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.host_heap import malloc_trim
 from meshwright.runtime.layout.placeholder import StagePlaceholder
@@ -48,11 +49,10 @@ from meshwright.spec.proof import (
     validate_proof_mode,
 )
 from meshwright.train.proof.proof_run import NothingProven, ProofRun
-from meshwright.train.size_ranges import SizeRanges
-
-if TYPE_CHECKING:
-    from meshwright.runtime.engine import Engine
-    from meshwright.train.trainer import LocalBatch, Trainer
+from meshwright.train.step.inputs import LocalBatch
+from meshwright.train.step.passes import StepPasses
+from meshwright.train.step.size_ranges import SizeRanges
+from meshwright.train.step.state import TrainState
 
 ModuleValues = dict[str, dict[str, Any]]
 """Plain values of modules, by path and name."""
@@ -180,46 +180,51 @@ class ProofSchedule:
         """The seconds of the last proof before an update; 0 without one."""
         self._began = time.perf_counter()
 
-    def before(self, trainer: Trainer, batch: Batch | LocalBatch) -> None:
+    def begin(self, engine: Engine) -> None:
+        """Records the weights and the plain values of modules before the first step."""
+        self.versions = weight_versions(engine)
+        self.plain = module_values(engine.model, engine.objective.loss)
+
+    def before(self, state: TrainState, batch: Batch | LocalBatch) -> None:
         """Runs a proof before an update on `batch`, where one is due. Raises PlanRefused on every rank where the plan
         differs from one device."""
-        reason = self._reason(trainer, batch)
+        reason = self._reason(state, batch)
         self._updates += 1
         if not reason:
             return
         when = f"again ({reason})" if self.required else reason
         if self.predicted.seconds > ANNOUNCE_SECONDS:
             self.say(f"proving the plan {when}, for about {show_seconds(self.predicted.seconds)}")
-        trainer.on_phase(RankPhase.prove)
+        state.on_phase(RankPhase.prove)
         try:
-            run_preflight(trainer, batch)
-            self._prove_or_refuse(trainer, batch, reason, when)
+            run_preflight(state, batch)
+            self._prove_or_refuse(state, batch, reason, when)
         finally:
-            trainer.on_phase(RankPhase.data)
+            state.on_phase(RankPhase.data)
 
-    def during(self, trainer: Trainer, batch: Batch | LocalBatch, reason: str) -> None:
+    def during(self, state: TrainState, batch: Batch | LocalBatch, reason: str) -> None:
         """Runs a proof after the passes of a step that is outside of what was proven, before its update. The gradients
         do not change. Raises PlanRefused as `before` does."""
-        stored = [(unit, unit.grad_shard.to("cpu", copy=True)) for unit in trainer.engine.zero.trainable]
-        trainer.on_phase(RankPhase.prove)
+        stored = [(unit, unit.grad_shard.to("cpu", copy=True)) for unit in state.engine.zero.trainable]
+        state.on_phase(RankPhase.prove)
         try:
-            self._prove_or_refuse(trainer, batch, reason, f"again ({reason})")
+            self._prove_or_refuse(state, batch, reason, f"again ({reason})")
         finally:
-            trainer.on_phase(RankPhase.agree)
-        trainer.engine.zero.quiesce()
+            state.on_phase(RankPhase.agree)
+        state.engine.zero.quiesce()
         for unit, gradients in stored:
             unit.grad_shard.copy_(gradients)
 
-    def _prove_or_refuse(self, trainer: Trainer, batch: Batch | LocalBatch, reason: str, when: str) -> None:
-        if trainer.engine.objective.unreadable.is_used:
+    def _prove_or_refuse(self, state: TrainState, batch: Batch | LocalBatch, reason: str, when: str) -> None:
+        if state.engine.objective.unreadable.is_used:
             self.required = ""
             self.skipped = f"the plan is not proven: {UNREADABLE_LOSS_REASON}"
             self.say(self.skipped)
             return
         try:
-            proof = self.prove(trainer, batch)
-            if not proof.equal and trainer.mend():  # a replica of the weights had drifted: the plan is not wrong
-                proof = self.prove(trainer, batch)
+            proof = self.prove(state, batch)
+            if not proof.equal and state.mend():  # a replica of the weights had drifted: the plan is not wrong
+                proof = self.prove(state, batch)
         except NothingProven as nothing:
             self.required = reason  # a step that one device skips is no error of the plan
             self.say(f"{nothing}; the next update is proven instead")
@@ -237,38 +242,38 @@ class ProofSchedule:
                 "or train without the proof with prove='never'"
             )
 
-    def prove(self, trainer: Trainer, batch: Batch | LocalBatch) -> ProofResult:
+    def prove(self, state: TrainState, batch: Batch | LocalBatch) -> ProofResult:
         """Runs a proof now and returns its result. All ranks call it."""
         if self.skeleton is None:
             raise InputError(
                 "prove='never' has no copy of the model to compare with: call parallelize with prove='auto'"
             )
-        if trainer.engine.outer is not None:
+        if state.engine.outer is not None:
             raise InputError(
                 "replicas that take local steps have no single device to compare with: the proof runs without local "
                 "steps alone"
             )
-        if trainer.engine.objective.unreadable.is_used:
+        if state.engine.objective.unreadable.is_used:
             raise InputError(f"no proof: {UNREADABLE_LOSS_REASON}")
-        trainer.engine.zero.external_writes.sync(trainer.engine)
-        now = module_values(trainer.engine.model, trainer.engine.objective.loss)
+        state.engine.zero.external_writes.sync(state.engine)
+        now = module_values(state.engine.model, state.engine.objective.loss)
         apply_changes(self.skeleton.model, self.skeleton.loss, changed_values(self.plain, now))
-        follow_frozen(self.skeleton.model, trainer.engine)
+        follow_frozen(self.skeleton.model, state.engine)
         self.plain = now
-        unchanged = trainer.steps == 0 and weight_versions(trainer) == self.versions
-        run = ProofRun(trainer, self.skeleton, self.fingerprints if unchanged else None)
+        unchanged = state.steps == 0 and weight_versions(state.engine) == self.versions
+        run = ProofRun(state, self.skeleton, self.fingerprints if unchanged else None)
         self.last = run.prove(batch, self.predicted.length)
         if self.last.equal:
             self.sizes.add(run.compared)
         self.fingerprints = {}  # only the first proof uses them: later changes of weights are not checked by them
         gc.collect()  # one device's side has reference cycles, which would retain weights and gradients
-        shrink_staging_buffers([trainer.mesh.world])
+        shrink_staging_buffers([state.mesh.world])
         malloc_trim()
         return self.last
 
     def resume(self, earlier: RecordedProof, updates: int) -> None:
         """Takes over a proof of the same plan by an earlier process of this run, as the one before the first update."""
-        self.last, self._seconds, self._updates = earlier, max(earlier.seconds, 1e-3), max(updates, 1)
+        self.last, self._seconds, self._updates = earlier.result, max(earlier.result.seconds, 1e-3), max(updates, 1)
         self.sizes = SizeRanges(earlier.sizes)
 
     @property
@@ -278,23 +283,23 @@ class ProofSchedule:
 
     # --- schedule ---------------------------------------------------------------------------------
 
-    def _reason(self, trainer: Trainer, batch: Batch | LocalBatch) -> str:
+    def _reason(self, state: TrainState, batch: Batch | LocalBatch) -> str:
         if self.mode == "never":
             return ""
-        if trainer.engine.outer is not None:
+        if state.engine.outer is not None:
             if not self.skipped:
                 self.skipped = (
-                    f"plan {trainer.plan.name} is not proven: replicas that take local steps have no single device "
+                    f"plan {state.plan.name} is not proven: replicas that take local steps have no single device "
                     "to compare with"
                 )
                 self.say(self.skipped)
             return ""
         if self.required:
             return self.required
-        if isinstance(self.mode, int) and self._updates and not trainer.steps % self.mode:
+        if isinstance(self.mode, int) and self._updates and not state.steps % self.mode:
             return f"every {self.mode} steps"
         if self._updates == 0:
-            self.skipped = self._why_not(trainer, batch)
+            self.skipped = self._why_not(state, batch)
             if self.skipped:
                 self.say(self.skipped)
             return "" if self.skipped else _before_step(0)
@@ -303,27 +308,27 @@ class ProofSchedule:
         limit = (
             CHEAP_PROOF_SECONDS if self._updates == 1 else CHEAP_PROOF_FRACTION * (time.perf_counter() - self._began)
         )
-        return _before_step(self._updates) if self._all(trainer, self._seconds <= limit) else ""
+        return _before_step(self._updates) if self._all(state, self._seconds <= limit) else ""
 
-    def _all(self, trainer: Trainer, good: bool) -> bool:
+    def _all(self, state: TrainState, good: bool) -> bool:
         """Returns whether `good` is true on every rank."""
-        others = torch.tensor([0.0 if good else 1.0], dtype=torch.float64, device=trainer.mesh.device)
-        all_reduce(others, trainer.mesh.world).wait()
+        others = torch.tensor([0.0 if good else 1.0], dtype=torch.float64, device=state.mesh.device)
+        all_reduce(others, state.mesh.world).wait()
         return not float(others)
 
-    def _why_not(self, trainer: Trainer, batch: Batch | LocalBatch) -> str:
+    def _why_not(self, state: TrainState, batch: Batch | LocalBatch) -> str:
         """Returns why no proof runs before the first update, or ''."""
-        plan = trainer.plan
+        plan = state.plan
         whole = isinstance(batch, dict)
         rows = num_rows(batch) if isinstance(batch, dict) else sum(map(num_rows, batch.micro_batches)) * plan.dp
         count = rows // max(plan.rows_per_round, 1) if whole else len(batch.micro_batches)  # type: ignore[union-attr]
-        if is_one_device(plan) and count <= 1 and not trainer.engine.recipe.products:
+        if is_one_device(plan) and count <= 1 and not state.engine.recipe.products:
             return "one device with the batch as one micro-batch: nothing to prove"
         if self.mode != "auto":
             return ""
         if self.predicted.seconds:
-            return self._too_dear(self.predicted.seconds, self.predicted.step, trainer)
-        elements = sum(shape.numel() for shape in trainer.engine.shapes.values())
+            return self._too_dear(self.predicted.seconds, self.predicted.step, state)
+        elements = sum(shape.numel() for shape in state.engine.shapes.values())
         example = batch if isinstance(batch, dict) else batch.micro_batches[0]
         places = max(
             (
@@ -336,12 +341,12 @@ class ProofSchedule:
         proven = min(rows, check_batch_size(plan))
         work = 2 * 8 * elements * proven * places  # two batches; forward, recompute and backward on rank 0
         step = 6 * elements * rows * places / plan.world
-        rate = backend_of(trainer.mesh.device).nominal_flops
-        return self._too_dear(work / rate, step / rate, trainer)
+        rate = backend_of(state.mesh.device).nominal_flops
+        return self._too_dear(work / rate, step / rate, state)
 
-    def _too_dear(self, seconds: float, step: float, trainer: Trainer) -> str:
+    def _too_dear(self, seconds: float, step: float, state: TrainState) -> str:
         """Returns why 'auto' skips a proof of `seconds`, or ''."""
-        if self._all(trainer, is_proof_cheap(seconds, step)):
+        if self._all(state, is_proof_cheap(seconds, step)):
             return ""
         return (
             f"the plan is not proven on these ranks: a proof would take about {show_seconds(seconds)}, more than "
@@ -375,16 +380,16 @@ def is_one_device(plan: Plan) -> bool:
     )
 
 
-def run_preflight(trainer: Trainer, batch: Batch | LocalBatch) -> None:
+def run_preflight(state: TrainState, batch: Batch | LocalBatch) -> None:
     """Runs the preflight checks before a proof: they describe an error more precisely than the proof does."""
-    batches, _ = trainer._share(batch)
-    trainer.engine.zero.abort_step()
-    trainer.engine.preflight.check(trainer.engine, batches, True)
+    batches, _ = StepPasses().split(state, batch)
+    state.engine.zero.abort_step()
+    state.engine.preflight.check(state.engine, batches, True)
 
 
-def weight_versions(trainer: Trainer) -> list[int]:
+def weight_versions(engine: Engine) -> list[int]:
     """Returns how often each main weight of this rank was written to."""
-    return [part._version for unit in trainer.engine.zero.units for part in unit.optim_shard.parts]
+    return [part._version for unit in engine.zero.units for part in unit.optim_shard.parts]
 
 
 def _is_rank_0() -> bool:

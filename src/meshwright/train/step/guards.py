@@ -35,13 +35,12 @@ from torch import nn
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.loss.objective import Batch
-from meshwright.train.size_ranges import SizeRanges
+from meshwright.train.step.size_ranges import SizeRanges
 
 if TYPE_CHECKING:
     from meshwright.runtime.engine import Engine
     from meshwright.runtime.zero.param_group import FlatParamGroup
     from meshwright.runtime.zero.reducer import GradReducer
-    from meshwright.train.trainer import Trainer
 
 
 class OptimizerGuard:
@@ -139,7 +138,8 @@ class Outside(NamedTuple):
 class StepGuards:
     """The guards of one rank. `outside` compares a step, `accept` records that it was checked."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = OptimizerGuard(optimizer)
         self._forms: dict[Hashable, set[Hashable]] = {}
         """The checked numbers, by keys, types and dimensions."""
         self._sizes = SizeRanges()
@@ -148,7 +148,6 @@ class StepGuards:
         self._times: dict[str, int] = {}
         self._trained: list[bool] = []
         self._hooks: list[int] = []
-        self.made: OptimizerGuard | None = None  # set for a run, None in a proof
 
     def untrained(self, engine: Engine) -> str:
         """Returns a parameter that is trained now and was frozen, or ''."""
@@ -163,12 +162,11 @@ class StepGuards:
             "",
         )
 
-    def check_around(self, trainer: Trainer) -> None:
+    def check_around(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         """Raises InputError where the user's code has put something unchecked around the step."""
-        check_torch_modes(trainer.mesh.device)
-        if self.made is not None:
-            self.made.check(trainer.optimizer, trainer.engine.zero)
-        self.check_hooks(trainer.engine)
+        check_torch_modes(engine.mesh.device)
+        self._optimizer.check(optimizer, engine.zero)
+        self.check_hooks(engine)
 
     def check_hooks(self, engine: Engine) -> None:
         """Raises InputError if a parameter got a post-accumulate-grad hook: it would run after the gradient has left

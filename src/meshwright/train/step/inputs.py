@@ -25,6 +25,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,6 +53,15 @@ MAX_COMPARED_ELEMENTS = 1 << 16
 
 WEIGHT_TOLERANCE = 1e-3
 """The relative tolerance: other kinds of devices draw the same random values up to rounding."""
+
+
+@dataclass
+class LocalBatch:
+    """The part of a batch that this replica reads: its micro-batches in order. `tokens`: valid labels of the whole
+    batch, where known."""
+
+    micro_batches: list[Batch]
+    tokens: int | None = None
 
 
 def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> None:

@@ -2,19 +2,14 @@
 
 Guarantees: under the same plan, a resumed run is bit-identical to one that never stopped. Under another plan it is the
 same up to the order of sums. Random states then restart from the seed, which matters only with dropout.
-
-Dynamic loss scaling for fp16: the loss is multiplied so that small gradients survive. An overflow halves the factor and
-skips the step. Rule: start at 2^16, halve on overflow, double after 2,000 steps without one (Micikevicius et al., Mixed
-Precision Training, 2018). All ranks see the same norm and make the same decision.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,36 +26,7 @@ from meshwright.runtime.non_tensor_state import load_extra_states, serializable_
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.record import RunState
-
-if TYPE_CHECKING:
-    from meshwright.train.trainer import Trainer
-
-GROWTH_INTERVAL_STEPS = 2000
-
-
-@dataclass
-class LossScale:
-    """The loss scale and the steps since it last changed. Without scaling the factor is always 1."""
-
-    dynamic: bool
-    factor: float = 1.0
-    good_steps: int = 0
-
-    @classmethod
-    def start(cls, dynamic: bool) -> LossScale:
-        """Returns the initial scale."""
-        return cls(dynamic, 2.0**16 if dynamic else 1.0)
-
-    def update(self, finite: bool) -> None:
-        """Updates the scale after a step. `finite`: the gradient was finite."""
-        if not self.dynamic:
-            return
-        if not finite:
-            self.factor, self.good_steps = max(self.factor / 2, 1.0), 0
-            return
-        self.good_steps += 1
-        if self.good_steps >= GROWTH_INTERVAL_STEPS:
-            self.factor, self.good_steps = self.factor * 2, 0
+from meshwright.train.step.state import TrainState
 
 
 def rank_exchange(mesh: ParallelContext) -> RankExchange:
@@ -88,28 +54,28 @@ def rank_exchange(mesh: ParallelContext) -> RankExchange:
     return RankExchange(mesh.rank, mesh.plan.world, share)
 
 
-def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
+def save_trainer(state: TrainState, folder: Path, extra: dict[str, Any]) -> Path:
     """Writes FOLDER/step-N, durably, and reads it back."""
-    trainer.engine.zero.external_writes.sync(trainer.engine)
-    ranks, mine = rank_exchange(trainer.mesh), scalar_state(trainer, extra)
+    state.engine.zero.external_writes.sync(state.engine)
+    ranks, mine = rank_exchange(state.mesh), scalar_state(state, extra)
     everyones = list(
         map(json.loads, ranks.all_gather(json.dumps({name: mine[name] for name in ("optimizer", "modules")})))
     )
     whole = mine | merge_scalar_states(everyones)
     return save_checkpoint(
         folder,
-        trainer.steps,
-        checkpoint_shards(trainer),
+        state.steps,
+        checkpoint_shards(state),
         whole,
-        plan=trainer.plan,
+        plan=state.plan,
         ranks=ranks,
-        local=rank_local_tensors(trainer),
+        local=rank_local_tensors(state),
     )
 
 
-def checkpoint_shards(trainer: Trainer) -> list[tuple[ShardMetadata, torch.Tensor]]:
+def checkpoint_shards(state: TrainState) -> list[tuple[ShardMetadata, torch.Tensor]]:
     """Returns what this rank writes of a checkpoint. Over all ranks, every element occurs once."""
-    engine, optimizer = trainer.engine, trainer.optimizer
+    engine, optimizer = state.engine, state.optimizer
     stored = (
         *state_dict.weight_pieces(engine, saving=True),
         *state_dict.optimizer_pieces(engine, optimizer, saving=True),
@@ -119,15 +85,15 @@ def checkpoint_shards(trainer: Trainer) -> list[tuple[ShardMetadata, torch.Tenso
     return [(piece, data) for piece, data in stored]
 
 
-def scalar_state(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
+def scalar_state(state: TrainState, extra: dict[str, Any]) -> dict[str, Any]:
     """Returns the state that is no tensor, as far as this rank has it."""
-    scalars = state_dict.optimizer_scalars(trainer.engine, trainer.optimizer)
+    scalars = state_dict.optimizer_scalars(state.engine, state.optimizer)
     return {
-        "run": trainer.run_state.model_dump(),
+        "run": state.run_state.model_dump(),
         "optimizer": scalars,
-        "unreached": _encode_stateless(trainer),
+        "unreached": _encode_stateless(state),
         "extra": extra,
-        "modules": serializable_extra_states(trainer.engine.model, trainer.engine.extra_state.module_keys),
+        "modules": serializable_extra_states(state.engine.model, state.engine.extra_state.module_keys),
     }
 
 
@@ -140,10 +106,10 @@ def merge_scalar_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _encode_stateless(trainer: Trainer) -> str:
+def _encode_stateless(state: TrainState) -> str:
     """Encodes which trained parameters every update has skipped, because no loss has reached them: one bit each, as a
     hexadecimal number."""
-    zero = trainer.engine.zero
+    zero = state.engine.zero
     left = zero.stateless
     return f"{int(''.join('01'[name in left] for name in zero.param_names), 2):x}" if left else "0"
 
@@ -157,22 +123,22 @@ def _decode_stateless(names: Sequence[str], saved: dict[str, Any]) -> frozenset[
     return frozenset() if has_states else frozenset(names)
 
 
-def rank_local_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+def rank_local_tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """Returns the tensors that only this rank has: random states, and the residuals of compressed gradients."""
     local = {
         "random": torch.get_rng_state(),
-        **{name: saved.clone() for name, saved in compression_residuals(trainer).items()},
+        **{name: saved.clone() for name, saved in compression_residuals(state).items()},
     }
-    device = trainer.mesh.device
-    if (state := backend_of(device).rng_state(device)) is not None:
-        local[f"random-{device.type}"] = state
+    device = state.mesh.device
+    if (random := backend_of(device).rng_state(device)) is not None:
+        local[f"random-{device.type}"] = random
     return local
 
 
-def compression_residuals(trainer: Trainer) -> dict[str, torch.Tensor]:
+def compression_residuals(state: TrainState) -> dict[str, torch.Tensor]:
     """Returns this rank's residuals of compressed gradients, which have not been sent yet
     (runtime/comm/compression.py)."""
-    units = trainer.engine.zero.trainable
+    units = state.engine.zero.trainable
     reducers = {
         f"{at}-{kind}": reducer
         for at, unit in enumerate(units)
@@ -181,10 +147,10 @@ def compression_residuals(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {f"kept-{name}": reducer.residual for name, reducer in reducers.items() if reducer is not None}
 
 
-def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, Any]:
-    """Fills `trainer` from the checkpoint at `path`, or from the in-memory checkpoints of all ranks. Returns the saved
+def load_trainer(state: TrainState, path: Path | MemoryCheckpoint) -> dict[str, Any]:
+    """Fills `state` from the checkpoint at `path`, or from the in-memory checkpoints of all ranks. Returns the saved
     `extra`."""
-    engine, optimizer = trainer.engine, trainer.optimizer
+    engine, optimizer = state.engine, state.optimizer
     engine.zero.quiesce()
     manifest = path.manifest if isinstance(path, MemoryCheckpoint) else read_manifest(path)
     saved = merge_scalar_states(path.states) if isinstance(path, MemoryCheckpoint) else manifest.state
@@ -204,7 +170,7 @@ def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, A
             if separate
             else list(map(state_dict.strip_replica_prefix, wanted))
         )
-        loaded = load_checkpoint(path, map(tuple, wanted), plan=trainer.plan, ranks=rank_exchange(trainer.mesh))  # type: ignore[arg-type]
+        loaded = load_checkpoint(path, map(tuple, wanted), plan=state.plan, ranks=rank_exchange(state.mesh))  # type: ignore[arg-type]
         for unit in engine.zero.units:
             unit.copy_to_params()
             unit.all_gather_params().wait()
@@ -213,19 +179,19 @@ def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, A
             engine.outer.restart()
     load_extra_states(engine.model, engine.extra_state.module_keys, saved.get("modules", {}))
     engine.mark_initialized()
-    if isinstance(path, MemoryCheckpoint) and manifest.plan_digest == trainer.plan.digest:
+    if isinstance(path, MemoryCheckpoint) and manifest.plan_digest == state.plan.digest:
         engine.preflight.skip()  # the ranks that made these checkpoints passed preflight
     run = validate_data(RunState, saved["run"], str(path))
-    trainer.steps, trainer.samples = run.step, run.samples
-    trainer.scale.factor, trainer.scale.good_steps = run.loss_scale, run.good_steps
-    for name, residual in compression_residuals(trainer).items():
+    state.steps, state.samples = run.step, run.samples
+    state.scale.factor, state.scale.good_steps = run.loss_scale, run.good_steps
+    for name, residual in compression_residuals(state).items():
         before = (loaded.local or {}).get(name)
         residual.zero_() if before is None or before.numel() != residual.numel() else residual.copy_(
             before.view_as(residual)
         )
     if loaded.local is not None:
         torch.set_rng_state(loaded.local["random"])
-        device = trainer.mesh.device
-        if (state := loaded.local.get(f"random-{device.type}")) is not None:
-            backend_of(device).set_rng_state(state, device)
+        device = state.mesh.device
+        if (random := loaded.local.get(f"random-{device.type}")) is not None:
+            backend_of(device).set_rng_state(random, device)
     return dict(saved["extra"])

@@ -23,22 +23,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from meshwright.core.errors import MeshwrightError, PlanRefused
 from meshwright.runtime.backend import backend_of
+from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss.objective import Batch, ZeroWeightBatch
 from meshwright.runtime.preflight.batch_separability import repeat_rows
 from meshwright.runtime.preflight.step_checks import CHECKED_STEPS
 from meshwright.spec.constraints import check_batch_size
-from meshwright.train.step_guards import Outside, StepGuards
-
-if TYPE_CHECKING:
-    from meshwright.runtime.engine import Engine
-    from meshwright.train.trainer import LocalBatch, Trainer
+from meshwright.spec.proof import ProofResult
+from meshwright.train.step.guards import Outside, StepGuards
+from meshwright.train.step.inputs import LocalBatch
+from meshwright.train.step.size_ranges import SizeRanges
+from meshwright.train.step.state import TrainState
 
 MAX_STEP_FRACTION = 8e-4
 """The largest fraction of a step that the sums may take."""
@@ -62,17 +63,33 @@ class ReplicaMismatch(MeshwrightError):
     """The replicas of one state differ, without a majority."""
 
 
-def retry_after_repair(trainer: Trainer, compute: Callable[[], ResultT]) -> ResultT:
-    """Returns the result of `compute`. If an invariant is violated and the trainer repairs replicas by majority, it
+class StepProver(Protocol):
+    """What proves steps (train/proof/proof_schedule.py)."""
+
+    @property
+    def sizes(self) -> SizeRanges:
+        """Returns the sizes of batches for which a proof has found the plan equal."""
+
+    @property
+    def last(self) -> ProofResult | None:
+        """Returns the last proof."""
+
+    def during(self, state: TrainState, batch: Batch | LocalBatch, reason: str) -> None:
+        """Runs a proof after the passes of a step, before its update. Raises PlanRefused where the plan differs from
+        one device."""
+
+
+def retry_after_repair(state: TrainState, compute: Callable[[], ResultT]) -> ResultT:
+    """Returns the result of `compute`. If an invariant is violated and the run repairs replicas by majority, it
     calls `compute` again with the same random states."""
-    device = trainer.mesh.device
+    device = state.mesh.device
     backend = backend_of(device)
     host, own = torch.get_rng_state(), backend.rng_state(device)
     try:
         return compute()
     except InvariantViolated as drift:
         try:
-            is_mended = trainer.mend()
+            is_mended = state.mend()
         except ReplicaMismatch:
             raise drift from None  # it names the step, the ranks and their values
         if not is_mended:
@@ -84,43 +101,35 @@ def retry_after_repair(trainer: Trainer, compute: Callable[[], ResultT]) -> Resu
 
 
 class StepInvariants:
-    """Checks the invariants on one rank; all ranks reach the same result. Without an engine it checks nothing."""
+    """Checks the invariants on one rank; all ranks reach the same result. `prover` proves steps outside of the
+    guards."""
 
-    def __init__(self, engine: Engine | None) -> None:
-        self.on, self.guards = engine is not None, StepGuards()
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, prover: StepProver) -> None:
+        self.guards, self.prover = StepGuards(optimizer), prover
         self._mine = torch.zeros(2, 2)
         self._outside = Outside()
-        if engine is not None:
-            self.guards.untrained(engine)
-            self.guards.check_hooks(engine)
+        self.guards.untrained(engine)
+        self.guards.check_hooks(engine)
 
-    def sums(self, trainer: Trainer, batches: Sequence[Batch], labels: int) -> torch.Tensor:
+    def sums(self, state: TrainState, batches: Sequence[Batch], labels: int) -> torch.Tensor:
         """Returns this rank's contribution, float64 (REDUCED_VALUES,), after the gradients of the step are reduced.
         `labels`: valid labels of the whole batch, identical on all ranks."""
         found = torch.zeros(REDUCED_VALUES, dtype=torch.float64)
-        if self.on:
-            engine, plan = trainer.engine, trainer.plan
-            same = plan.pp * plan.tp * plan.cp
-            found[0] = (
-                sum(map(engine.objective.count, batches)) / same if not _has_weightless_batch(batches) else math.nan
-            )
-            found[1] = (
-                engine.run.passes - engine.preflight.began - len(batches) * len(plan.stages_of(trainer.mesh.coords.pp))
-            )
-            self._outside = self.guards.outside(engine, batches, trainer.prover.sizes)
-            written = engine.zero.external_writes.is_due(engine.preflight.steps in CHECKED_STEPS)
-            found[4:] = torch.tensor(
-                [float(bool(each)) for each in (self._outside.trained, self._outside.is_any, written)]
-            )
-        found = found.to(trainer.mesh.device)
-        if self.on:
-            self._mine = _replica_checksums(trainer, labels)
-            found[2:4] = self._mine[:, 0]
+        engine, plan = state.engine, state.plan
+        same = plan.pp * plan.tp * plan.cp
+        found[0] = sum(map(engine.objective.count, batches)) / same if not _has_weightless_batch(batches) else math.nan
+        found[1] = engine.run.passes - engine.preflight.began - len(batches) * len(plan.stages_of(state.mesh.coords.pp))
+        self._outside = self.guards.outside(engine, batches, self.prover.sizes)
+        written = engine.zero.external_writes.is_due(engine.preflight.steps in CHECKED_STEPS)
+        found[4:] = torch.tensor([float(bool(each)) for each in (self._outside.trained, self._outside.is_any, written)])
+        found = found.to(state.mesh.device)
+        self._mine = _replica_checksums(state, labels)
+        found[2:4] = self._mine[:, 0]
         return found
 
     def check(
         self,
-        trainer: Trainer,
+        state: TrainState,
         sums: Sequence[float],
         made: tuple[float, float, int],
         batches: Sequence[Batch],
@@ -129,42 +138,40 @@ class StepInvariants:
         """Checks `sums` over all ranks. `made`: the loss, the squared norm of the gradient and the number of labels of
         the step. `given`: its batch. Raises InvariantViolated, or PlanRefused where the step is outside of what was
         checked for the plan, on every rank."""
-        if not self.on:
-            return
         loss, norm, tokens = made
         labels, passes, weights, gradients, trained, changed, written = sums
         if written:
-            trainer.engine.zero.external_writes.apply(trainer.engine)
-        step = f"step {trainer.steps + 1}"
+            state.engine.zero.external_writes.apply(state.engine)
+        step = f"step {state.steps + 1}"
         end = "the step is not made; go on from a checkpoint of an earlier step"
-        if labels == labels and trainer.engine.outer is None and round(labels) != tokens:
+        if labels == labels and state.engine.outer is None and round(labels) != tokens:
             raise InvariantViolated(
                 f"{step}: the replicas have passed {labels:.0f} valid labels and the loss is divided by {tokens}: "
                 f"{end}, and look at what counts them"
             )
         if passes:
             raise InvariantViolated(
-                f"{step}: {self._ranks(trainer, 'passes')} made {abs(passes):.0f} passes "
+                f"{step}: {self._ranks(state, 'passes')} made {abs(passes):.0f} passes "
                 f"{'less' if passes < 0 else 'more'} than micro-batches: {end}"
             )
         for what, off in (("weights", weights), ("gradients", gradients)):
             if off:
                 raise InvariantViolated(
-                    f"{step}: {what} that are held alike differ: {self._ranks(trainer, what)}: {end}, and test these "
+                    f"{step}: {what} that are held alike differ: {self._ranks(state, what)}: {end}, and test these "
                     "devices"
                 )
         if math.isfinite(norm) and not math.isfinite(loss):
             raise InvariantViolated(f"{step}: the loss is {loss} and the gradient is finite: {end}")
         if trained or changed:
-            self._check_outside(trainer, batches, given)
-        elif trainer.engine.preflight.checked == trainer.engine.preflight.steps:
-            self.guards.accept(trainer.engine, batches)
+            self._check_outside(state, batches, given)
+        elif state.engine.preflight.checked == state.engine.preflight.steps:
+            self.guards.accept(state.engine, batches)
 
-    def _check_outside(self, trainer: Trainer, batches: Sequence[Batch], given: Batch | LocalBatch) -> None:
+    def _check_outside(self, state: TrainState, batches: Sequence[Batch], given: Batch | LocalBatch) -> None:
         """Checks a step outside of the guards before it counts, and proves it where an earlier proof has found the plan
         equal. Raises PlanRefused on every rank."""
-        engine, plan, step = trainer.engine, trainer.plan, trainer.steps + 1
-        everyone = gather_objects((trainer.mesh.replica, self._outside))
+        engine, plan, step = state.engine, state.plan, state.steps + 1
+        everyone = gather_objects((state.mesh.replica, self._outside))
         said = [outside for _, outside in everyone]
         if name := next((each.trained for each in said if each.trained), ""):
             raise PlanRefused(
@@ -172,19 +179,15 @@ class StepInvariants:
                 "which has no state of it: "
                 "let it require gradients before parallelize, or go on from a checkpoint"
             )
-        at = next(
-            (outside.at for replica, outside in everyone if replica == trainer.mesh.replica and outside.at >= 0), 0
-        )
+        at = next((outside.at for replica, outside in everyone if replica == state.mesh.replica and outside.at >= 0), 0)
         if any(each.unchecked for each in said):
             engine.preflight.again(engine, [batches[at], *batches[:at], *batches[at + 1 :]])
-        last = trainer.prover.last
+        last = self.prover.last
         reasons = (
-            [each.asks_for_proof(last.step == trainer.steps) for each in said]
-            if last is not None and last.equal
-            else []
+            [each.asks_for_proof(last.step == state.steps) for each in said] if last is not None and last.equal else []
         )
         if reason := next(filter(None, reasons), ""):
-            trainer.prover.during(trainer, self._shown_batch(trainer, batches, given, said), reason)
+            self.prover.during(state, self._shown_batch(state, batches, given, said), reason)
         if any(each.code for each in said) and (
             place := next(filter(None, gather_objects(engine.preflight.paths.unrepeated())), "")
         ):
@@ -196,7 +199,7 @@ class StepInvariants:
         self.guards.accept(engine, batches)
 
     def _shown_batch(
-        self, trainer: Trainer, batches: Sequence[Batch], given: Batch | LocalBatch, said: Sequence[Outside]
+        self, state: TrainState, batches: Sequence[Batch], given: Batch | LocalBatch, said: Sequence[Outside]
     ) -> Batch | LocalBatch:
         """Returns the batch for a proof. If a micro-batch shows what is outside, it is that of the first such rank,
         with as many rows as a proof has. Otherwise it is `given`."""
@@ -207,15 +210,15 @@ class StepInvariants:
             name: value.cpu() if isinstance(value, torch.Tensor) else value
             for name, value in batches[said[rank].at].items()
         }
-        shown = gather_objects(mine if trainer.mesh.rank == rank else None)[rank]
+        shown = gather_objects(mine if state.mesh.rank == rank else None)[rank]
         assert shown is not None
-        return repeat_rows(shown, check_batch_size(trainer.plan), None)
+        return repeat_rows(shown, check_batch_size(state.plan), None)
 
-    def _ranks(self, trainer: Trainer, what: str) -> str:
+    def _ranks(self, state: TrainState, what: str) -> str:
         """Returns the values of the ranks in words, so that the deviating ranks are visible."""
         at = 0 if what == "weights" else 1
         if what == "passes":
-            off = trainer.engine.run.passes - trainer.engine.preflight.began
+            off = state.engine.run.passes - state.engine.preflight.began
             found = gather_objects(float(off))
         else:
             found = gather_objects(float(self._mine[at, 1]))
@@ -246,14 +249,14 @@ def window_count(elements: int, tokens: float, width: int, device: str) -> int:
     return max(min(by_cost, -(-elements // SMALL_MODEL_PARAMETERS), MAX_WINDOWS), 1)
 
 
-def _replica_checksums(trainer: Trainer, labels: int) -> torch.Tensor:
+def _replica_checksums(state: TrainState, labels: int) -> torch.Tensor:
     """Returns this rank's contribution and its plain sum, of weights and of reduced gradients; float64 (2, 2), on the
     device.
 
     It makes one pass over a window per unit, and one small product for all units together: many small operations would
     cost more than the windows.
     """
-    plan, engine, step = trainer.plan, trainer.engine, trainer.steps
+    plan, engine, step = state.plan, state.engine, state.steps
     elements = sum(shape.numel() for shape in engine.shapes.values())
     sums: list[torch.Tensor] = []
     factors: list[list[float]] = []
@@ -261,7 +264,7 @@ def _replica_checksums(trainer: Trainer, labels: int) -> torch.Tensor:
         sharing = unit.placement
         similarity = sharing.shards * sharing.replicas
         width = unit.weights.element_size() + unit.grad_shard.element_size()
-        parts = window_count(elements, labels / (plan.dp * plan.cp), width, trainer.mesh.device.type)
+        parts = window_count(elements, labels / (plan.dp * plan.cp), width, state.mesh.device.type)
         if plan.zero < 3 and similarity > 1:
             sums.append(_window_checksum(unit.weights, step, parts))
             factors.append([_cancelling_factor(similarity, sharing.shard + sharing.replica), 1.0, 0.0, 0.0])
@@ -269,7 +272,7 @@ def _replica_checksums(trainer: Trainer, labels: int) -> torch.Tensor:
             sums.append(_window_checksum(unit.grad_shard, step, parts))
             factors.append([0.0, 0.0, _cancelling_factor(sharing.replicas, sharing.replica), 1.0])
     if not sums:
-        return torch.zeros(2, 2, dtype=torch.float64, device=trainer.mesh.device)
+        return torch.zeros(2, 2, dtype=torch.float64, device=state.mesh.device)
     values = torch.stack(sums).remainder(CHECKSUM_MODULUS).double()
     return (values @ torch.tensor(factors, dtype=torch.float64, device=values.device)).view(2, 2)
 

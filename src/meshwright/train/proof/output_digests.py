@@ -1,0 +1,106 @@
+"""Digests of module outputs, which locate the first module whose output differs from one device's.
+
+No output is stored: the digests are sums over the outputs of each module, added up over all ranks. A module's output is
+sharded by rows, positions or features, or replicated on several ranks. The total number of elements over all ranks
+shows how often each is counted. So sums of outputs and of their squares are comparable with one device's under any
+sharding. Outputs that are partial sums, or sharded otherwise, have no integer ratio and are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.layout.placeholder import StagePlaceholder
+
+
+class OutputDigests:
+    """The digests of module outputs: `sums` has, in the order in which modules first end, the elements, their sum, and
+    the sum of their squares."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[float, float, float]] = {}
+        self.records = True
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Adds the outputs of all modules of `model` inside, while `records` is set."""
+        handles = [module.register_forward_hook(self._hook(path)) for path, module in model.named_modules() if path]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def of_plan(self, engine: Engine) -> Iterator[None]:
+        """Adds the outputs of this rank's forward passes inside, without recomputes."""
+        inner, pipeline = engine.pipeline.forward, engine.pipeline
+        self.records = False
+
+        def forward(*given: Any) -> Any:
+            self.records = True
+            try:
+                return inner(*given)
+            finally:
+                self.records = False
+
+        pipeline.forward = forward
+        try:
+            with self.of(engine.model):
+                yield
+        finally:
+            pipeline.forward = inner
+
+    def _hook(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            leaves = output if isinstance(output, tuple | list) else (output,)
+            tensor = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+            if (
+                not self.records
+                or isinstance(module, StagePlaceholder)
+                or tensor is None
+                or not tensor.is_floating_point()
+            ):
+                return
+            values = tensor.detach().double()
+            elements, total, squares = self.sums.get(path, (0.0, 0.0, 0.0))
+            self.sums[path] = (
+                elements + values.numel(),
+                total + float(values.sum()),
+                squares + float(values.square().sum()),
+            )
+
+        return hook
+
+
+def first_differing_module(
+    engine: Engine, one: Mapping[str, tuple[float, float, float]], ours: OutputDigests, limit: float
+) -> str:
+    """Describes the first module whose output differs by more than `limit`, or returns ''. `one`: the sums of one
+    device, on every rank."""
+    rows = [ours.sums.get(path, (0.0, 0.0, 0.0)) for path in one]
+    table = torch.tensor(rows, dtype=torch.float64, device=engine.mesh.device).view(-1)
+    if table.numel():
+        all_reduce(table, engine.mesh.world).wait()
+    for (path, (elements, total, squares)), (count, ours_total, ours_squares) in zip(
+        one.items(), table.view(-1, 3).tolist(), strict=True
+    ):
+        similarity = count / elements if elements else 0.0
+        if similarity < 1 or similarity != int(similarity):
+            continue
+        size = math.sqrt(max(squares, 1e-300))
+        off = max(
+            abs(ours_squares / similarity - squares) / max(squares, 1e-300) / 2,
+            abs(ours_total / similarity - total) / (size * math.sqrt(elements)),
+        )
+        if not off <= limit:
+            return f"first at {path}: its output by {off:.2g}"
+    return ""

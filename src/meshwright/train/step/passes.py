@@ -1,0 +1,135 @@
+"""The passes of a step: the split of a batch, forward and backward of all micro-batches, and the reduction.
+
+Guarantees: the loss and the gradient are those of one device on the same global batch, up to the order of
+floating-point sums. The loss is the sum over all valid labels of the batch divided by their number. So unequal numbers
+of labels per rank change nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.core.errors import InputError
+from meshwright.core.heartbeat import RankPhase
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.expert_parallel.token_dispatcher import count_pairs_by_expert, expert_loads, summarize_loads
+from meshwright.runtime.loss.objective import Batch, num_rows
+from meshwright.spec.record import MoeStats
+from meshwright.train.step.inputs import (
+    LocalBatch,
+    check_batch,
+    check_batch_across_ranks,
+    check_batch_type,
+    count_replica_labels,
+    move_batch,
+    pad_batch,
+    split_micro_batches,
+)
+from meshwright.train.step.invariants import REDUCED_VALUES, StepInvariants
+from meshwright.train.step.state import TrainState
+
+GradientSums = tuple[float, int, list[float]]
+"""Mean loss, labels, and squared norms of the scaled gradient."""
+
+
+class StepPasses:
+    """The passes of one rank. `rows`, `loads`, `dropped` and `balance_loss` describe the last batch."""
+
+    def __init__(self, invariants: StepInvariants | None = None) -> None:
+        """`invariants`: checks of each step. None for passes that no update follows; these report no phase."""
+        self.invariants, self._reports_phases = invariants, invariants is not None
+        self.rows = 0
+        """The rows of the whole batch."""
+        self.loads: list[list[float]] = []
+        """For each expert module, the pairs of each expert over their mean."""
+        self.dropped = 0.0
+        """The fraction of (token, expert) pairs that were dropped."""
+        self.balance_loss: float | None = None
+        self._checked_batches = 0
+
+    def check_around(self, state: TrainState) -> None:
+        """Raises InputError where the user's code has put something unchecked around the step."""
+        if self.invariants is not None:
+            self.invariants.guards.check_around(state.engine, state.optimizer)
+
+    def _begin(self, phase: RankPhase, state: TrainState) -> None:
+        if self._reports_phases:
+            state.on_phase(phase)
+
+    def backward(self, state: TrainState, batch: Batch | LocalBatch) -> GradientSums:
+        """Returns the mean loss, the valid labels, and the squared norm of the scaled gradient, which stays in the flat
+        buffers. With local SGD there is one squared norm per replica."""
+        engine, plan, mesh = state.engine, state.plan, state.mesh
+        self._begin(RankPhase.backward, state)
+        self.check_around(state)
+        batches, tokens = self.split(state, batch)
+        outer, every = engine.outer, tokens
+        if outer is not None:
+            tokens = count_replica_labels(engine, batches)
+        if (balance := engine.balance) is not None:
+            balance.begin_step(every / (sum(plan.shares) or plan.dp * len(batches)))
+        total = engine.forward_backward(batches, state.scale.factor / max(tokens, 1))
+        self._begin(RankPhase.reduce, state)
+        engine.zero.finish_gradients()
+        self._begin(RankPhase.agree, state)
+        pairs = count_pairs_by_expert(engine.mixtures, engine.anatomy, mesh.device)
+        balanced = torch.zeros_like(total) if balance is None else balance.total / plan.tp
+        square = engine.zero.squared_norm()
+        squares = square.view(1) if outer is None else outer.scatter_by_replica(square)
+        if self.invariants is None:
+            own_sums = torch.zeros(REDUCED_VALUES, dtype=torch.float64, device=mesh.device)
+        else:
+            own_sums = self.invariants.sums(state, batches, every)
+        sums = torch.cat([torch.stack([total / plan.tp, balanced]), squares, pairs, engine.zero.seen_grads(), own_sums])
+        all_reduce(sums, mesh.world).wait()
+        sums, came, seen = sums.split([2 + len(squares) + len(pairs), 1 + len(engine.zero.unused), REDUCED_VALUES])
+        engine.zero.sync_unused(came.tolist())
+        loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
+        self.balance_loss = None if balance is None else balanced_by / max(every, 1)
+        self.loads, self.dropped = expert_loads(sums[2 + len(squares) :], engine.anatomy)
+        if self.invariants is not None:
+            self.invariants.check(state, seen.tolist(), (loss, sum(each), every), batches, batch)
+        return loss / max(every, 1), every, each
+
+    def split(self, state: TrainState, batch: Batch | LocalBatch) -> tuple[list[Batch], int]:
+        """Returns this replica's micro-batches on the device, and the number of valid labels of the whole batch."""
+        engine, plan, mesh, objective = state.engine, state.plan, state.mesh, state.engine.objective
+        if engine.unfilled:
+            name = min(engine.unfilled)
+            raise InputError(
+                f"the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) "
+                "first"
+            )
+        whole = not isinstance(batch, LocalBatch)
+        if whole or not self._checked_batches:
+            given = batch.micro_batches if isinstance(batch, LocalBatch) else [check_batch_type(batch)]
+            check_batch_across_ranks(given, mesh, whole=whole)
+            for part in given:
+                check_batch(part, objective, (sum(plan.shares) or plan.dp) if whole else 1)
+            self._checked_batches += 1
+        if isinstance(batch, LocalBatch):
+            batches = batch.micro_batches
+            tokens = batch.tokens
+            of_all, here = plan.uneven_batch or plan.rows_per_round, mesh.replica
+            own = plan.micro_batch_of(here) * (plan.shares[here] if plan.shares else 1)
+            self.rows = round(sum(map(num_rows, batches)) * of_all / own)
+            if tokens is None:
+                valid = torch.tensor(float(sum(map(objective.count, batches))), dtype=torch.float64, device=mesh.device)
+                all_reduce(valid, mesh.world).wait()
+                tokens = round(float(valid) / (plan.pp * plan.tp * plan.cp))
+        else:
+            tokens = objective.count(batch)
+            self.rows = num_rows(batch)
+            single = not engine.statistics and engine.balance is None
+            if objective.loss is None and "labels" in batch and single:
+                batch = pad_batch(batch, plan)
+            batches = split_micro_batches(batch, plan, mesh.replica, is_odd=objective.loss is not None and single)
+        engine.pipeline.labels = tokens
+        return [move_batch(part, mesh.device, getattr(torch, engine.recipe.compute)) for part in batches], tokens
+
+    @property
+    def expert_stats(self) -> MoeStats | None:
+        """Returns the loads of the experts in the last batch, None without experts."""
+        if not self.loads:
+            return None
+        return MoeStats(loads=summarize_loads(self.loads), dropped=self.dropped, balance_loss=self.balance_loss)

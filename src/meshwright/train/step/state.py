@@ -1,0 +1,73 @@
+"""The state of a run on one rank: the engine, the optimizer, and the position, with dynamic loss scaling.
+
+Dynamic loss scaling for fp16: the loss is multiplied so that small gradients survive. An overflow halves the factor and
+skips the step. Rule: start at 2^16, halve on overflow, double after 2,000 steps without one (Micikevicius et al., Mixed
+Precision Training, 2018). All ranks see the same norm and make the same decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.core.heartbeat import RankPhase
+from meshwright.runtime.engine import Engine
+from meshwright.spec.record import RunState
+
+GROWTH_INTERVAL_STEPS = 2000
+
+
+@dataclass
+class LossScale:
+    """The loss scale and the steps since it last changed. Without scaling the factor is always 1."""
+
+    dynamic: bool
+    factor: float = 1.0
+    good_steps: int = 0
+
+    @classmethod
+    def start(cls, dynamic: bool) -> LossScale:
+        """Returns the initial scale."""
+        return cls(dynamic, 2.0**16 if dynamic else 1.0)
+
+    def update(self, finite: bool) -> None:
+        """Updates the scale after a step. `finite`: the gradient was finite."""
+        if not self.dynamic:
+            return
+        if not finite:
+            self.factor, self.good_steps = max(self.factor / 2, 1.0), 0
+            return
+        self.good_steps += 1
+        if self.good_steps >= GROWTH_INTERVAL_STEPS:
+            self.factor, self.good_steps = self.factor * 2, 0
+
+
+class TrainState:
+    """What one rank trains, and its position: steps, samples and loss scale. Only the trainer changes the position.
+
+    The owner of a run may replace `on_phase` and `mend`.
+    """
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        self.engine, self.optimizer, self.seed = engine, optimizer, seed
+        self.mesh, self.plan = engine.mesh, engine.mesh.plan
+        self.scale = LossScale.start(engine.recipe.loss_scaling)
+        self.steps = self.samples = 0
+        self.on_phase: Callable[[RankPhase], None] = lambda phase: None
+        """Called when a phase begins: backward, reduce, agree (when it ends, every rank has reached it), update."""
+        self.mend: Callable[[], bool] = lambda: False
+        """Replaces replicas that differ from the majority. Returns whether any did."""
+
+    @property
+    def run_state(self) -> RunState:
+        """Returns the run state that a checkpoint stores."""
+        return RunState(
+            step=self.steps,
+            samples=self.samples,
+            seed=self.seed,
+            plan=self.plan.name,
+            loss_scale=self.scale.factor,
+            good_steps=self.scale.good_steps,
+        )
