@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.cost.in_flight import peak_moments
 from meshwright.planner.cost.pipeline import (
     PassSplit,
     bubble_seconds,
@@ -17,6 +16,7 @@ from meshwright.planner.cost.pipeline import (
 )
 from meshwright.planner.cost.plan_grid import ScheduleChoice
 from meshwright.planner.cost.rank_classes import RankClass
+from meshwright.planner.cost.rank_contents import peak_moments
 from meshwright.planner.search.offered_choices import even_split
 from meshwright.spec.schedules.schedule import stage_to_rank
 from meshwright.spec.schedules.schedule_registry import schedule_orders

@@ -395,7 +395,7 @@ import sys
 import meshwright.spec.schedules as schedules
 schedules.__path__.append(sys.argv[1])
 import meshwright as mw
-from meshwright.planner.cost.in_flight import peak_moments
+from meshwright.planner.cost.rank_contents import peak_moments
 from meshwright.spec.constraints import batch_violations
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.schedules import schedule_registry

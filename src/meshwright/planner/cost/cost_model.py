@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.planner.cost import constants, cp_ep_comm, offload
+from meshwright.planner.cost.activation_peak import activation_peak
 from meshwright.planner.cost.activations import activation_bytes
 from meshwright.planner.cost.buckets import ModelBuckets
 from meshwright.planner.cost.compute import LayerTimes, cpu_op_seconds, layer_times
@@ -21,7 +22,6 @@ from meshwright.planner.cost.links import collective_rates, p2p_seconds
 from meshwright.planner.cost.memory import (
     MemoryFootprint,
     StateSizes,
-    activation_peak,
     memory_footprint,
     p2p_message_bytes,
     state_sizes,

@@ -18,6 +18,7 @@ Rajbhandari et al., ZeRO, section 7: 2 S a step below ZeRO 3, 3 S with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -94,42 +95,18 @@ def _rates_by_choice(
 def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward: Array, backward: Array) -> DpTraffic:
     """Returns the data-parallel traffic. `forward` and `backward` are the seconds of one micro-batch on each kind of
     rank, which communication can overlap with."""
-    size, practice = setting.recipe.size, setting.practice
-    sent = (practice.reduced or setting.recipe.gradient_size) / size
+    practice, zero, local = setting.practice, box.zero, setting.job.workload.local
     if setting.on_host:
         forward, backward = forward * 0.0, backward * 0.0
-    zero = box.zero
-    dense = size * box.weight  # of uneven shards the largest determines the time
-    coded = dp_group_rates(setting, box, setting.wire)
-    plain = coded if setting.wire == UNCOMPRESSED else dp_group_rates(setting, box)
-    volumes = [
-        ReductionVolume(states.numel * dense, states.units, states.lone * dense, states.first * dense, plain[0], *coded)
-    ]
-    if box.layout.ep > 1:
-        experts = states.experts * size
-        coded = expert_group_rates(setting, box, setting.wire)
-        plain = coded if setting.wire == UNCOMPRESSED else expert_group_rates(setting, box)
-        volumes.append(ReductionVolume(experts, states.expert_units, 0.0 * experts, 0.0 * experts, plain[0], *coded))
+    volumes = reduction_volumes(setting, box, states)
+    sent = _sent_fraction(setting)
     scatter: Array = sum(each.scatter.gather(each.whole * sent, each.units) for each in volumes)
     over_replicas: Array = sum(
         each.replicate.reduce(each.whole * sent / each.shard.ranks, each.units) for each in volumes
     )
-    if (local := setting.job.workload.local) is not None:
+    if local is not None:
         over_replicas = over_replicas / local.steps  # once in so many steps, overlapped with nothing
-    once = shared_on_host(setting, box) if setting.shares_memory else 0.0
-    moved = [each._replace(whole=each.whole * (1 - once), lone=each.lone * (1 - once)) for each in volumes]
-    plainly = sent == 1 and setting.wire == UNCOMPRESSED and not setting.shares_memory
-    share: Array = (
-        scatter
-        if plainly
-        else sum(
-            each.shard.gather(each.whole, each.units) + _shared_unshard_seconds(once, each.units) for each in moved
-        )
-    )
-    fetched_separately: Array = sum(
-        each.shard.gather(each.lone) + _shared_unshard_seconds(once, np.minimum(each.units, 1)) for each in moved
-    )
-
+    share, fetched_separately = _unshard_seconds(setting, box, volumes, scatter)
     ahead = share - fetched_separately
     at_three = fetched_separately * 2.0 + overlapped(ahead, forward) + overlapped(ahead + scatter, backward)
     at_two = overlapped(scatter, backward)
@@ -154,6 +131,46 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
         np.where(zero == 3, ahead + scatter, np.where(zero == 2, scatter, 0.0)),
     )
     return DpTraffic(each_micro_batch + fixed_point_seconds(setting, states), reduce + after, *on_the_way)
+
+
+def reduction_volumes(setting: CostContext, box: PlanGrid, states: StateSizes) -> list[ReductionVolume]:
+    """Returns the flat buffers that are reduced: those of dense weights, then those of experts with separate ranks."""
+    size = setting.recipe.size
+    dense = size * box.weight  # of uneven shards the largest determines the time
+    coded = dp_group_rates(setting, box, setting.wire)
+    plain = coded if setting.wire == UNCOMPRESSED else dp_group_rates(setting, box)
+    volumes = [
+        ReductionVolume(states.numel * dense, states.units, states.lone * dense, states.first * dense, plain[0], *coded)
+    ]
+    if box.layout.ep > 1:
+        experts = states.experts * size
+        coded = expert_group_rates(setting, box, setting.wire)
+        plain = coded if setting.wire == UNCOMPRESSED else expert_group_rates(setting, box)
+        volumes.append(ReductionVolume(experts, states.expert_units, 0.0 * experts, 0.0 * experts, plain[0], *coded))
+    return volumes
+
+
+def _sent_fraction(setting: CostContext) -> float:
+    """Returns the bytes of a reduced gradient over those of a weight."""
+    return (setting.practice.reduced or setting.recipe.gradient_size) / setting.recipe.size
+
+
+def _unshard_seconds(
+    setting: CostContext, box: PlanGrid, volumes: Sequence[ReductionVolume], scatter: Array
+) -> tuple[Array, Array]:
+    """Returns the seconds to gather all weights, and those of this that no prefetch hides. `scatter`: the seconds of a
+    reduce-scatter of all gradients."""
+    once = shared_on_host(setting, box) if setting.shares_memory else 0.0
+    moved = [each._replace(whole=each.whole * (1 - once), lone=each.lone * (1 - once)) for each in volumes]
+    separately: Array = sum(
+        each.shard.gather(each.lone) + _shared_unshard_seconds(once, np.minimum(each.units, 1)) for each in moved
+    )
+    if _sent_fraction(setting) == 1 and setting.wire == UNCOMPRESSED and not setting.shares_memory:
+        return scatter, separately
+    whole: Array = sum(
+        each.shard.gather(each.whole, each.units) + _shared_unshard_seconds(once, each.units) for each in moved
+    )
+    return whole, separately
 
 
 def _shared_unshard_seconds(once: Array | float, units: Array) -> Array:

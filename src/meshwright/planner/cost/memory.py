@@ -25,7 +25,7 @@ import numpy as np
 
 from meshwright.planner.cost import constants
 from meshwright.planner.cost import optimizer as asked
-from meshwright.planner.cost.activations import ActivationBytes, activation_bytes, deferred_wgrad_bytes
+from meshwright.planner.cost.activation_peak import ActivationPeak
 from meshwright.planner.cost.cost_context import CostContext
 from meshwright.planner.cost.cp_ep_comm import cp_shared_buffer_bytes
 from meshwright.planner.cost.offload import offload_fractions, swap_buffer_bytes
@@ -36,22 +36,15 @@ from meshwright.planner.cost.optimizer import (
     update_temp_bytes,
     updates_in_chunks,
 )
-from meshwright.planner.cost.pipeline import any_split_backward
 from meshwright.planner.cost.plan_grid import (
-    GRID_AXES,
     Array,
     PlanGrid,
-    RecomputeChoice,
     TpEpShape,
     broadcast_to_axis,
     shard_fraction,
 )
-from meshwright.planner.cost.rank_contents import PeakMoments, RankContents, stack_schedules
-from meshwright.spec.enums import PER_BLOCK_RECOMPUTE, Recompute
+from meshwright.planner.cost.rank_contents import RankContents, stack_schedules
 from meshwright.spec.layout import ALIGN_NUMEL, resident_numel, shard_numel
-
-ABSENT_MOMENT_BYTES = -1e30
-"""Bytes at a moment that a rank does not have: so negative that no addition makes it the peak."""
 
 
 class StateSizes(NamedTuple):
@@ -81,16 +74,6 @@ class StateSizes(NamedTuple):
     shard: Array
     states_offloaded: Array
     weights_offloaded: Array
-
-
-class ActivationPeak(NamedTuple):
-    """Stores the peak bytes of activations: in the backward of the head (negative without a head), in any other
-    backward, on the host, and in files."""
-
-    at_head: Array
-    elsewhere: Array
-    on_host: Array
-    in_files: Array
 
 
 class MemoryFootprint(NamedTuple):
@@ -297,135 +280,6 @@ def p2p_message_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Arr
         else 0.0
     )
     return broadcast_to_axis((tokens * hidden)[:, None] / np.where(box.sequence_parallel, box.tp, 1), "bs")
-
-
-def activation_peak(
-    setting: CostContext, box: PlanGrid, tokens: Array, ranks: Sequence[RankContents]
-) -> ActivationPeak:
-    """Returns the activation peak of each kind of rank, over AXES without z. Choices of recompute that treat all blocks
-    equally are computed together, others one by one."""
-    layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
-    whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
-    split_backward = any_split_backward(
-        box.orders
-    )  # recomputed blocks then save nothing until W (runtime/wgrad/deferred.py)
-    until_b = [at for at in whole_choices if split_backward and box.recompute[at].kind in PER_BLOCK_RECOMPUTE]
-    groups = [group for group in ([at for at in whole_choices if at not in until_b], until_b) if group] + [
-        [at] for at, again in enumerate(box.recompute) if again.some
-    ]
-    found = [
-        _uniform_activation_peak(setting, box, layers, [box.recompute[at] for at in group], ranks) for group in groups
-    ]
-    if len(found) == 1:
-        return found[0]
-    order = np.argsort([at for group in groups for at in group])
-    head, others = (
-        np.concatenate(parts, axis=GRID_AXES.index("c"))[..., order, :, :]
-        for parts in zip(*(each[:2] for each in found), strict=True)
-    )
-    if not any(box.offload):
-        return ActivationPeak(head, others, *found[0][2:])
-    removed = (
-        np.concatenate(parts, axis=GRID_AXES.index("c"))[..., order, :, :]
-        for parts in zip(*(each[2:] for each in found), strict=True)
-    )
-    return ActivationPeak(head, others, *removed)
-
-
-def _uniform_activation_peak(
-    setting: CostContext,
-    box: PlanGrid,
-    layers: Sequence[ActivationBytes],
-    chosen: Sequence[RecomputeChoice],
-    ranks: Sequence[RankContents],
-) -> ActivationPeak:
-    """Computes the peak for choices of recompute that treat all blocks equally, or for one choice that does not. In the
-    second case the first blocks of a stage have one column and the others the next one."""
-    part, count = box.offload_layers if any(box.offload) else 0, box.counts.tolist()
-    some = chosen[0].some or part > 0
-    does = (chosen[0].kind, chosen[0].rest) if chosen[0].some else (chosen[0].kind,) * 2
-    waits = does[0] not in PER_BLOCK_RECOMPUTE, does[1] not in PER_BLOCK_RECOMPUTE
-    at_once = [
-        stored.peak_moments(chosen[0].blocks(stored.order) if chosen[0].some else part, count, waits)
-        for stored in ranks
-    ]
-    length = max(each.at_head.shape[2] for each in at_once)
-    fill = np.arange(length)
-    wide = [
-        each if each.at_head.shape[2] == length else PeakMoments(*(part[:, :, fill % part.shape[2]] for part in each))
-        for each in at_once
-    ]
-    most = max(each.layers.shape[3] for each in wide)
-    table = stack_schedules([_pad_columns(each.layers, most) for each in wide], kinds=1)
-    at_head = stack_schedules([each.at_head for each in wide], kinds=1)[..., None]
-    kinds, rest = [choice.kind for choice in chosen], [choice.rest if choice.some else choice.kind for choice in chosen]
-    never = [Recompute.none] * len(chosen)
-    columns = len(layers) * (1 + some)
-    has_until_w = most > 2 * columns
-    groups = [
-        (*each.when(which), each.until_w(which)) if has_until_w else each.when(which)
-        for each, entry in zip(layers, setting.entries, strict=True)
-        for which in ((kinds, rest) if entry.is_block else (never, never))[: 1 + some]
-    ]
-    weights = np.concatenate([np.stack(group, axis=1) for group in zip(*groups, strict=True)], axis=1).reshape(
-        len(count), most, -1
-    )
-    shape = (*table.shape[:4], weights.shape[2])
-    plain = (table.reshape(len(count), -1, table.shape[4]) @ weights).reshape(shape)
-    parts = len(box.sequence_parallel), len(chosen)
-    waiting = np.array(
-        [entry.is_block and wait for entry in setting.entries for wait in (waits if some else waits[1:])]
-    )
-    moment = plain + deferred_wgrad_bytes(box, layers, table, waiting, len(chosen))
-    if not any(box.offload):
-        return ActivationPeak(
-            _max_moment(moment, at_head, parts),
-            _max_moment(moment, ~at_head, parts),
-            broadcast_to_axis(0.0, ""),
-            broadcast_to_axis(0.0, ""),
-        )
-    blocks = np.array(
-        [entry.is_block and not (part and behind) for entry in setting.entries for behind in range(1 + some)]
-    )
-    stays = 1.0 + (table[..., columns : 2 * columns] * blocks).sum(axis=-1, keepdims=True)
-    stored = table[..., :columns] * blocks
-    goes = np.maximum(stored - stays, 0.0)
-    resting, every = (
-        (part.reshape(len(count), -1, columns) @ weights[:, :columns]).reshape(shape) for part in (goes, stored)
-    )
-    where = offload_fractions(box)
-    sent = where.activations + where.activations_files
-    left = (
-        plain + deferred_wgrad_bytes(box, layers, table, waiting & ~blocks, len(chosen)) - resting
-    )  # fetched activations do not wait for W
-    if has_until_w:
-        behind = (table[..., 2 * columns :] * blocks).reshape(len(count), -1, columns)
-        left = left - (behind @ weights[:, 2 * columns :]).reshape(shape)
-    head, others = (
-        np.where(sent > 0, _max_moment(left, which, parts), _max_moment(moment, which, parts))
-        for which in (at_head, ~at_head)
-    )
-    copied, passing, removed = (
-        _max_moment(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting)
-    )
-    # the last block of a pass is offloaded where another pass precedes its backward
-    removed = removed if box.pp == 1 else copied
-    by_host = (
-        not setting.on_host and setting.host_memory > 0
-    )  # data for a file passes through host memory, where that is known
-    pinned = where.activations_files * passing * by_host
-    return ActivationPeak(head, others, where.activations * removed + pinned, where.activations_files * removed)
-
-
-def _pad_columns(layers: Array, columns: int) -> Array:
-    """Returns `layers` padded with zeros to this number of columns."""
-    return layers if layers.shape[3] == columns else np.pad(layers, ((0, 0),) * 3 + ((0, columns - layers.shape[3]),))
-
-
-def _max_moment(moment: Array, chosen: Array, parts: tuple[int, int]) -> Array:
-    """Returns the largest of the chosen moments, over AXES; `moment` (b, o, r, moments, s x c)."""
-    largest = np.where(chosen, moment, ABSENT_MOMENT_BYTES).max(axis=3)
-    return largest.reshape(*largest.shape[:3], *parts).transpose(2, 1, 0, 3, 4)[..., None, None]
 
 
 def reserved_bytes(setting: CostContext, allocated: Array) -> tuple[Array, Array]:

@@ -1,0 +1,210 @@
+"""Computes the peak of saved activations on each kind of pipeline rank, with recompute and offload.
+
+The layers of a rank that are saved at each moment come from its schedule (rank_contents.py), their bytes from
+activations.py. The peak is the moment with the most bytes.
+
+Source: Korthikanti et al., arXiv 2205.05198, for activations under tensor and sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.planner.cost.activations import ActivationBytes, activation_bytes, deferred_wgrad_bytes
+from meshwright.planner.cost.cost_context import CostContext
+from meshwright.planner.cost.offload import offload_fractions
+from meshwright.planner.cost.pipeline import any_split_backward
+from meshwright.planner.cost.plan_grid import GRID_AXES, Array, PlanGrid, RecomputeChoice, broadcast_to_axis
+from meshwright.planner.cost.rank_contents import PeakMoments, RankContents, stack_schedules
+from meshwright.spec.enums import PER_BLOCK_RECOMPUTE, Recompute
+
+ABSENT_MOMENT_BYTES = -1e30
+"""Bytes at a moment that a rank does not have: so negative that no addition makes it the peak."""
+
+
+class ActivationPeak(NamedTuple):
+    """Stores the peak bytes of activations: in the backward of the head (negative without a head), in any other
+    backward, on the host, and in files."""
+
+    at_head: Array
+    elsewhere: Array
+    on_host: Array
+    in_files: Array
+
+
+class MomentBytes(NamedTuple):
+    """Stores the moments at which ranks can be at their peak.
+
+    `saved` is the bytes of saved activations (b, o, r, moments, s x c). `layers` is the layers of each column (b, o, r,
+    moments, columns): saved, running, and those that wait for W where the schedule has such. `weights` is the bytes of
+    a layer (b, columns, s x c). `at_head` says where the head runs backward. `blocks` and `waiting` say of each saved
+    column whether it is offloaded if activations are, and whether it waits for W.
+    """
+
+    saved: Array
+    layers: Array
+    weights: Array
+    at_head: Array
+    blocks: Array
+    waiting: Array
+
+    @property
+    def columns(self) -> int:
+        """Returns the number of columns of saved layers."""
+        return len(self.blocks)
+
+    def bytes_of(self, layers: Array, first: int = 0) -> Array:
+        """Returns the bytes of `layers`, which belong to the columns from `first` on."""
+        weights = self.weights[:, first : first + layers.shape[4]]
+        return (layers.reshape(len(weights), -1, layers.shape[4]) @ weights).reshape(self.saved.shape)
+
+
+def activation_peak(
+    setting: CostContext, box: PlanGrid, tokens: Array, ranks: Sequence[RankContents]
+) -> ActivationPeak:
+    """Returns the activation peak of each kind of rank, over AXES without z. Choices of recompute that treat all blocks
+    equally are computed together, others one by one."""
+    layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
+    whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
+    split_backward = any_split_backward(
+        box.orders
+    )  # recomputed blocks then save nothing until W (runtime/wgrad/deferred.py)
+    until_b = [at for at in whole_choices if split_backward and box.recompute[at].kind in PER_BLOCK_RECOMPUTE]
+    groups = [group for group in ([at for at in whole_choices if at not in until_b], until_b) if group] + [
+        [at] for at, again in enumerate(box.recompute) if again.some
+    ]
+    found = [
+        _uniform_activation_peak(setting, box, layers, [box.recompute[at] for at in group], ranks) for group in groups
+    ]
+    if len(found) == 1:
+        return found[0]
+    order = np.argsort([at for group in groups for at in group])
+    head, others = (
+        np.concatenate(parts, axis=GRID_AXES.index("c"))[..., order, :, :]
+        for parts in zip(*(each[:2] for each in found), strict=True)
+    )
+    if not any(box.offload):
+        return ActivationPeak(head, others, *found[0][2:])
+    removed = (
+        np.concatenate(parts, axis=GRID_AXES.index("c"))[..., order, :, :]
+        for parts in zip(*(each[2:] for each in found), strict=True)
+    )
+    return ActivationPeak(head, others, *removed)
+
+
+def _uniform_activation_peak(
+    setting: CostContext,
+    box: PlanGrid,
+    layers: Sequence[ActivationBytes],
+    chosen: Sequence[RecomputeChoice],
+    ranks: Sequence[RankContents],
+) -> ActivationPeak:
+    """Computes the peak for choices of recompute that treat all blocks equally, or for one choice that does not. In the
+    second case the first blocks of a stage have one column and the others the next one."""
+    moments = _moment_bytes(setting, box, layers, chosen, ranks)
+    parts = len(box.sequence_parallel), len(chosen)
+    every = moments.saved + deferred_wgrad_bytes(box, layers, moments.layers, moments.waiting, len(chosen))
+    if any(box.offload):
+        return _offloaded_activation_peak(setting, box, layers, moments, every, parts)
+    return ActivationPeak(
+        _max_moment(every, moments.at_head, parts),
+        _max_moment(every, ~moments.at_head, parts),
+        broadcast_to_axis(0.0, ""),
+        broadcast_to_axis(0.0, ""),
+    )
+
+
+def _moment_bytes(
+    setting: CostContext,
+    box: PlanGrid,
+    layers: Sequence[ActivationBytes],
+    chosen: Sequence[RecomputeChoice],
+    ranks: Sequence[RankContents],
+) -> MomentBytes:
+    part, count = box.offload_layers if any(box.offload) else 0, box.counts.tolist()
+    some = chosen[0].some or part > 0
+    does = (chosen[0].kind, chosen[0].rest) if chosen[0].some else (chosen[0].kind,) * 2
+    waits = does[0] not in PER_BLOCK_RECOMPUTE, does[1] not in PER_BLOCK_RECOMPUTE
+    at_once = [
+        stored.peak_moments(chosen[0].blocks(stored.order) if chosen[0].some else part, count, waits)
+        for stored in ranks
+    ]
+    length = max(each.at_head.shape[2] for each in at_once)
+    fill = np.arange(length)
+    wide = [
+        each if each.at_head.shape[2] == length else PeakMoments(*(part[:, :, fill % part.shape[2]] for part in each))
+        for each in at_once
+    ]
+    most = max(each.layers.shape[3] for each in wide)
+    table = stack_schedules([_pad_columns(each.layers, most) for each in wide], kinds=1)
+    at_head = stack_schedules([each.at_head for each in wide], kinds=1)[..., None]
+    kinds, rest = [choice.kind for choice in chosen], [choice.rest if choice.some else choice.kind for choice in chosen]
+    never = [Recompute.none] * len(chosen)
+    has_until_w = most > 2 * len(layers) * (1 + some)
+    groups = [
+        (*each.when(which), each.until_w(which)) if has_until_w else each.when(which)
+        for each, entry in zip(layers, setting.entries, strict=True)
+        for which in ((kinds, rest) if entry.is_block else (never, never))[: 1 + some]
+    ]
+    weights = np.concatenate([np.stack(group, axis=1) for group in zip(*groups, strict=True)], axis=1).reshape(
+        len(count), most, -1
+    )
+    shape = (*table.shape[:4], weights.shape[2])
+    return MomentBytes(
+        (table.reshape(len(count), -1, table.shape[4]) @ weights).reshape(shape),
+        table,
+        weights,
+        at_head,
+        np.array([entry.is_block and not (part and behind) for entry in setting.entries for behind in range(1 + some)]),
+        np.array([entry.is_block and wait for entry in setting.entries for wait in (waits if some else waits[1:])]),
+    )
+
+
+def _offloaded_activation_peak(
+    setting: CostContext,
+    box: PlanGrid,
+    layers: Sequence[ActivationBytes],
+    moments: MomentBytes,
+    resident: Array,
+    parts: tuple[int, int],
+) -> ActivationPeak:
+    """Computes the peak where saved activations are offloaded. `resident` is the bytes of each moment without
+    offload."""
+    columns, blocks, at_head = moments.columns, moments.blocks, moments.at_head
+    stays = 1.0 + (moments.layers[..., columns : 2 * columns] * blocks).sum(axis=-1, keepdims=True)
+    stored = moments.layers[..., :columns] * blocks
+    resting, every = moments.bytes_of(np.maximum(stored - stays, 0.0)), moments.bytes_of(stored)
+    where = offload_fractions(box)
+    sent = where.activations + where.activations_files
+    fetched = moments.waiting & ~blocks  # fetched activations do not wait for W
+    left = moments.saved + deferred_wgrad_bytes(box, layers, moments.layers, fetched, parts[1]) - resting
+    if moments.layers.shape[4] > 2 * columns:
+        left = left - moments.bytes_of(moments.layers[..., 2 * columns :] * blocks, 2 * columns)
+    head, others = (
+        np.where(sent > 0, _max_moment(left, which, parts), _max_moment(resident, which, parts))
+        for which in (at_head, ~at_head)
+    )
+    copied, passing, removed = (
+        _max_moment(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting)
+    )
+    # the last block of a pass is offloaded where another pass precedes its backward
+    removed = removed if box.pp == 1 else copied
+    by_host = (
+        not setting.on_host and setting.host_memory > 0
+    )  # data for a file passes through host memory, where that is known
+    pinned = where.activations_files * passing * by_host
+    return ActivationPeak(head, others, where.activations * removed + pinned, where.activations_files * removed)
+
+
+def _pad_columns(layers: Array, columns: int) -> Array:
+    """Returns `layers` padded with zeros to this number of columns."""
+    return layers if layers.shape[3] == columns else np.pad(layers, ((0, 0),) * 3 + ((0, columns - layers.shape[3]),))
+
+
+def _max_moment(moment: Array, chosen: Array, parts: tuple[int, int]) -> Array:
+    """Returns the largest of the chosen moments, over AXES; `moment` (b, o, r, moments, s x c)."""
+    largest = np.where(chosen, moment, ABSENT_MOMENT_BYTES).max(axis=3)
+    return largest.reshape(*largest.shape[:3], *parts).transpose(2, 1, 0, 3, 4)[..., None, None]
