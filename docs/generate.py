@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import meshwright
-from meshwright.cli.main import COMMANDS, build_application, main
+from meshwright.cli.application import build_application, command_lines
+from meshwright.cli.main import main
 
 DOCS = Path(__file__).parent
 WORDS = {
@@ -79,7 +80,7 @@ def page(language: str) -> str:
     words = WORDS[language]
     parts = [words["title"], words["made"], words["intro"], f"```text\n{help_of()}\n```", words["codes"]]
     parts.append("\n".join([words["head"], *(f"| {code} | {words[code]} |" for code in CODES)]))
-    for name, line in COMMANDS:
+    for name, line in command_lines().items():
         parts += [f"## {name}", words.get(name, line[:1].upper() + line[1:] + "."), f"```text\n{help_of(name)}\n```"]
         inside = [word for word in build_application([name])[name] if not word.startswith("-")]
         for word in inside:

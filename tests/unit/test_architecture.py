@@ -633,10 +633,10 @@ FROZEN = ROOT / "tests" / "unit" / "golden" / "commands.json"
 
 def commands_now() -> dict[str, list[str]]:
     """Every command and its options, as the command line itself lists them."""
-    from meshwright.cli.main import COMMANDS, build_application
+    from meshwright.cli.application import build_application, command_lines
 
     found = {}
-    for name, _ in COMMANDS:
+    for name in command_lines():
         command = build_application([name])[name]
         inside = {f"{name} {word}": command[word] for word in command if not word.startswith("-")}
         for words, app in (inside or {name: command}).items():

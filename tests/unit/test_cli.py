@@ -15,9 +15,10 @@ import pytest
 
 import meshwright as mw
 from meshwright.cli import main as command_line
+from meshwright.cli.application import build_application, command_lines
 from meshwright.cli.doctor import Remedy, doctor_text, torch_remedies
 from meshwright.cli.launch_plan import cluster_mismatches, disk_space_warnings
-from meshwright.cli.main import COMMANDS, build_application, main
+from meshwright.cli.main import main
 from meshwright.core.errors import InputError
 from meshwright.core.i18n.line_patterns import translate_line
 from meshwright.planner.inputs.job import read_job, resolve_job
@@ -43,7 +44,7 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (["paln"], "no command 'paln'; did you mean 'plan'? commands are train, plan"),
+        (["paln"], "no command 'paln'; did you mean 'plan'? commands are catalog, checkpoint"),
         (["plan", "--modle", "x"], "plan: Unknown option: --modle. Did you mean --model?"),
         (["plan", "--batch", "many"], 'plan: Invalid value for --batch: unable to convert "many" into int.'),
         (["plan", "a.yaml", "b.yaml"], "plan: Unused Tokens: ['b.yaml']."),
@@ -299,7 +300,7 @@ def helped(name: str) -> list[list[str]]:
     return [[name], *([name, word] for word in inside)]
 
 
-@pytest.mark.parametrize("name", [name for name, _ in COMMANDS])
+@pytest.mark.parametrize("name", list(command_lines()))
 def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     for tokens in helped(name):
         code, out, _ = called(capsys, *tokens, "--help")

@@ -1,4 +1,4 @@
-"""`meshwright catalog`: lists the models, devices, clusters and links that are known by name."""
+"""`meshwright catalog`: list known models, devices and clusters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`meshwright checkpoint`: list, verify, export and import. PATH is a checkpoint, a folder of checkpoints, or a run
-folder."""
+"""`meshwright checkpoint`: list, verify, export and import checkpoints.
+
+PATH is a checkpoint, a folder of checkpoints, or a run folder.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`meshwright doctor`: reports on this machine, whether training works on it, and what to fix. Exit code 1 means
-that something must be fixed."""
+"""`meshwright doctor`: check this machine: devices, backends, bandwidth, versions.
+
+Exit code 1 means that something must be fixed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwright estimate`: shows the memory and time of one plan, item by item."""
+"""`meshwright estimate`: memory and time of one plan, item by item, stage by stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwright fit`: finds the largest model for each number of devices, or the smallest cluster for a model."""
+"""`meshwright fit`: the largest model that fits, the smallest cluster for a model."""
 
 from __future__ import annotations
 

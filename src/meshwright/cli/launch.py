@@ -1,4 +1,4 @@
-"""`meshwright launch`: writes the files with which torchrun, Slurm or Kubernetes starts a job."""
+"""`meshwright launch`: files for torchrun, Slurm or Kubernetes: one process on each node."""
 
 from __future__ import annotations
 

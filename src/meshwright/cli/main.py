@@ -14,60 +14,16 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cyclopts import App, CycloptsError, UnknownCommandError
+from cyclopts import CycloptsError, UnknownCommandError
 
+from meshwright.cli.application import build_application, command_lines
 from meshwright.cli.options import join_negative_values
 from meshwright.core.errors import InputError, MeshwrightError, did_you_mean, translate_system_error
 from meshwright.core.printable_text import escape_terminal_controls
 from meshwright.core.signals import raise_keyboard_interrupt, stop_signal_handler
-from meshwright.core.version import __version__
 
-COMMANDS = (
-    ("train", "plan, launch and train; go on where a run stopped"),
-    ("plan", "rank the plans for a job and say why the others lost"),
-    ("estimate", "memory and time of one plan, item by item, stage by stage"),
-    ("simulate", "play a step action by action, or months of a fleet that fails"),
-    ("fit", "the largest model that fits, the smallest cluster for a model"),
-    ("verify", "compare a plan with one device: loss, every gradient, counts"),
-    ("probe", "measure this machine or cluster: devices, links; for --cluster"),
-    ("validate", "score the cost model on published measurements"),
-    ("report", "a run, or several, as text; one as a page"),
-    ("launch", "files for torchrun, Slurm or Kubernetes: one process on each node"),
-    ("checkpoint", "list, verify, export and import checkpoints"),
-    ("catalog", "list known models, devices and clusters"),
-    ("doctor", "check this machine: devices, backends, bandwidth, versions"),
-    ("schema", "the JSON Schema of a job file, for editors"),
-)
 COMMANDS_WITHOUT_GC = (["plan"], ["estimate"], ["simulate"], ["fit"], ["catalog"], ["schema"])
-HELP_TEXT = """Any PyTorch model, any cluster: plan it, prove it, run it, keep it running.
-
-"meshwright train" alone trains a small model on this machine. "meshwright COMMAND --help" shows options and an example.
-Every command takes --debug, which shows the traceback of an error."""
-HELP_WIDTH, CLOSED_OUTPUT_ERRORS = 100, (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
-
-
-def build_application(tokens: Sequence[str]) -> App:
-    """Builds the application with the command that `tokens` name, or with all commands. No command is imported."""
-    console = None
-    if not tokens or "--help" in tokens or "-h" in tokens:
-        from rich.console import Console
-
-        console = Console(width=min(Console().width, HELP_WIDTH) if sys.stdout.isatty() else HELP_WIDTH)
-    app = App(
-        "meshwright",
-        help=HELP_TEXT,
-        help_format="plaintext",
-        version=__version__,
-        console=console,
-        suppress_keyboard_interrupt=False,
-    )
-    requested = [name for name, _ in COMMANDS if [name] == list(tokens[:1])]
-    for name, line in COMMANDS:
-        if name in requested:
-            app.command(f"meshwright.cli.{name}:{name}", name=name)
-        elif not requested:
-            app.command(f"meshwright.cli.{name}:{name}", name=name, help=line, sort_key=len(COMMANDS))
-    return app
+CLOSED_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,7 +81,7 @@ def run_command(tokens: list[str]) -> int:
             gc.disable()
         code = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        names = [name for name, _ in COMMANDS]
+        names = list(command_lines())
         if isinstance(error, UnknownCommandError) and tokens[0] not in names:
             raise InputError(
                 f"no command {tokens[0]!r}{did_you_mean(tokens[0], names) or ';'} commands are {', '.join(names)}"

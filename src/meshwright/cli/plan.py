@@ -1,4 +1,7 @@
-"""`meshwright plan`: ranks the plans for a job. Exit code 3 means that none fits."""
+"""`meshwright plan`: rank the plans for a job and say why the others lost.
+
+Exit code 3 means that none fits.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from meshwright.cli.options import (
 from meshwright.core.files import write_atomically
 
 if TYPE_CHECKING:
-    from meshwright.planner.inputs.job import ClusterChoice
+    from meshwright.planner.inputs.job import ClusterChoice, JobFile
     from meshwright.planner.search.result import SearchResult
     from meshwright.spec.job import Job
 
@@ -89,34 +92,15 @@ def plan(
     Try: meshwright plan --model llama-65b --cluster 8x8:a100-80gb --batch 512 --seq 2048 --pin tp=8
     """
     from meshwright.cli.launch_plan import read_job_file
-    from meshwright.cli.trials import job_from_trials, with_fastest_first
     from meshwright.core.i18n.messages import choose_language, make_message
     from meshwright.core.i18n.messages import render_message as said
-    from meshwright.planner.inputs.job import resolve_job
-    from meshwright.planner.inputs.plans import parse_pins
-    from meshwright.planner.search.infeasible import NoPlanFits
-    from meshwright.planner.search.rank import search_plans, with_used_devices
-    from meshwright.planner.search.result import SearchObjective
 
     _check_options(shared, wanted, shown)
     language = choose_language(shown.lang, os.environ)
     file = read_job_file(job, shared)
-    question = resolve_job(file)
-    if wanted.pin:
-        question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
-    try:
-        if (
-            found := job_from_trials(file, question, wanted.trials, language) if wanted.trials else (question, None)
-        ) is None:
-            return 0
-        question, best = found
-        answer = search_plans(
-            question, shown.top, SearchObjective(wanted.objective), wanted.runnable or best is not None
-        )
-    except NoPlanFits as error:
-        raise error.said(language) from None
-    answer = with_fastest_first(question, answer, best) if best is not None else answer
-    question = with_used_devices(question, answer)
+    if (found := _search(file, wanted, shown.top, language)) is None:
+        return 0
+    question, answer = found
     if job is None and shared.model and shared.batch is None and shared.seq is None and not shared.set:
         print_note(
             said(
@@ -136,6 +120,31 @@ def plan(
     if shown.page is not None:
         _report_page(question, answer, wanted, _command_line(job, shared, wanted), file.cluster, shown.page, language)
     return 0
+
+
+def _search(file: JobFile, wanted: RankingOptions, count: int, language: str) -> tuple[Job, SearchResult] | None:
+    """Returns the job and its `count` best plans, or None on a rank that only ran trials."""
+    from meshwright.cli.trials import job_from_trials, with_fastest_first
+    from meshwright.planner.inputs.job import resolve_job
+    from meshwright.planner.inputs.plans import parse_pins
+    from meshwright.planner.search.infeasible import NoPlanFits
+    from meshwright.planner.search.rank import search_plans, with_used_devices
+    from meshwright.planner.search.result import SearchObjective
+
+    question = resolve_job(file)
+    if wanted.pin:
+        question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
+    try:
+        found = job_from_trials(file, question, wanted.trials, language) if wanted.trials else (question, None)
+        if found is None:
+            return None
+        question, best = found
+        runnable = wanted.runnable or best is not None
+        answer = search_plans(question, count, SearchObjective(wanted.objective), runnable)
+    except NoPlanFits as error:
+        raise error.said(language) from None
+    answer = with_fastest_first(question, answer, best) if best is not None else answer
+    return with_used_devices(question, answer), answer
 
 
 def _check_options(shared: JobOptions, wanted: RankingOptions, shown: OutputOptions) -> None:

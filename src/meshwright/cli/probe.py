@@ -1,5 +1,4 @@
-"""`meshwright probe`: measures the devices of this machine or cluster and the links between them. It writes a cluster
-file for the planner.
+"""`meshwright probe`: measure this machine or cluster: devices, links; for --cluster.
 
 Under torchrun, Slurm or the cluster emulation each process is one measured rank. Otherwise this process starts the
 ranks.

@@ -1,10 +1,11 @@
-"""`meshwright report`: shows a run as text or as a page, or several runs as text."""
+"""`meshwright report`: a run, or several, as text; one as a page."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -42,7 +43,6 @@ def report(
     from meshwright.core.errors import InputError
     from meshwright.core.i18n.messages import choose_language
     from meshwright.report.compare import compare_runs, compare_text
-    from meshwright.report.memory import memory_text, read_rank_peaks, read_timelines
     from meshwright.report.run import read_run, summarize_run
     from meshwright.report.run_text import run_text
     from meshwright.report.text import strict_json_data
@@ -52,6 +52,8 @@ def report(
         raise InputError("report needs a run: name one or several folders that `meshwright train` has written")
     if page is not None and len(runs) > 1:
         raise InputError(f"report --page shows one run: name one of the {len(runs)}")
+    if memory and len(runs) > 1:
+        raise InputError(f"report --memory shows one run: name one of the {len(runs)}")
     if page is not None:
         check_output_path("--page", page)
     with report_if_overdue(
@@ -61,32 +63,31 @@ def report(
     if page is not None:
         _run_page(found[0], page, language)
     if memory:
-        if len(runs) > 1:
-            raise InputError(f"report --memory shows one run: name one of the {len(runs)}")
-        timelines, ranks = read_timelines(runs[0]), read_rank_peaks(runs[0])
-        if json:
-            print_json(
-                {
-                    "run": found[0].folder,
-                    "timelines": [strict_json_data(timeline) for timeline in timelines],
-                    "ranks": ranks,
-                }
-            )
-        else:
-            print_output(memory_text(found[0], timelines, ranks, language))
-        return 0
-    if len(found) == 1:
-        if json:
-            print_json(strict_json_data(summarize_run(found[0])))
-        else:
-            print_output(run_text(found[0], language))
-        return 0
-    comparison = compare_runs(found)
-    if json:
-        print_json(strict_json_data(comparison))
+        _print_memory(runs[0], found[0], json, language)
+    elif len(found) == 1:
+        _print(json, lambda: strict_json_data(summarize_run(found[0])), lambda: run_text(found[0], language))
     else:
-        print_output(compare_text(comparison, language))
+        comparison = compare_runs(found)
+        _print(json, lambda: strict_json_data(comparison), lambda: compare_text(comparison, language))
     return 0
+
+
+def _print(json: bool, data: Callable[[], Any], text: Callable[[], str]) -> None:
+    """Prints a result as JSON or as text."""
+    if json:
+        print_json(data())
+    else:
+        print_output(text())
+
+
+def _print_memory(folder: Path, run: RunFolder, json: bool, language: str) -> None:
+    """Prints the memory timelines and the peak of each rank."""
+    from meshwright.report.memory import memory_text, read_rank_peaks, read_timelines
+    from meshwright.report.text import strict_json_data
+
+    timelines, ranks = read_timelines(folder), read_rank_peaks(folder)
+    data = {"run": run.folder, "timelines": [strict_json_data(timeline) for timeline in timelines], "ranks": ranks}
+    _print(json, lambda: data, lambda: memory_text(run, timelines, ranks, language))
 
 
 def _run_page(run: RunFolder, path: Path, language: str) -> None:

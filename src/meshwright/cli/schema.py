@@ -1,4 +1,4 @@
-"""`meshwright schema`: prints the JSON Schema of a job file."""
+"""`meshwright schema`: the JSON Schema of a job file, for editors."""
 
 from __future__ import annotations
 

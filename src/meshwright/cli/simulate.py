@@ -1,4 +1,4 @@
-"""`meshwright simulate`: simulates one step of a plan action by action, or months of a cluster whose devices fail."""
+"""`meshwright simulate`: play a step action by action, or months of a fleet that fails."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`meshwright train`: plans without torch, starts the ranks and shows the run. It resumes the run of an existing run
-folder.
+"""`meshwright train`: plan, launch and train; go on where a run stopped.
+
+It plans without torch, starts the ranks and shows the run. It resumes the run of an existing run folder.
 
 Under torchrun, Slurm or Kubernetes this process is one node of several (node_role.py), or one rank. As a rank it forks
 nothing: rank 0 plans and sends the plan to the others.

@@ -1,4 +1,4 @@
-"""`meshwright validate`: compares the cost model with published measurements."""
+"""`meshwright validate`: score the cost model on published measurements."""
 
 from __future__ import annotations
 

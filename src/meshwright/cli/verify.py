@@ -1,5 +1,8 @@
-"""`meshwright verify`: compares a scaled-down version of the job's plan, on real ranks of this machine, with one
-device. Exit code 4 means that they differ."""
+"""`meshwright verify`: compare a plan with one device: loss, every gradient, counts.
+
+It compares a scaled-down version of the job's plan, on real ranks of this machine, with one device. Exit code 4 means
+that they differ.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,67 @@
+"""Builds the application from the commands: the files of this package whose docstring begins with their command.
+
+A new command is one new file NAME.py with a function NAME. The first line of its docstring is: `meshwright NAME`, a
+colon, and what the overview of the commands says about it.
+
+Guarantees: no command is imported before it runs.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cyclopts import App
+
+from meshwright.core.version import __version__
+
+HELP_TEXT = """Any PyTorch model, any cluster: plan it, prove it, run it, keep it running.
+
+"meshwright train" alone trains a small model on this machine. "meshwright COMMAND --help" shows options and an example.
+Every command takes --debug, which shows the traceback of an error."""
+HELP_WIDTH = 100
+FIRST_LINE = re.compile(r'"""`meshwright (?P<name>[a-z]+)`: (?P<line>.+?)\.?(""")?$')
+
+
+def command_lines() -> dict[str, str]:
+    """Returns the line of the overview about each command, in alphabetical order."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return {file.stem: line for file in files if (line := _command_line(file)) is not None}
+
+
+def _command_line(file: Path) -> str | None:
+    """Returns the line of the overview about the command in `file`, or None if it contains none."""
+    with file.open(encoding="utf-8") as text:
+        found = FIRST_LINE.match(text.readline().rstrip())
+    return found["line"] if found is not None and found["name"] == file.stem else None
+
+
+def is_command(name: str) -> bool:
+    """Returns whether a command has this name."""
+    file = Path(__file__).with_name(f"{name}.py") if name.isidentifier() else None
+    return file is not None and file.exists() and _command_line(file) is not None
+
+
+def build_application(tokens: Sequence[str]) -> App:
+    """Builds the application with the command that `tokens` name, or with all commands. No command is imported."""
+    console = None
+    if not tokens or "--help" in tokens or "-h" in tokens:
+        from rich.console import Console
+
+        console = Console(width=min(Console().width, HELP_WIDTH) if sys.stdout.isatty() else HELP_WIDTH)
+    app = App(
+        "meshwright",
+        help=HELP_TEXT,
+        help_format="plaintext",
+        version=__version__,
+        console=console,
+        suppress_keyboard_interrupt=False,
+    )
+    if tokens and is_command(tokens[0]):
+        app.command(f"meshwright.cli.{tokens[0]}:{tokens[0]}", name=tokens[0])
+    else:
+        for name, line in command_lines().items():
+            app.command(f"meshwright.cli.{name}:{name}", name=name, help=line, sort_key=1)
+    return app
