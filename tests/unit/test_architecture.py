@@ -75,7 +75,11 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES, METHODS, FIELDS, PARAMETERS = 500, 60, 
 TIGHTER = {"train/loop.py": 250, "cli/main.py": 120}
 MANY_FIELDS = {
     "ArchitectureSizes": "the columns of the published table of architectures, one field each",
+    "LayerSpec": "the quantities of a layer in a model file, one field each (decisions/019)",
     "Plan": "the fields of a plan file, one field each",
+}
+MANY_PARAMETERS = {
+    "parallelize": "the public function, one documented keyword argument each (decisions/019)",
 }
 POOR_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|misc)(_|$)|^base_")
 
@@ -365,7 +369,7 @@ def test_files_functions_and_classes_keep_to_their_limits() -> None:
     for path, function in functions():
         if lines_of(function) > FUNCTION_LINES:
             wrong.append(f"{path} {function.name}: more than {FUNCTION_LINES} lines")
-        if (count := parameters_of(function)) > PARAMETERS:
+        if (count := parameters_of(function)) > PARAMETERS and function.name not in MANY_PARAMETERS:
             wrong.append(f"{path} {function.name}: {count} parameters")
     for path, node in classes():
         methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
