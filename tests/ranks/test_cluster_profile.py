@@ -232,4 +232,4 @@ def test_ranks_of_a_launcher_plan_a_measured_heterogeneous_cluster() -> None:
     (line,) = _warn_slow_group(question, step)
     assert render_message(line).startswith(
         "  without group 1 of the cluster "
-    ) and "start ranks on the other nodes alone" in render_message(line)
+    ) and "start ranks only on the other nodes" in render_message(line)

@@ -266,5 +266,5 @@ def test_trials_run_plans_one_after_the_other_and_train_begins_with_the_fastest(
     assert [
         name
         for name, seconds in tried.items()
-        if seconds == min(tried.values()) and f"plan {name}, as asked" in done.stderr
+        if seconds == min(tried.values()) and f"plan {name}, as requested" in done.stderr
     ]

@@ -31,15 +31,15 @@ def test_equal_weights_cost_what_no_weights_cost() -> None:
     for name in ("dp4.z1", "dp4.z2", "dp4.z3"):
         plain, equal = (estimate(job, parse_plan(each)) for each in (name, f"{name}.zw1-1-1-1"))
         assert equal.time.step == pytest.approx(plain.time.step, rel=1e-12)
-        assert {
-            estimate(job, parse_plan(f"{name}.shards{each}")).memory.optimizer for each in ("1-1-1-1", "3-3-3-3")
-        } == {plain.memory.optimizer}
+        assert {estimate(job, parse_plan(f"{name}.zw{each}")).memory.optimizer for each in ("1-1-1-1", "3-3-3-3")} == {
+            plain.memory.optimizer
+        }
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_every_rank_is_priced_with_its_part_and_the_step_with_the_largest(zero: int) -> None:
     job = tight_job(1e9, 1e9)
-    even, large = (estimate(job, parse_plan(f"dp4.z{zero}.shards{parts}")) for parts in ("1-1-1-1", "3-1-1-1"))
+    even, large = (estimate(job, parse_plan(f"dp4.z{zero}.zw{parts}")) for parts in ("1-1-1-1", "3-1-1-1"))
     line = ALIGN_NUMEL * (job.workload.recipe.master + job.workload.optimizer.states * job.workload.recipe.state_size)
     assert (
         0 < 2 * even.memory.optimizer - large.memory.optimizer <= sum(layer.repeat for layer in job.model.layers) * line
