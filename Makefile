@@ -26,7 +26,7 @@ SIDES  := -n auto --dist loadfile
 
 # One file for each part: plans on ranks against one device, golden plans, schedules, estimates, checkpoints, models, messages.
 QUICK := $(addprefix tests/,ranks/test_plans.py unit/test_golden.py unit/test_schedules.py unit/test_cost_in_flight.py \
-         mesh/test_checkpoint.py mesh/test_models.py unit/test_words.py)
+         mesh/test_checkpoint.py mesh/test_models.py unit/test_i18n.py)
 
 .PHONY: train quick test check soak bench bench-cluster docs gpu-check lock setup clean
 .SILENT:

@@ -17,8 +17,9 @@ from shutil import which
 from bench.emulation.emulated_cluster import emulate_cluster, run_on_ranks, scale_to_machine
 from meshwright.catalog.read import devices
 from meshwright.core.errors import InputError, MeshwrightError, translate_system_error
+from meshwright.core.quantities import parse_quantity
 from meshwright.core.signals import raise_keyboard_interrupt, stop_signal_handler
-from meshwright.core.units import parse_quantity, show_rate, show_seconds
+from meshwright.core.units import show_rate, show_seconds
 from meshwright.planner.inputs.clusters import read_cluster
 from meshwright.planner.inputs.local_machine import available_cpus
 

@@ -15,7 +15,7 @@ import meshwright
 from meshwright.cli.launch_plan import build_model_source, choose_plan
 from meshwright.cli.main import main
 from meshwright.cli.options import JobOptions
-from meshwright.core.i18n.messages import render_message
+from meshwright.core.messages import translate
 
 SMALL = {
     "vocab_size": 96,
@@ -105,7 +105,7 @@ def test_an_untraceable_model_is_one_line_in_plan_and_data_parallel_in_train(
     file = JobOptions(model="a_live_model:Asking", cluster="1x4:a100-80gb").job_file(None)
     choice = choose_plan(file, None, None, {}, None)
     assert (choice.plan.name, choice.estimate) == ("dp4", None)
-    assert "is not priced" in render_message(choice.why[0])
+    assert "is not priced" in translate(choice.why[0])
 
 
 def test_a_folder_that_nobody_knows_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from meshwright.checkpoint.memory_checkpoint import BufferRun, MemorySnapshot, S
 from meshwright.checkpoint.safetensors_writer import tensor_digest
 from meshwright.checkpoint.save import _copy_to_host
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.i18n.line_patterns import translate_line
+from meshwright.core.messages import translate
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.supervisor import Supervisor
 from meshwright.runtime.build.passes.prepare_model import move_buffers
@@ -231,4 +231,4 @@ def test_copies_that_hold_training_up_are_told_of_once(tmp_path: Path) -> None:
     for _ in range(30):
         recovery._time(3.2, 2.0)
     assert len(said) == 1 and "each step wait 2.00 s of its 3.20 s" in said[0]
-    assert translate_line(said[0], "zh").startswith("内存里的副本让每一步在 3.20 s 里等 2.00 s")
+    assert translate(said[0], "zh").startswith("内存里的副本让每一步在 3.20 s 里等 2.00 s")

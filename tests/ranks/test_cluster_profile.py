@@ -19,7 +19,7 @@ from test_emulated_cluster import need_networks, on_ranks
 from torch import nn
 
 from meshwright.cli.launch_plan import _scale_to_world, _warn_slow_group
-from meshwright.core.i18n.messages import render_message
+from meshwright.core.messages import translate
 from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.inputs.clusters import parse_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
@@ -230,6 +230,7 @@ def test_ranks_of_a_launcher_plan_a_measured_heterogeneous_cluster() -> None:
     assert _scale_to_world(question.but(cluster=cluster.but(groups=(fast,))), 4).cluster.devices == 4
     step = search_plans(question, 1, runnable=True).chosen.estimate.time.step
     (line,) = _warn_slow_group(question, step)
-    assert render_message(line).startswith(
-        "  without group 1 of the cluster "
-    ) and "start ranks only on the other nodes" in render_message(line)
+    assert (
+        translate(line).startswith("  without group 1 of the cluster ")
+        and "start ranks only on the other nodes" in line
+    )

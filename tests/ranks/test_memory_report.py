@@ -18,7 +18,7 @@ from equality import anatomy_of, make_batch, make_model, make_optimizer
 from torch import nn
 
 from meshwright.core.codec import read_as
-from meshwright.core.units import parse_quantity
+from meshwright.core.quantities import parse_quantity
 from meshwright.report.memory import memory_chart, read_rank_peaks
 from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import parse_plan

@@ -10,7 +10,7 @@ from bench.emulation.emulated_cluster import scale_to_machine
 
 from meshwright.cli.probe import measurement_text
 from meshwright.core.errors import InputError
-from meshwright.core.i18n.line_patterns import translate_line
+from meshwright.core.messages import translate
 from meshwright.planner.cost.calibration import calibrate, predict_collective_seconds
 from meshwright.planner.cost.compute import matmul_shapes
 from meshwright.planner.cost.constants import CPU_OPS_PER_STAGE_PASS, CPU_UPDATE_PARAMS_PER_SECOND
@@ -266,8 +266,8 @@ def test_a_probe_is_said_in_chinese_down_to_what_is_odd() -> None:
         (ClusterProfile(devices=tuple(rank(n, n) for n in range(8)), pairs=pairs(8, **inside)), "1x8:a100-80gb"),
         (ClusterProfile(devices=(rank(0, 0),)), "1x1:cpu"),
     ):
-        said = "\n".join(measurement_text(calibrate(measured, parse_cluster(known)), measured))
-        chinese = translate_line(said, "zh")
+        lines = list(measurement_text(calibrate(measured, parse_cluster(known)), measured))
+        said, chinese = "\n".join(lines), "\n".join(translate(line, "zh") for line in lines)
         assert said.count("\n") == chinese.count("\n")
         assert set(re.findall("[A-Za-z]{3,}", chinese)) <= {
             "cpu",

@@ -20,7 +20,7 @@ from meshwright.cli.doctor import Remedy, doctor_text, torch_remedies
 from meshwright.cli.launch_plan import cluster_mismatches, disk_space_warnings
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
-from meshwright.core.i18n.line_patterns import translate_line
+from meshwright.core.messages import Message, translate
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.planner.inputs.plans import read_plan
 from meshwright.report.text import display_width
@@ -137,7 +137,7 @@ def test_a_mistake_is_said_in_the_language_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def wrong(tokens: list[str]) -> int:
-        raise InputError("--top 0: must be at least 1")
+        raise InputError(Message("--top {top}: must be at least 1", top=0))
 
     monkeypatch.setattr(command_line, "run_command", wrong)
     monkeypatch.setenv("LC_ALL", "C")
@@ -347,7 +347,8 @@ def test_the_doctor_gives_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(out)
     assert code == {"works": 0, "broken": 1}[facts["verdict"]]
     assert facts["speed"]["matrix_product_flops_per_second"] > 1e8 and facts["cores"] >= 1
-    mends = [Remedy("torch 9.9 is newer than 2.13, the newest that was tested")]
+    newer = "torch {torch} is newer than {newest_torch}.{newest_torch_2}, the newest that was tested"
+    mends = [Remedy(Message(newer, torch="9.9", newest_torch=2, newest_torch_2=13))]
     assert (
         doctor_text(facts, mends, "en").splitlines()[-2]
         == "may fix  torch 9.9 is newer than 2.13, the newest that was tested"
@@ -393,9 +394,7 @@ def test_a_cluster_that_this_machine_is_not_is_said_before_its_ranks_start(monke
         )
         lines = cluster_mismatches(question)
         assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True))
-        assert all(
-            "machine" not in translate_line(line, "zh") and "ranks" not in translate_line(line, "zh") for line in lines
-        )
+        assert all("machine" not in translate(line, "zh") and "ranks" not in translate(line, "zh") for line in lines)
 
 
 @pytest.mark.parametrize(

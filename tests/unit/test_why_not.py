@@ -18,7 +18,7 @@ from test_search import small_jobs
 
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError, MeshwrightError, NothingFits
-from meshwright.core.i18n.messages import render_message
+from meshwright.core.messages import translate
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.plan_grid import PlanGrid
 from meshwright.planner.search import rank
@@ -79,7 +79,7 @@ def test_a_tight_plan_comes_first_only_when_it_is_more_than_5_percent_faster() -
             for entry in answer.plans
         ]
         assert all(score <= later * (1 + 1e-9) for score, later in pairwise(scores))
-        said = [render_message(line) for line in explain(job, answer) if line.key == "why.passed"]
+        said = [line for line in explain(job, answer) if "comes first only when" in line]
         faster = [entry for entry in answer.plans if entry.estimate.time.step < answer.chosen.estimate.time.step]
         if faster and answer.chosen.estimate.verdict == FitStatus.fits:
             assert len(said) == 1 and "faster but tight" in said[0]
@@ -217,7 +217,7 @@ def test_when_nothing_fits_every_way_out_fits_when_it_is_taken() -> None:
     )
     assert "16 nodes (16 devices) would fit (" in said and "devices of" not in said
     assert search_plans(named_job("llama-65b", "16x1:a100-80gb", 64, 2048, pins={"offload": ()})).plans
-    assert str(caught.value.said("zh")).startswith("没有放得下的方案")
+    assert translate(str(caught.value), "zh").startswith("没有放得下的方案")
 
 
 def test_a_local_disk_is_named_where_no_host_has_room_and_the_plan_fits_with_it() -> None:

@@ -38,6 +38,7 @@ from meshwright.analysis.run_conditions import set_training_modes, training_mode
 from meshwright.analysis.time_limit import limit_analysis_time
 from meshwright.analysis.trace_log import TraceLog
 from meshwright.analysis.verified_regions import accept_verified_regions
+from meshwright.core.messages import Message
 
 FORM_CHANGED_REASON = "they change the form of what they are given"
 MAX_TRACE_PASSES = 24
@@ -68,7 +69,10 @@ def analyze_model(
     if not lists:
         return ModelGraph(findings=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
     check_distinct_blocks(model, lists)
-    counts = [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists]
+    counts: list[str] = [
+        Message("{count} blocks in {path}", count=len(list(model.get_submodule(path).children())), path=path)
+        for path in lists
+    ]
     state = AnalysisState(model, lists, counts, make_example(model, example), training_modes(model))
     modules = {path: id(module) for path, module in model.named_modules()}
     with dry_run(model, {}), fixed_seeds(0):
@@ -270,11 +274,17 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
         for path in state.lists
         if path not in state.stacks
     ]
-    findings += [f"vocabulary embedding {embedding}" if embedding else "no vocabulary embedding reads the token ids"]
+    findings += [
+        Message("vocabulary embedding {embedding}", embedding=embedding)
+        if embedding
+        else Message("no vocabulary embedding reads the token ids")
+    ]
     findings += (
-        [f"vocabulary head {head}" + (", tied to the embedding" if tied else "")] if head else ["no vocabulary head"]
+        [Message("vocabulary head {head}, tied to the embedding" if tied else "vocabulary head {head}", head=head)]
+        if head
+        else [Message("no vocabulary head")]
     )
-    findings += [f"{path} stays whole: {why}" for path, why in outer.unsharded.items()]
+    findings += [Message("{path} stays whole: {why}", path=path, why=why) for path, why in outer.unsharded.items()]
     if state.trace and state.trace.batch_coupling.found:
         findings.append(
             f"{state.trace.batch_coupling.found} gives tokens a place among those of other rows: exact where it "
@@ -329,7 +339,10 @@ def _region_summary(state: AnalysisState) -> list[str]:
     for weight, why in state.unsharded.items():
         block = next((block for block in state.candidates if weight.startswith(block + ".")), "")
         left.setdefault(why, {})[weight.removeprefix(block + ".").rpartition(".")[0]] = None
-    return [*findings, *(f"{', '.join(names)} stay whole: {why}" for why, names in left.items())]
+    return [
+        *findings,
+        *(Message("{names} stay whole: {why}", names=", ".join(names), why=why) for why, names in left.items()),
+    ]
 
 
 def _unsupported_reasons(

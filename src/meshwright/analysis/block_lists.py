@@ -22,6 +22,7 @@ from torch import nn
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.trace_log import TraceLog
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 
 def params_by_layer(model: nn.Module, graph: ModelGraph) -> list[tuple[str, list[str]]]:
@@ -90,8 +91,13 @@ def check_distinct_blocks(model: nn.Module, lists: list[str]) -> None:
         for name, block in model.get_submodule(path)._modules.items():
             if first.setdefault(id(block), name) != name:
                 raise InputError(
-                    f"{path}.{name} is {path}.{first[id(block)]} itself, and a block has one place: copy it "
-                    "(copy.deepcopy), or call it twice in one block"
+                    Message(
+                        "{path}.{name} is {path}.{first} itself, and a block has one place: copy it (copy.deepcopy), "
+                        "or call it twice in one block",
+                        path=path,
+                        name=name,
+                        first=first[id(block)],
+                    )
                 )
 
 

@@ -54,6 +54,7 @@ from meshwright.analysis.remat.tape import active_saved_tensor_hooks
 from meshwright.analysis.run_conditions import CHECK_VOCAB_ROWS, random_weights, set_seed
 from meshwright.analysis.time_limit import limit_analysis_time
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 MAX_PARAMS_REAL_TENSORS = 1 << 24
 """Parameters of the largest model that runs with real tensors, which takes a second or two."""
@@ -273,9 +274,12 @@ def record_dataflow(model: nn.Module, blocks: Sequence[str], example: ExampleInp
             reason = _error_summary(error)
     if record is None:
         raise InputError(
-            f"the model was not analysed, for it does not run with {describe_inputs(found)} ({reason}): give "
-            "parallelize a batch that it runs with "
-            "(example=...), or use pp1 with z2 at most"
+            Message(
+                "the model was not analysed, for it does not run with {inputs} ({reason}): give parallelize a batch "
+                "that it runs with (example=...), or use pp1 with z2 at most",
+                inputs=describe_inputs(found),
+                reason=reason,
+            )
         )
     return record
 

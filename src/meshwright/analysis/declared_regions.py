@@ -21,6 +21,7 @@ from meshwright.analysis.graph import TpRegion, TpSplit
 from meshwright.analysis.layer_rules.rule import is_linear_like, rule_of
 from meshwright.analysis.regions import RegionCandidate
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.spec.model import TpRule
 
 
@@ -111,8 +112,15 @@ def propose_user_regions(
             wrong = next(name for name in (*rule.columns, *rule.rows) if not _has_module(model, f"{blocks[0]}.{name}"))
             known = [path for path, module in model.get_submodule(blocks[0]).named_modules() if is_linear_like(module)]
             raise InputError(
-                f"model.rules[{number}].{kind}: {wrong!r} is no layer of a block "
-                f"({blocks[0]}){did_you_mean(wrong, known)}; it has {', '.join(known)}"
+                Message(
+                    "model.rules[{number}].{kind}: {wrong!r} is no layer of a block ({blocks}){hint}; it has {known}",
+                    number=number,
+                    kind=kind,
+                    wrong=wrong,
+                    blocks=blocks[0],
+                    hint=did_you_mean(wrong, known),
+                    known=", ".join(known),
+                )
             )
         for block in chosen:
             one = _region_of_rule(model, block, rule, f"model.rules[{number}]")
@@ -120,7 +128,11 @@ def propose_user_regions(
             double = next((path for path in (*one.region.columns, *one.region.rows) if path in taken), None)
             if double is not None:
                 raise InputError(
-                    f"model.rules[{number}]: {double} is shared by tensor ranks without a rule: leave it out"
+                    Message(
+                        "model.rules[{number}]: {double} is shared by tensor ranks without a rule: leave it out",
+                        number=number,
+                        double=double,
+                    )
                 )
             found.setdefault(block, []).append(one)
             made |= dict.fromkeys(one.weights, number)
@@ -136,8 +148,12 @@ def check_user_rules(made: Mapping[str, int], whole: Mapping[str, str]) -> None:
     for weight, number in made.items():
         if weight in whole:
             raise InputError(
-                f"model.rules[{number}]: {weight.removesuffix('.weight')} cannot be cut so: {whole[weight]}; leave "
-                "the rule out"
+                Message(
+                    "model.rules[{number}]: {weight} cannot be cut so: {whole}; leave the rule out",
+                    number=number,
+                    weight=weight.removesuffix(".weight"),
+                    whole=whole[weight],
+                )
             )
 
 
@@ -154,7 +170,11 @@ def _region_of_rule(model: nn.Module, block: str, rule: TpRule, where: str) -> R
     for path in (*columns, *rows):
         layer = model.get_submodule(path)
         if not is_linear_like(layer):
-            raise InputError(f"{where}: {path} is a {type(layer).__name__}, not a linear layer")
+            raise InputError(
+                Message(
+                    "{where}: {path} is a {type}, not a linear layer", where=where, path=path, type=type(layer).__name__
+                )
+            )
     turned = {path: rule_of(model.get_submodule(path)).output_dim for path in (*columns, *rows)}
     given = {path: model.get_parameter(f"{path}.weight").shape[turned[path]] for path in columns}
     read = {path: model.get_parameter(f"{path}.weight").shape[1 - turned[path]] for path in rows}
@@ -162,7 +182,13 @@ def _region_of_rule(model: nn.Module, block: str, rule: TpRule, where: str) -> R
     if odd is not None:
         gives = ", ".join(f"{path} gives {size}" for path, size in given.items())
         raise InputError(
-            f"{where}: {odd[0]} reads {odd[1]} features, but {gives}: a row layer reads what a column layer gives"
+            Message(
+                "{where}: {layer} reads {features} features, but {gives}: a row layer reads what a column layer gives",
+                where=where,
+                layer=odd[0],
+                features=odd[1],
+                gives=gives,
+            )
         )
     splits = {f"{path}.weight": TpSplit(turned[path]) for path in columns} | {
         f"{path}.weight": TpSplit(1 - turned[path]) for path in rows

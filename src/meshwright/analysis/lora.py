@@ -17,6 +17,7 @@ from torch import nn
 
 from meshwright.analysis.graph import ModelGraph, TpRegion, TpSplit
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message, mark_msgid
 
 BASE_LAYER = "base_layer"
 
@@ -47,6 +48,11 @@ def _set_module(model: nn.Module, path: str, module: nn.Module) -> None:
     model.get_submodule(parent)._modules[name] = module
 
 
+VOCABULARY_ADAPTER_TEXT = mark_msgid(
+    "an adapter on the vocabulary ({layer}) is not trained here: leave it out of the targets"
+)
+
+
 def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.Module]) -> ModelGraph:
     """Returns the graph `found`, of the model without adapters, for the model with them.
 
@@ -55,7 +61,7 @@ def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.
     """
     for what in (found.embedding, found.head):
         if what in layers:
-            raise InputError(f"an adapter on the vocabulary ({what}) is not trained here: leave it out of the targets")
+            raise InputError(Message(VOCABULARY_ADAPTER_TEXT, layer=what))
 
     def inside(path: str) -> str:
         return f"{path}.{BASE_LAYER}" if path in layers else path
@@ -94,7 +100,7 @@ def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.
     )
     against = dict(found.unsupported)
     if outside is not None and not found.against_sequence:
-        against["sequence"] = f"the adapter on {outside} is outside of the blocks"
+        against["sequence"] = Message("the adapter on {outside} is outside of the blocks", outside=outside)
     behind_blocks = {path for path in layers if any(name.rpartition(".")[0] == path for name in found.after_blocks)}
     back = [name for name in names if any(name.startswith(f"{path}.") for path in behind_blocks)]
     return replace(
@@ -104,7 +110,7 @@ def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.
         partial=tuple(partial),
         after_blocks=tuple(dict.fromkeys((*map(renamed, found.after_blocks), *back))),
         unsupported=against,
-        findings=(*found.findings, f"adapters on {len(layers)} layers"),
+        findings=(*found.findings, Message("adapters on {count} layers", count=len(layers))),
         replicated=tuple(name for name in names if name not in splits),
     )
 

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
 
 OPAQUE_TYPES = (nn.Module, torch.Tensor, type, types.ModuleType)
@@ -74,7 +75,11 @@ def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = No
         return ModelCopy(model, loss).with_parameters(lambda parameter: torch.empty_like(parameter, device="meta"))
     except Exception as error:
         raise InputError(
-            f"{type(model).__name__} cannot be copied ({reason_of(error)}): let copy.deepcopy copy it"
+            Message(
+                "{type} cannot be copied ({reason_of}): let copy.deepcopy copy it",
+                type=type(model).__name__,
+                reason_of=reason_of(error),
+            )
         ) from None
 
 
@@ -203,7 +208,10 @@ class ParamAccessGuard(TorchFunctionMode):
         for value in args:
             if id(value) in self.live and isinstance(value, nn.Parameter):
                 self.refuse(
-                    f"the copy of the model or the loss reads {self.live[id(value)]} of the model that is trained"
+                    Message(
+                        "the copy of the model or the loss reads {live} of the model that is trained",
+                        live=self.live[id(value)],
+                    )
                 )
         return function(*args, **(kwargs or {}))
 
@@ -229,7 +237,10 @@ def isolated_run(model: nn.Module) -> Iterator[ParamAccessGuard]:
     def check(module: nn.Module, args: Any) -> None:
         if id(module) in live:
             guard.refuse(
-                f"the copy of the model calls {live[id(module)] or 'the forward'} of the model that is trained"
+                Message(
+                    "the copy of the model calls {live} of the model that is trained",
+                    live=live[id(module)] or Message("the forward"),
+                )
             )
 
     handle = register_module_forward_pre_hook(check)

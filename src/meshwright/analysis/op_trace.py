@@ -60,6 +60,7 @@ from meshwright.analysis.trace_log import (
     TraceLog,
     WeightProduct,
 )
+from meshwright.core.messages import Message, mark_msgid
 
 METADATA_OPS = frozenset(
     {"size", "dim", "numel", "is_contiguous", "stride", "__len__", "get_device", "is_floating_point", "type"}
@@ -117,7 +118,10 @@ def trace_ops(
         watch.trace.obstacles["writes"] = written
     for layer, inflow in watch.mla_inputs.entry_inputs().items():
         if inflow.rejected:
-            watch.reject(inflow.needed, f"what {layer} gives meets them, and {inflow.rejected}")
+            watch.reject(
+                inflow.needed,
+                Message("what {layer} gives meets them, and {rejected}", layer=layer, rejected=inflow.rejected),
+            )
         else:
             watch.trace.mla_inputs[layer] = inflow
     return watch.trace
@@ -133,6 +137,10 @@ def nested_tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from nested_tensors(item)
+
+
+ALL_FEATURES_TEXT = mark_msgid("{stack} uses {name} on all features")
+REPLICATED_TEXT = mark_msgid("{stack} meets something there that every rank has whole ({call})")
 
 
 class OpTracer(TorchFunctionMode):
@@ -218,9 +226,9 @@ class OpTracer(TorchFunctionMode):
             )
             self.returned.add(id(hidden))  # later stages do not receive its other outputs
             for tensor in nested_tensors(result):
-                self.mla_inputs.reject(self.mla_inputs.sources(tensor), "it leaves the block")
+                self.mla_inputs.reject(self.mla_inputs.sources(tensor), Message("it leaves the block"))
             info = self.sharded.pop(id(hidden), None)  # the block may also return attention weights, which stay sharded
-            self.reject(info.columns if info else frozenset(), "its output leaves the block")
+            self.reject(info.columns if info else frozenset(), Message("its output leaves the block"))
         elif any(tensor is given for tensor in nested_tensors(result)):
             self.trace.uses[id(given)].append((tuple(self.stack), ""))
 
@@ -312,12 +320,13 @@ class OpTracer(TorchFunctionMode):
         self.trace.uses[id(read)].append((tuple(self.stack), weight))
         if weight in self.whole:
             if info is not None:
-                self.reject(info.columns, f"{owner} stays whole and reads it")
+                self.reject(info.columns, Message("{owner} stays whole and reads it", owner=owner))
             elif is_called and owner in self.plain:
                 self.mla_inputs.begin(owner, result)
             return
         if not is_called:
-            self.reject((info.columns if info else frozenset()) | {weight}, f"{owner} is read without being called")
+            read_columns = (info.columns if info else frozenset()) | {weight}
+            self.reject(read_columns, Message("{owner} is read without being called", owner=owner))
         bias = self.plain.get(owner) if is_called else None
         bias = bias or next((other for other in weights if other != weight), None)
         dim = int((call.name == "linear" or is_conv) == (id(matrix) in self.transposed))
@@ -333,7 +342,7 @@ class OpTracer(TorchFunctionMode):
             self.record_column(product, result, 1 if is_conv else result.ndim - 1)
             return
         if info.dims and (info.dim != (1 if is_conv else read.ndim - 1) or info.inner > 1):
-            self.reject(columns, f"{owner} reads features that were rearranged")
+            self.reject(columns, Message("{owner} reads features that were rearranged", owner=owner))
         self.trace.products[self.block].append(product)
 
     def record_column(self, product: WeightProduct, result: torch.Tensor, dim: int) -> None:
@@ -377,7 +386,7 @@ class OpTracer(TorchFunctionMode):
         try:
             after = propagate_sharding(call, info, first, outputs)
         except NotShardable as lost:
-            self.reject(columns, f"{where} {lost}")
+            self.reject(columns, Message("{where} {lost}", where=where, lost=lost))
             after = [ShardedTensorInfo(columns, ()) for _ in outputs]
         for tensor in (
             shares if all(share.product_slice in (None, info.product_slice) for share in after) else ()
@@ -407,7 +416,7 @@ class OpTracer(TorchFunctionMode):
         if names:
             is_flat = bool(info.dims) and info.dims[0] == share.ndim - 1
             if is_flat and size > 1 and tensor.ndim and tensor.shape[-1] > 1 and call.name not in ATTENTION_SCORE_OPS:
-                self.reject(columns, f"{self.stack[-1]} uses {names[0]} on all features")
+                self.reject(columns, Message(ALL_FEATURES_TEXT, stack=self.stack[-1], name=names[0]))
             self.trace.partial_params.update(
                 {name: self.trace.partial_params.get(name, frozenset()) | columns for name in names}
             )
@@ -420,11 +429,11 @@ class OpTracer(TorchFunctionMode):
                 self.trace.per_head_args[PerHeadInput(*place, dims[0], size)] = columns
                 return
         if tensor.requires_grad and not self.mla_inputs.can_serve(tensor, columns):
-            self.reject(columns, f"{self.stack[-1]} meets something there that every rank has whole ({call.name})")
+            self.reject(columns, Message(REPLICATED_TEXT, stack=self.stack[-1], call=call.name))
 
     def _record_norm(self, call: OpCall, info: ShardedTensorInfo, columns: frozenset[str]) -> None:
         if info.dims[:1] != (1,):
-            self.reject(columns, f"{self.stack[-1]} needs all features for {call.name}")
+            self.reject(columns, Message("{stack} needs all features for {call}", stack=self.stack[-1], call=call.name))
         elif call.name == "group_norm":
             self.trace.grouped[self.stack[-1], "num_groups"] = (call.args[1], columns)
 

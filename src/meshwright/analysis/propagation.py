@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from meshwright.core.messages import Message
+
 RESHAPE_OPS = frozenset(
     {"view", "reshape", "flatten", "unflatten", "contiguous", "clone", "view_as", "reshape_as", "_unsafe_view"}
 )
@@ -122,7 +124,7 @@ def propagate_sharding(
     if call.name in NORM_OPS:
         normed = call.argument(1, "normalized_shape", ()) if call.name != "instance_norm" else ()
         if share.dims[0] >= before.ndim - len(normed):
-            raise NotShardable(f"needs all features for {call.name}")
+            raise NotShardable(Message("needs all features for {call}", call=call.name))
         return [share]
     if call.name == "einsum":
         return [_propagate_einsum(call, share, before)]
@@ -254,7 +256,7 @@ def _slice_of_product(
     steps = indices.diff().unique().tolist()
     if steps not in ([], [1]):
         if len(steps) > 1 or size % steps[0]:
-            raise NotShardable("picks single features")
+            raise NotShardable(Message("picks single features"))
         return replace(
             share, dims=dims, product_slice=None
         )  # every second one, for example: runs of neighbours stay together
@@ -282,10 +284,10 @@ def _propagate_reduction(
     if call.name == "sort" and place is None:
         place = -1
     if place is None:
-        raise NotShardable(f"needs all features for {call.name}")
+        raise NotShardable(Message("needs all features for {call}", call=call.name))
     along = {dim % before.ndim for dim in (place if isinstance(place, tuple | list) else (place,))}
     if along & set(share.dims[:1]):
-        raise NotShardable(f"needs all features for {call.name}")
+        raise NotShardable(Message("needs all features for {call}", call=call.name))
     left = [dim for dim in share.dims if dim not in along]
     if after.ndim == before.ndim:
         return replace(share, dims=tuple(left))
@@ -302,7 +304,7 @@ def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tens
         return replace(share, dims=(), product_slice=None)
     letters = [mine[dim] for dim in share.dims]
     if letters[0] not in target:
-        raise NotShardable("sums over all features")
+        raise NotShardable(Message("sums over all features"))
     return replace(
         share, dims=tuple(target.index(letter) for letter in letters if letter in target), product_slice=None
     )
@@ -316,15 +318,15 @@ def _propagate_broadcast(
     """
     shift = after.ndim - before.ndim
     if call.name in MATMUL_OPS and share.dims[0] >= before.ndim - 1:
-        raise NotShardable("is summed over its features")
+        raise NotShardable(Message("is summed over its features"))
     if call.name in ("cat", "concat", "concatenate", "stack"):
         dim = call.argument(1, "dim", 0) % after.ndim
         if call.name == "stack":
             return replace(share, dims=tuple(place + (dim <= place) for place in share.dims), product_slice=None)
         if dim == share.dims[0]:
-            raise NotShardable("joins features with others")
+            raise NotShardable(Message("joins features with others"))
     if call.name == "repeat" and before.shape[share.dims[0]] != after.shape[share.dims[0] + shift]:
-        raise NotShardable("repeats its features as a whole")
+        raise NotShardable(Message("repeats its features as a whole"))
     dims = tuple(dim + shift for dim in share.dims)
     if min(dims) < 0 or (call.name != "repeat_interleave" and after.shape[dims[0]] != before.shape[share.dims[0]]):
         return replace(share, dims=(), product_slice=None)

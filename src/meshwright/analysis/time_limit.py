@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 TIME_LIMIT_VARIABLE = "MESHWRIGHT_ANALYSIS_SECONDS"
 DEFAULT_LIMIT_SECONDS = 600.0
@@ -67,9 +68,14 @@ def limit_analysis_time() -> Iterator[None]:
             signal.signal(signal.SIGALRM, before)
     except _AnalysisTimeout:
         raise InputError(
-            f"the analysis of the model was stopped after {seconds:g} s{where}: if its forward waits for a network "
-            "or a file, let it not; else give a small "
-            f"batch as example=..., or more seconds as {TIME_LIMIT_VARIABLE}"
+            Message(
+                "the analysis of the model was stopped after {seconds:g} s{where}: if its forward waits for a network "
+                "or a file, let it not; else give a small batch as example=..., or more seconds as "
+                "{time_limit_variable}",
+                seconds=seconds,
+                where=where,
+                time_limit_variable=TIME_LIMIT_VARIABLE,
+            )
         ) from None
 
 
@@ -85,7 +91,13 @@ def analysis_time_limit() -> float:
     except ValueError:
         seconds = 0.0
     if not 0.0 < seconds < float("inf"):
-        raise InputError(f"{TIME_LIMIT_VARIABLE}={text!r} is not a number of seconds above 0")
+        raise InputError(
+            Message(
+                "{time_limit_variable}={text!r} is not a number of seconds above 0",
+                time_limit_variable=TIME_LIMIT_VARIABLE,
+                text=text,
+            )
+        )
     return seconds
 
 

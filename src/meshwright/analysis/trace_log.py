@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.analysis.batch_coupling import BatchCouplingDetector
 from meshwright.analysis.propagation import FIRST_INPUT_OPS, RESHAPE_OPS, OpCall, ShardedTensorInfo, tensors_of
 from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON
+from meshwright.core.messages import Message
 
 
 @dataclass
@@ -97,19 +98,19 @@ class MlaInputTracker:
         whole = [tensor for tensor in outputs if id(tensor) not in shares and tensor.requires_grad]
         begun = frozenset().union(*(self.sources(tensor) for tensor in whole)) - layers
         if begun:
-            self.reject(layers, f"{min(begun)} stays whole and reads it")
+            self.reject(layers, Message("{begun} stays whole and reads it", begun=min(begun)))
         for tensor in whole if not begun else ():
             self.layers_by_tensor[id(tensor)] = layers
         if not whole:
             return
         if (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))) and not self.sources(given[0]):
-            self.reject(layers, "it is written into something else")
+            self.reject(layers, Message("it is written into something else"))
         for tensor in given:
             if id(tensor) in made:
                 for layer in layers:
                     self.inputs[layer].parameters.update(dict.fromkeys(made[id(tensor)]))
             elif tensor.requires_grad and not self.sources(tensor):
-                self.reject(layers, "it meets what other ranks have whole")
+                self.reject(layers, Message("it meets what other ranks have whole"))
 
     def reject(self, layers: Iterable[str], why: str) -> None:
         """Records why `layers` cannot be entered at their output."""
@@ -432,11 +433,14 @@ class TraceLog:
         where they can.
         """
         if no_grad_block := self.obstacles.get("no_grad"):
-            return f"{no_grad_block} runs where torch records no gradient, in a function with a backward of its own"
+            return Message(
+                "{no_grad_block} runs where torch records no gradient, in a function with a backward of its own",
+                no_grad_block=no_grad_block,
+            )
         if again := self.obstacles.get("again"):
             return f"{again} {OWN_CHECKPOINT_REASON}"
         twice = next((block for block in self.repeated if block.rpartition(".")[0] in stacks), "")
-        return f"{twice} runs more than once in a pass" if twice else ""
+        return Message("{twice} runs more than once in a pass", twice=twice) if twice else ""
 
     def follow(
         self,

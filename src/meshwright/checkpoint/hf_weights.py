@@ -31,6 +31,7 @@ from meshwright.checkpoint.reshard import contiguous_runs
 from meshwright.checkpoint.save import LocalShard
 from meshwright.core.codec import parse_text, read_text_file
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.spec.layout import ShardMetadata
 
 WEIGHTS_FILE = "model.safetensors"
@@ -120,27 +121,44 @@ class HfWeights:
             key for key in sorted(self.entries.keys() - used) if not any(pattern.search(key) for pattern in patterns)
         ]
         for what, names, pool in (
-            ("has no tensor", missing, self.entries),
-            ("holds a tensor that this model has not:", others, shapes),
+            (Message("has no tensor"), missing, self.entries),
+            (Message("holds a tensor that this model has not:"), others, shapes),
         ):
             if names:
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                more = Message(" and {count} more", count=len(names) - 1) if len(names) > 1 else ""
                 raise InputError(
-                    f"{self.path}: {what} {names[0]!r}{more}{did_you_mean(names[0], pool)}: weights of another model?"
+                    Message(
+                        "{path}: {what} {names!r}{more}{hint}: weights of another model?",
+                        path=self.path,
+                        what=what,
+                        names=names[0],
+                        more=more,
+                        hint=did_you_mean(names[0], pool),
+                    )
                 )
 
     def _check_tensor(self, name: str, source: WeightSource, shape: Sequence[int]) -> None:
         found = self.shape(source)
         if found != tuple(shape):
             raise InputError(
-                f"{self.path}: {source.keys[0][0]} has shape {list(found)}, this model's {name} is {list(shape)}: "
-                "weights of another model?"
+                Message(
+                    "{path}: {keys} has shape {found}, this model's {name} is {shape}: weights of another model?",
+                    path=self.path,
+                    keys=source.keys[0][0],
+                    found=list(found),
+                    name=name,
+                    shape=list(shape),
+                )
             )
         kind = self.entries[source.keys[0][0]].dtype
         if not kind.startswith(("F", "BF")) or kind.startswith("F8"):
             raise InputError(
-                f"{self.path}: {source.keys[0][0]} holds {kind}, not floating-point weights: undo its quantization "
-                "first"
+                Message(
+                    "{path}: {keys} holds {kind}, not floating-point weights: undo its quantization first",
+                    path=self.path,
+                    keys=source.keys[0][0],
+                    kind=kind,
+                )
             )
 
     def fill(self, piece: ShardMetadata, tensor: torch.Tensor) -> None:
@@ -149,7 +167,12 @@ class HfWeights:
         source = self.find(name)
         if source is None:
             raise InputError(
-                f"{self.path}: has no tensor {name!r}{did_you_mean(name, self.entries)}: weights of another model?"
+                Message(
+                    "{path}: has no tensor {name!r}{hint}: weights of another model?",
+                    path=self.path,
+                    name=name,
+                    hint=did_you_mean(name, self.entries),
+                )
             )
         self._check_tensor(name, source, piece.shape)
         if piece.start < piece.stop:
@@ -233,28 +256,35 @@ def weight_files(path: Path) -> list[Path]:
     if path.is_file():
         if path.suffix != ".safetensors":
             raise InputError(
-                f"weights {str(path)!r} are not a safetensors file; pickle files are not read: convert them first"
+                Message(
+                    "weights {path!r} are not a safetensors file; pickle files are not read: convert them first",
+                    path=str(path),
+                )
             )
         return [path]
     if not path.is_dir():
-        raise InputError(f"weights {str(path)!r} do not exist")
+        raise InputError(Message("weights {path!r} do not exist", path=str(path)))
     if (path / INDEX_FILE).exists():
         index = parse_text(read_text_file(path / INDEX_FILE), str(path / INDEX_FILE))
         files = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(files, dict) or not all(
             isinstance(name, str) and _FILE_NAME_PATTERN.fullmatch(name) for name in files.values()
         ):
-            raise InputError(f"{path / INDEX_FILE}: 'weight_map' must name safetensors files beside it")
+            raise InputError(
+                Message("{path}: 'weight_map' must name safetensors files beside it", path=path / INDEX_FILE)
+            )
         return [path / name for name in sorted(set(files.values()))]
     found = [path / WEIGHTS_FILE] if (path / WEIGHTS_FILE).exists() else sorted(path.glob("*.safetensors"))
     if not found:
         other = next((name for name in sorted(os.listdir(path)) if name.endswith(_PICKLE_SUFFIXES)), None)
-        more = f"; {other} is pickle and is not read: {CONVERT_HINT}" if other else ""
-        raise InputError(f"folder {str(path)!r} holds no safetensors file{more}")
+        more = Message("; {other} is pickle and is not read: {hint}", other=other, hint=CONVERT_HINT) if other else ""
+        raise InputError(Message("folder {path!r} holds no safetensors file{more}", path=str(path), more=more))
     return found
 
 
-CONVERT_HINT = "convert it once, where you trust it, by transformers' from_pretrained(...).save_pretrained(...)"
+CONVERT_HINT = Message(
+    "convert it once, where you trust it, by transformers' from_pretrained(...).save_pretrained(...)"
+)
 
 
 def has_weights(folder: Path) -> bool:
@@ -270,8 +300,12 @@ def has_weights(folder: Path) -> bool:
     )
     if pickled:
         raise InputError(
-            f"model folder {str(folder)!r}: {pickled[0]} is pickle and is not read: {CONVERT_HINT}; or remove it to "
-            "begin anew"
+            Message(
+                "model folder {folder!r}: {pickled} is pickle and is not read: {hint}; or remove it to begin anew",
+                folder=str(folder),
+                pickled=pickled[0],
+                hint=CONVERT_HINT,
+            )
         )
     return False
 
@@ -283,8 +317,10 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
             yield handle
     except (SafetensorError, OSError) as error:
         reason = str(error).partition(chr(10))[0]
-        short = " (it is cut short: copy it again)" if "not fully covered" in reason else ""
-        raise InputError(f"{file}: cannot be read: {reason}{short}") from None
+        short = Message(" (it is cut short: copy it again)") if "not fully covered" in reason else ""
+        raise InputError(
+            Message("{file}: cannot be read: {reason}{short}", file=file, reason=reason, short=short)
+        ) from None
 
 
 def load_weights(path: Path | str, wanted: Iterable[LocalShard], weights: HfWeights | None = None) -> None:

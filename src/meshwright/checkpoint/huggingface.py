@@ -36,6 +36,7 @@ from meshwright.checkpoint.save import save_checkpoint
 from meshwright.checkpoint.verify import CheckpointReader
 from meshwright.core import storage
 from meshwright.core.errors import InputError, MeshwrightError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
 from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.workload import LoraConfig
@@ -80,7 +81,9 @@ def write_files_atomically(folder: Path, files: Mapping[str, bytes | Sequence[Pe
             storage.remove_if_possible(folder)
         if isinstance(error, OSError):
             kind = MeshwrightError if error.errno in (errno.ENOSPC, errno.EDQUOT) else InputError
-            raise kind(f"folder {str(folder)!r}: {error.strerror}; nothing is exported") from None
+            raise kind(
+                Message("folder {folder!r}: {reason}; nothing is exported", folder=str(folder), reason=error.strerror)
+            ) from None
         raise
     return done
 
@@ -115,7 +118,13 @@ class MergedLora:
         change = change.T if self.transposed else change
         if change.shape != weight.shape:
             raise InputError(
-                f"{self.reader.path}: the adapter of {name} is {list(change.shape)}, its weight {list(weight.shape)}"
+                Message(
+                    "{path}: the adapter of {name} is {shape}, its weight {weight_shape}",
+                    path=self.reader.path,
+                    name=name,
+                    shape=list(change.shape),
+                    weight_shape=list(weight.shape),
+                )
             )
         return weight + change.to(weight.dtype)
 
@@ -130,9 +139,11 @@ def export_adapter(
     reader = CheckpointReader(path)
     names = sorted(name for name in reader.manifest.tensors if is_lora_weight(name))
     if not names:
-        raise InputError(f"{path}: holds no adapters")
+        raise InputError(Message("{path}: holds no adapters", path=path))
     if storage.path_exists(folder / ADAPTER_WEIGHTS_FILE):
-        raise InputError(f"folder {str(folder)!r} already holds an adapter; name another, or remove it first")
+        raise InputError(
+            Message("folder {folder!r} already holds an adapter; name another, or remove it first", folder=str(folder))
+        )
     items = []
     for name in names:
         entry = reader.manifest.tensors[name]
@@ -192,14 +203,19 @@ def export_weights(
         if name.startswith((WEIGHT_PREFIX, BUFFER_PREFIX))
     }
     if not any(name.startswith(WEIGHT_PREFIX) for name in weights):
-        raise InputError(f"{path}: holds no weights of a model")
+        raise InputError(Message("{path}: holds no weights of a model", path=path))
     if dtype is not None and (dtype not in DTYPE_BY_NAME or not DTYPE_BY_NAME[dtype].is_floating_point):
         raise InputError(
-            f"dtype {dtype!r} is not a floating-point type{did_you_mean(dtype, DTYPE_BY_NAME)}; such are float32, "
-            "bfloat16, float16"
+            Message(
+                "dtype {dtype!r} is not a floating-point type{hint}; such are float32, bfloat16, float16",
+                dtype=dtype,
+                hint=did_you_mean(dtype, DTYPE_BY_NAME),
+            )
         )
     if fnmatch.filter(storage.list_names(folder), "model*.safetensors*"):
-        raise InputError(f"folder {str(folder)!r} already holds weights; name another, or remove them first")
+        raise InputError(
+            Message("folder {folder!r} already holds weights; name another, or remove them first", folder=str(folder))
+        )
     merged = MergedLora(reader, lora, config) if lora is not None else None
     items = [
         _pending_export(merged or reader, name, entry, dtype, transposed)

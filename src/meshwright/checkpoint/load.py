@@ -24,6 +24,7 @@ from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, dtype_name
 from meshwright.checkpoint.save import SINGLE_RANK, LocalShard, RankExchange
 from meshwright.checkpoint.verify import CheckpointReader
 from meshwright.core.errors import InputError, MeshwrightError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.spec.plan import Plan
 
 
@@ -94,7 +95,7 @@ def _raise_on_all_ranks(ranks: RankExchange, work: Callable[[], None]) -> None:
     failed = [(rank, answer) for rank, answer in enumerate(answers) if answer]
     if failed:
         place = f"rank {failed[0][0]}: " if ranks.world > 1 else ""
-        raise InputError(f"{place}{failed[0][1]}") from cause
+        raise InputError(Message("{place}{failed}", place=place, failed=failed[0][1])) from cause
 
 
 def _load_tensors(
@@ -121,27 +122,47 @@ def _load_tensors(
 def _check_tensors(path: Path, manifest: CheckpointManifest, by_name: dict[str, list[LocalShard]], cast: bool) -> None:
     missing = [name for name in by_name if name not in manifest.tensors]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        more = Message(" and {count} more", count=len(missing) - 1) if len(missing) > 1 else ""
         raise InputError(
-            f"{path}: has no tensor {missing[0]!r}{more}{did_you_mean(missing[0], manifest.tensors)}: saved from "
-            "another model?"
+            Message(
+                "{path}: has no tensor {missing!r}{more}{hint}: saved from another model?",
+                path=path,
+                missing=missing[0],
+                more=more,
+                hint=did_you_mean(missing[0], manifest.tensors),
+            )
         )
     for name, shards in by_name.items():
         entry = manifest.tensors[name]
         for piece, tensor in shards:
             if tuple(piece.shape) != entry.shape:
                 raise InputError(
-                    f"{path}: {name} has shape {list(entry.shape)}, this model's is {list(piece.shape)}: saved from "
-                    "another model?"
+                    Message(
+                        "{path}: {name} has shape {shape}, this model's is {model_shape}: saved from another model?",
+                        path=path,
+                        name=name,
+                        shape=list(entry.shape),
+                        model_shape=list(piece.shape),
+                    )
                 )
             if not cast and dtype_name(tensor.dtype) != entry.dtype:
                 raise InputError(
-                    f"{path}: {name} is {entry.dtype}, this job's is {dtype_name(tensor.dtype)}: keep "
-                    "workload.precision"
+                    Message(
+                        "{path}: {name} is {dtype}, this job's is {dtype_name}: keep workload.precision",
+                        path=path,
+                        name=name,
+                        dtype=entry.dtype,
+                        dtype_name=dtype_name(tensor.dtype),
+                    )
                 )
             if tensor.dim() != 1 or tensor.numel() != piece.stop - piece.start:
                 raise InputError(
-                    f"{name}: the wanted piece has {piece.stop - piece.start} elements, its tensor {list(tensor.shape)}"
+                    Message(
+                        "{name}: the wanted piece has {stop} elements, its tensor {shape}",
+                        name=name,
+                        stop=piece.stop - piece.start,
+                        shape=list(tensor.shape),
+                    )
                 )
 
 

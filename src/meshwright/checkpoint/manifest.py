@@ -27,6 +27,7 @@ from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, SHARD_NAME_P
 from meshwright.core import storage
 from meshwright.core.codec import StrictModel, parse_text, validate_data
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.spec.layout import ShardMetadata
 
 MANIFEST_FILE = "manifest.json"
@@ -140,29 +141,52 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
     try:
         if not storage.is_folder(folder):
             raise InputError(
-                f"checkpoint {str(folder)!r} does not exist; `meshwright checkpoint list FOLDER` shows those that do"
+                Message(
+                    "checkpoint {folder!r} does not exist; `meshwright checkpoint list FOLDER` shows those that do",
+                    folder=str(folder),
+                )
             )
         data = storage.read_file(folder / MANIFEST_FILE)
     except OSError as error:
-        raise CorruptCheckpoint(f"{where}: cannot be read: {error.strerror}; the checkpoint is incomplete") from None
+        raise CorruptCheckpoint(
+            Message(
+                "{where}: cannot be read: {reason}; the checkpoint is incomplete", where=where, reason=error.strerror
+            )
+        ) from None
     head = _DIGEST_LINE_PATTERN.match(data)
     if head is None:
-        raise CorruptCheckpoint(f"{where}: does not begin with its digest: damaged, or not a checkpoint of Meshwright")
+        raise CorruptCheckpoint(
+            Message("{where}: does not begin with its digest: damaged, or not a checkpoint of Meshwright", where=where)
+        )
     rest = data[head.end() :]
     digest = xxhash.xxh3_128(rest).hexdigest()
     if digest.encode() != head[1]:
-        raise CorruptCheckpoint(f"{where}: its xxh3 is {digest}, its first line says {head[1].decode()}: damaged")
+        raise CorruptCheckpoint(
+            Message(
+                "{where}: its xxh3 is {digest}, its first line says {recorded}: damaged",
+                where=where,
+                digest=digest,
+                recorded=head[1].decode(),
+            )
+        )
     try:
         manifest = validate_data(CheckpointManifest, parse_text("{" + rest.decode(), where), where)
     except InputError as error:
         raise CorruptCheckpoint(str(error)) from None
     except (ValueError, RecursionError, OverflowError) as error:
-        raise CorruptCheckpoint(f"{where}: not a manifest: {error}") from None
+        raise CorruptCheckpoint(Message("{where}: not a manifest: {error}", where=where, error=error)) from None
     if parse_step(folder) not in (None, manifest.step):
-        raise CorruptCheckpoint(f"{where}: is stale: it is of step {manifest.step}, its folder is {folder.name}")
+        raise CorruptCheckpoint(
+            Message(
+                "{where}: is stale: it is of step {step}, its folder is {folder}",
+                where=where,
+                step=manifest.step,
+                folder=folder.name,
+            )
+        )
     problem = next(_manifest_contradictions(manifest), None)
     if problem:
-        raise CorruptCheckpoint(f"{where}: {problem}")
+        raise CorruptCheckpoint(Message("{where}: {problem}", where=where, problem=problem))
     return manifest
 
 
@@ -179,9 +203,11 @@ def _manifest_contradictions(manifest: CheckpointManifest) -> Iterator[str]:
     used: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for file, shard in manifest.files.items():
         if not SHARD_NAME_PATTERN.fullmatch(file):
-            yield f"file name {file[:80]!r} is not one of a checkpoint"
+            yield Message("file name {file!r} is not one of a checkpoint", file=file[:80])
         if shard.data > shard.bytes:
-            yield f"{file}: data begin at {shard.data} of {shard.bytes} bytes"
+            yield Message(
+                "{file}: data begin at {data} of {bytes} bytes", file=file, data=shard.data, bytes=shard.bytes
+            )
     problem = first_contradiction(manifest.tensors)
     if problem:
         yield problem
@@ -189,38 +215,58 @@ def _manifest_contradictions(manifest: CheckpointManifest) -> Iterator[str]:
         for part in entry.pieces:
             shard_entry = manifest.files.get(part.file)
             if shard_entry is None:
-                yield f"{name}: file {part.file[:80]!r} is not in the list of files"
+                yield Message("{name}: file {file!r} is not in the list of files", name=name, file=part.file[:80])
                 return
             end = part.offset + entry.bytes_of(part)
             if part.offset < shard_entry.data or end > shard_entry.bytes:
-                yield f"{name}: bytes {part.offset} to {end} are outside {part.file}"
+                yield Message(
+                    "{name}: bytes {offset} to {end} are outside {file}",
+                    name=name,
+                    offset=part.offset,
+                    end=end,
+                    file=part.file,
+                )
             used[part.file].append((part.offset, end, name))
     for file, spans in used.items():
         spans.sort()
         for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
             if begin < end:
-                yield f"{file}: {first} and {second} share bytes {begin} to {end}"
+                yield Message(
+                    "{file}: {first} and {second} share bytes {begin} to {end}",
+                    file=file,
+                    first=first,
+                    second=second,
+                    begin=begin,
+                    end=end,
+                )
 
 
 def _shape_problem(entry: TensorEntry) -> str | None:
     if entry.dtype not in DTYPE_BY_NAME:
-        return f"dtype {entry.dtype[:40]!r} is not one of {', '.join(DTYPE_BY_NAME)}"
+        return Message("dtype {dtype!r} is not one of {names}", dtype=entry.dtype[:40], names=", ".join(DTYPE_BY_NAME))
     if entry.numel > _MAX_COUNT:
-        return f"shape {list(entry.shape)} is beyond any memory"
+        return Message("shape {shape} is beyond any memory", shape=list(entry.shape))
     if entry.split is not None and entry.split >= len(entry.shape):
-        return f"split along dimension {entry.split} of shape {list(entry.shape)}"
+        return Message("split along dimension {split} of shape {shape}", split=entry.split, shape=list(entry.shape))
     for part in entry.pieces:
         size = 0 if entry.split is None else entry.shape[entry.split]
         if entry.split is None and part.intervals:
-            return "has intervals and no split"
+            return Message("has intervals and no split")
         if any(not start <= stop <= size for start, stop in part.intervals):
-            return (
-                f"intervals {[list(interval) for interval in part.intervals[:4]]} are outside dimension "
-                f"{entry.split} of {size}"
+            return Message(
+                "intervals {intervals} are outside dimension {split} of {size}",
+                intervals=[list(interval) for interval in part.intervals[:4]],
+                split=entry.split,
+                size=size,
             )
         local = math.prod(entry.piece("", part).local_shape)
         if not part.start <= part.stop <= local:
-            return f"run [{part.start}, {part.stop}) is outside a part of {local} elements"
+            return Message(
+                "run [{start}, {stop}) is outside a part of {local} elements",
+                start=part.start,
+                stop=part.stop,
+                local=local,
+            )
     return None
 
 
@@ -239,16 +285,25 @@ def _coverage_problem(entry: TensorEntry) -> str | None:
         local = math.prod(ShardMetadata("", entry.shape, "", entry.split, intervals, 0, 0).local_shape)
         missing = first_gap(spans, local)
         if missing is not None:
-            where = f" of {[list(interval) for interval in intervals]}" if intervals else ""
-            return f"no piece holds element {missing}{where} of {local}"
+            where = (
+                Message(" of {intervals}", intervals=[list(interval) for interval in intervals]) if intervals else ""
+            )
+            return Message(
+                "no piece holds element {missing}{where} of {local}", missing=missing, where=where, local=local
+            )
         covered += intervals
     if entry.split is None:
-        return None if runs else "has no pieces"
+        return None if runs else Message("has no pieces")
     missing = first_gap(covered, entry.shape[entry.split])
     return (
         None
         if missing is None
-        else f"no piece holds index {missing} of dimension {entry.split} ({entry.shape[entry.split]})"
+        else Message(
+            "no piece holds index {missing} of dimension {split} ({shape})",
+            missing=missing,
+            split=entry.split,
+            shape=entry.shape[entry.split],
+        )
     )
 
 

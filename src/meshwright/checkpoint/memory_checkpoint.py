@@ -40,6 +40,7 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.reshard import normalize_shard
 from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, dtype_name
+from meshwright.core.messages import Message
 from meshwright.core.secure_channel import TOKEN_VARIABLE
 from meshwright.core.snapshots import (
     HEADER_BYTES,
@@ -270,7 +271,11 @@ class MemoryCheckpoint:
         }
         problem = first_contradiction(tensors)
         if problem or len(tensors) < len(parts):
-            raise CorruptCheckpoint(f"{self.path}: {problem or 'ranks disagree about a tensor'}")
+            raise CorruptCheckpoint(
+                Message(
+                    "{path}: {problem}", path=self.path, problem=problem or Message("ranks disagree about a tensor")
+                )
+            )
         self.states = [json.loads(memory.state(step)) for memory in memories]
         """The JSON state of each rank."""
         first = indices[0]

@@ -23,6 +23,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.verify import verify_checkpoint as problems_of
 from meshwright.core import storage
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.core.printable_text import escape_terminal_controls
 
 _SERIAL_PATTERN = re.compile(rb'"step":(\d{1,19}),"serial":(\d{1,19}),')
@@ -99,13 +100,18 @@ def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[st
                 break  # otherwise its serial could not be read before, so it may be older than the next one
         else:
             first = first or problem
-            say(f"checkpoint {path.name} is passed over: {problem}")
+            say(Message("checkpoint {path} is passed over: {problem}", path=path.name, problem=problem))
     if valid:
         return max(valid, key=lambda path: _read_serial(path) or 0)
     if found:
         raise CorruptCheckpoint(
-            f"none of the {len(found)} checkpoints in {str(folder)!r} is valid: {first}; restore one, or begin anew "
-            "in another folder"
+            Message(
+                "none of the {count} checkpoints in {folder!r} is valid: {first}; restore one, or begin anew in "
+                "another folder",
+                count=len(found),
+                folder=str(folder),
+                first=first,
+            )
         )
     return None
 
@@ -133,7 +139,7 @@ def newest_checkpoint_until(folder: Path | str, step: int) -> Path | None:
 def _first_problem(path: Path, verify: bool) -> str | None:
     if verify:
         problems = problems_of(path)
-        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        more = Message(" (and {count} more problems)", count=len(problems) - 1) if len(problems) > 1 else ""
         return problems[0] + more if problems else None
     try:
         read_manifest(path)
@@ -153,11 +159,11 @@ def prune_checkpoints(
     saved, so read back), or one that is verified here.
     """
     if keep < 1:
-        raise InputError(f"keep = {keep}: at least one checkpoint must stay")
+        raise InputError(Message("keep = {keep}: at least one checkpoint must stay", keep=keep))
     try:
         found = [path for path, serial in _checkpoint_serials(Path(folder)).items() if serial is not None]
     except storage.StorageFailed as error:
-        _warning_function(say)(f"old checkpoints are not removed: {error}")
+        _warning_function(say)(Message("old checkpoints are not removed: {error}", error=error))
         return []
     retained, rest = found[:keep], found[keep:]
     if not rest:
@@ -172,7 +178,10 @@ def prune_checkpoints(
             removed.append(path)
         else:
             _warning_function(say)(
-                f"checkpoint {path.name} is not needed any more and cannot be removed: "
-                f"{storage.describe_failure(left, path)}"
+                Message(
+                    "checkpoint {path} is not needed any more and cannot be removed: {failure}",
+                    path=path.name,
+                    failure=storage.describe_failure(left, path),
+                )
             )
     return removed

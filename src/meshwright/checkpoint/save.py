@@ -53,6 +53,7 @@ from meshwright.checkpoint.safetensors_writer import (
 )
 from meshwright.core import storage
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.messages import Message, mark_msgid, pack_messages, unpack_messages
 from meshwright.core.units import show_bytes
 from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.plan import Plan
@@ -148,14 +149,25 @@ class _SaveOperation:
             word = stage() or ""
         except Exception as error:
             cause, problem = error, self.describe_error(error)
-        answers = [json.loads(text) for text in self.ranks.all_gather(json.dumps([word, problem]))]
+        answers = [
+            unpack_messages(json.loads(text))
+            for text in self.ranks.all_gather(json.dumps(pack_messages([word, problem])))
+        ]
         failed = [(rank, answer[1]) for rank, answer in enumerate(answers) if answer[1]]
         if failed:
             rank, first = failed[0]
-            more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+            who = f"rank {rank}"
+            if len(failed) > 1:
+                who = Message("rank {rank} (and {more} more ranks)", rank=rank, more=len(failed) - 1)
             raise SaveFailed(
-                f"checkpoint of step {self.step} is not saved in {str(self.folder)!r}: rank {rank}{more}: {first}; "
-                "earlier checkpoints are untouched"
+                Message(
+                    "checkpoint of step {step} is not saved in {folder!r}: {who}: {reason}; earlier checkpoints are "
+                    "untouched",
+                    step=self.step,
+                    folder=str(self.folder),
+                    who=who,
+                    reason=first,
+                )
             ) from cause
         return str(answers[0][0])
 
@@ -171,12 +183,17 @@ class _SaveOperation:
 
     def out_of_space_message(self) -> str:
         """Returns the message for a full disk, with the bytes that are needed and free."""
+        needs = show_bytes(self.needs)
         try:
-            free = f"{show_bytes(storage.free_bytes(self.folder) + _folder_bytes(self.temporary))} are free; "
+            free = show_bytes(storage.free_bytes(self.folder) + _folder_bytes(self.temporary))
         except OSError:  # the free space is unknown
-            free = ""
-        return (
-            f"no space left: the checkpoint needs {show_bytes(self.needs)}, {free}make room or keep fewer checkpoints"
+            return Message(
+                "no space left: the checkpoint needs {needs}, make room or keep fewer checkpoints", needs=needs
+            )
+        return Message(
+            "no space left: the checkpoint needs {needs}, {free} are free; make room or keep fewer checkpoints",
+            needs=needs,
+            free=free,
         )
 
     # Stages, in order.
@@ -247,15 +264,17 @@ class _SaveOperation:
         handle = storage.open_regular_file(path)
         try:
             if storage.digest_range(handle, 0, written.data) != written.header_xxh3:
-                raise _SaveRefused(
-                    f"{path.name}: its header reads back otherwise than written; the disk or its driver is at fault"
+                text = mark_msgid(
+                    "{path}: its header reads back otherwise than written; the disk or its driver is at fault"
                 )
+                raise _SaveRefused(Message(text, path=path.name))
             for key, piece in mine.items():
                 at = written.offsets[key]
                 if storage.digest_range(handle, at, at + _shard_bytes(piece)) != live[key]:
-                    raise _SaveRefused(
-                        f"{path.name}: {piece.name} reads back otherwise than it is in memory: wrong data were written"
+                    text = mark_msgid(
+                        "{path}: {piece} reads back otherwise than it is in memory: wrong data were written"
                     )
+                    raise _SaveRefused(Message(text, path=path.name, piece=piece.name))
         finally:
             storage.close_quietly(handle)
         shard = ShardFileEntry(bytes=written.size, data=written.data, xxh3=written.header_xxh3)
@@ -348,7 +367,11 @@ class _SaveOperation:
     def not_shared_error(self, path: Path) -> _SaveRefused:
         """Returns the error for a folder that this rank does not see."""
         return _SaveRefused(
-            f"rank {self.ranks.rank} does not see {str(path)!r}: checkpoints must be on storage that all hosts share"
+            Message(
+                "rank {rank} does not see {path!r}: checkpoints must be on storage that all hosts share",
+                rank=self.ranks.rank,
+                path=str(path),
+            )
         )
 
 
@@ -397,14 +420,14 @@ def shard_key(piece: ShardMetadata) -> str:
 
 def _check_shard(piece: ShardMetadata, tensor: torch.Tensor) -> None:
     if not re.fullmatch(TENSOR_NAME_PATTERN, piece.name):
-        raise _SaveRefused(f"{piece.name[:80]!r} cannot name a tensor")
+        raise _SaveRefused(Message("{piece!r} cannot name a tensor", piece=piece.name[:80]))
     if piece.dtype not in DTYPE_BY_NAME:
-        raise _SaveRefused(f"{piece.name}: dtype {piece.dtype!r} is not one of {', '.join(DTYPE_BY_NAME)}")
+        text = mark_msgid("{piece}: dtype {dtype!r} is not one of {names}")
+        raise _SaveRefused(Message(text, piece=piece.name, dtype=piece.dtype, names=", ".join(DTYPE_BY_NAME)))
     if tensor.dim() != 1 or tensor.numel() != piece.stop - piece.start or dtype_name(tensor.dtype) != piece.dtype:
-        raise _SaveRefused(
-            f"{piece.name}: the piece says {piece.stop - piece.start} elements of {piece.dtype}, its tensor is "
-            f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-        )
+        text = mark_msgid("{piece}: the piece says {count} elements of {dtype}, its tensor is {type}{shape}")
+        fields = {"piece": piece.name, "count": piece.stop - piece.start, "dtype": piece.dtype}
+        raise _SaveRefused(Message(text, **fields, type=dtype_name(tensor.dtype), shape=list(tensor.shape)))
 
 
 def _tensor_key(piece: ShardMetadata) -> TensorKey:
@@ -418,8 +441,17 @@ def _tensor_entries(parts: ShardsByTensor) -> dict[str, TensorEntry]:
         if name in entries:
             other = entries[name]
             raise _SaveRefused(
-                f"{name}: ranks disagree: {dtype}{list(shape)} split along {split}, and "
-                f"{other.dtype}{list(other.shape)} along {other.split}"
+                Message(
+                    "{name}: ranks disagree: {dtype}{shape} split along {split}, and {other_dtype}{other_shape} along "
+                    "{other_split}",
+                    name=name,
+                    dtype=dtype,
+                    shape=list(shape),
+                    split=split,
+                    other_dtype=other.dtype,
+                    other_shape=list(other.shape),
+                    other_split=other.split,
+                )
             )
         entries[name] = TensorEntry(shape=shape, dtype=dtype, split=split, pieces=tuple(listed))
     return entries
@@ -435,7 +467,7 @@ def _check_complete(pieces: Iterable[ShardMetadata]) -> None:
         parts[_tensor_key(piece)].append(part)
     problem = first_contradiction(_tensor_entries(parts))
     if problem:
-        raise _SaveRefused(f"{problem}: the ranks together do not hold it")
+        raise _SaveRefused(Message("{problem}: the ranks together do not hold it", problem=problem))
 
 
 def _json_round_trip(value: Any, where: str = "$") -> Any:
@@ -443,14 +475,19 @@ def _json_round_trip(value: Any, where: str = "$") -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise _SaveRefused(f"state {where}: key {key!r} is not text")
+                raise _SaveRefused(Message("state {where}: key {key!r} is not text", where=where, key=key))
         return {key: _json_round_trip(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_json_round_trip(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise _SaveRefused(
-        f"state {where}: {value!r} ({type(value).__name__}) is not JSON; tensors belong in pieces or in `local`"
+        Message(
+            "state {where}: {value!r} ({type}) is not JSON; tensors belong in pieces or in `local`",
+            where=where,
+            value=value,
+            type=type(value).__name__,
+        )
     )
 
 

@@ -17,6 +17,7 @@ from meshwright.checkpoint.manifest import CheckpointManifest, CorruptCheckpoint
 from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, MAX_METADATA_BYTES, parse_metadata, shard_name
 from meshwright.core import storage
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 MAX_INLINE_FILE_BYTES = 2**20
 """Bytes up to which a file system may store a file without data blocks, so that its block count means nothing."""
@@ -40,19 +41,24 @@ class CheckpointReader:
             handle = storage.open_regular_file(self.path / file)
         except OSError as error:
             raise CorruptCheckpoint(
-                f"{self.path / file}: {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}"
+                Message(
+                    "{path}: {reason}",
+                    path=self.path / file,
+                    reason=Message("is missing") if isinstance(error, FileNotFoundError) else error.strerror,
+                )
             ) from None
         if file not in self.checked:
             try:
                 problem = self._problem(file, handle)
             except (OSError, EOFError) as error:
-                problem = (
-                    "its header cannot be read: "
-                    f"{getattr(error, 'strerror', None) or 'the file ends in it'}{self._lost_tensors(file, 0)}"
+                problem = Message(
+                    "its header cannot be read: {reason}{lost}",
+                    reason=getattr(error, "strerror", None) or Message("the file ends in it"),
+                    lost=self._lost_tensors(file, 0),
                 )
             if problem:
                 storage.close_quietly(handle)
-                raise CorruptCheckpoint(f"{self.path / file}: {problem}")
+                raise CorruptCheckpoint(Message("{path}: {problem}", path=self.path / file, problem=problem))
             self.checked.add(file)
         return handle
 
@@ -63,18 +69,27 @@ class CheckpointReader:
         if other:
             return other
         if size != entry.bytes:
-            return (
-                f"has {size} bytes, {entry.bytes} were "
-                f"written{self._lost_tensors(file, size) if size < entry.bytes else ''}"
+            return Message(
+                "has {size} bytes, {bytes} were written{lost}",
+                size=size,
+                bytes=entry.bytes,
+                lost=self._lost_tensors(file, size) if size < entry.bytes else "",
             )
         if size > MAX_INLINE_FILE_BYTES and storage.is_sparse(handle):
-            return (
-                f"has {size} bytes, of which the disk holds less than a hundredth: damaged, or never written "
-                f"whole{self._lost_tensors(file, 0)}"
+            return Message(
+                "has {size} bytes, of which the disk holds less than a hundredth: damaged, or never written "
+                "whole{lost}",
+                size=size,
+                lost=self._lost_tensors(file, 0),
             )
         digest = storage.digest_range(handle, 0, entry.data)
         if digest != entry.xxh3:
-            return f"its header is damaged: xxh3 {digest}, {entry.xxh3} was written{self._lost_tensors(file, 0)}"
+            return Message(
+                "its header is damaged: xxh3 {digest}, {xxh3} was written{lost}",
+                digest=digest,
+                xxh3=entry.xxh3,
+                lost=self._lost_tensors(file, 0),
+            )
         return None
 
     def _foreign_file_problem(self, file: str, said: dict[str, str]) -> str | None:
@@ -82,17 +97,25 @@ class CheckpointReader:
         if not {"step", "id", "rank", "world"} <= set(said):
             return None
         if said["step"] != str(self.manifest.step):
-            return (
-                f"is stale: it is of step {said['step'][:20]}, this checkpoint of step "
-                f"{self.manifest.step}{self._lost_tensors(file, 0)}"
+            return Message(
+                "is stale: it is of step {step}, this checkpoint of step {expected}{lost}",
+                step=said["step"][:20],
+                expected=self.manifest.step,
+                lost=self._lost_tensors(file, 0),
             )
         if said["id"] != self.manifest.id:
-            return (
-                f"is stale: it is of save {said['id'][:20]}, this checkpoint of save "
-                f"{self.manifest.id}{self._lost_tensors(file, 0)}"
+            return Message(
+                "is stale: it is of save {id}, this checkpoint of save {expected}{lost}",
+                id=said["id"][:20],
+                expected=self.manifest.id,
+                lost=self._lost_tensors(file, 0),
             )
         if said["rank"].isdigit() and len(said["rank"]) < 10 and shard_name(int(said["rank"])) != file:
-            return f"holds the pieces of rank {said['rank']}: files are swapped{self._lost_tensors(file, 0)}"
+            return Message(
+                "holds the pieces of rank {rank}: files are swapped{lost}",
+                rank=said["rank"],
+                lost=self._lost_tensors(file, 0),
+            )
         return None
 
     def _lost_tensors(self, file: str, end: int) -> str:
@@ -102,8 +125,14 @@ class CheckpointReader:
             for name, entry in self.manifest.tensors.items()
             if any(part.file == file and part.offset + entry.bytes_of(part) > end for part in entry.pieces)
         ]
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return f"; it holds {names[0]}{more}" if names and not end else f"; lost are {names[0]}{more}" if names else ""
+        more = Message(" and {count} more", count=len(names) - 1) if len(names) > 1 else ""
+        return (
+            Message("; it holds {names}{more}", names=names[0], more=more)
+            if names and not end
+            else Message("; lost are {names}{more}", names=names[0], more=more)
+            if names
+            else ""
+        )
 
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the elements of `part` of tensor `name` after checking their digest.
@@ -123,7 +152,9 @@ class CheckpointReader:
         try:
             storage.read_into(handle, part.offset, view)
         except (OSError, EOFError):
-            raise CorruptCheckpoint(f"{self.path / part.file}: {name}: cannot be read to its end") from None
+            raise CorruptCheckpoint(
+                Message("{path}: {name}: cannot be read to its end", path=self.path / part.file, name=name)
+            ) from None
         finally:
             storage.close_quietly(handle)
         self.check_digest(name, entry, part, xxhash.xxh3_64(view).hexdigest())
@@ -134,8 +165,16 @@ class CheckpointReader:
         if digest != part.xxh3:
             what = f" {[list(interval) for interval in part.intervals]}" if part.intervals else ""
             raise CorruptCheckpoint(
-                f"{self.path / part.file}: {name}{what} [{part.start}, {part.stop}): xxh3 {digest}, {part.xxh3} was "
-                "saved: damaged"
+                Message(
+                    "{path}: {name}{what} [{start}, {stop}): xxh3 {digest}, {xxh3} was saved: damaged",
+                    path=self.path / part.file,
+                    name=name,
+                    what=what,
+                    start=part.start,
+                    stop=part.stop,
+                    digest=digest,
+                    xxh3=part.xxh3,
+                )
             )
 
     def verify(self) -> Iterator[str]:
@@ -160,7 +199,9 @@ class CheckpointReader:
         try:
             digest = storage.digest_range(handle, part.offset, part.offset + entry.bytes_of(part))
         except (OSError, EOFError):
-            raise CorruptCheckpoint(f"{self.path / part.file}: {name}: cannot be read to its end") from None
+            raise CorruptCheckpoint(
+                Message("{path}: {name}: cannot be read to its end", path=self.path / part.file, name=name)
+            ) from None
         finally:
             storage.close_quietly(handle)
         self.check_digest(name, entry, part, digest)

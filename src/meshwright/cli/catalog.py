@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from meshwright.cli.options import AsJson, print_json, print_output
+from meshwright.core.messages import Message
 
 
 def catalog(
@@ -37,7 +38,14 @@ def catalog(
         ).lower()
     }
     if not found:
-        raise InputError(f"catalog {kind}: none of {len(rows)} entries has {like!r} in its name, family or source")
+        raise InputError(
+            Message(
+                "catalog {kind}: none of {count} entries has {like!r} in its name, family or source",
+                kind=kind,
+                count=len(rows),
+                like=like,
+            )
+        )
     if json:
         print_json({kind: list(found.values())})
         return 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from meshwright.cli.options import AsJson, print_json, print_note, print_output
+from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.hf_extra_files import HfTemplate
@@ -64,7 +65,7 @@ def list_(path: CheckpointPath, /, *, json: AsJson = False) -> int:
     print_output(align_columns(table))
     for row in rows:
         if "problem" in row:
-            print_note(f"damaged: {row['problem']}")
+            print_note(Message("damaged: {problem}", problem=row["problem"]))
     return 0
 
 
@@ -131,7 +132,7 @@ def export(
     launch = launch_of_checkpoint(one)
     lora = launch.workload.lora if launch is not None else None
     if adapter and lora is None:
-        raise InputError(f"{one}: no run with LoRA: it has no adapters; leave --adapter out")
+        raise InputError(Message("{one}: no run with LoRA: it has no adapters; leave --adapter out", one=one))
     if adapter and lora is not None and launch is not None:
         files = export_adapter(one, to, lora, launch.model.folder, extra_files=run_extra_files(one))
     else:
@@ -146,7 +147,9 @@ def export(
         )
     if text is None and not adapter:
         print_note(
-            "no config.json is written: this run's model has no form that transformers knows; give one by --config"
+            Message(
+                "no config.json is written: this run's model has no form that transformers knows; give one by --config"
+            )
         )
     if json:
         print_json({"checkpoint": str(one), "files": [str(file) for file in files]})
@@ -188,8 +191,11 @@ def checkpoints_at(path: Path) -> list[Path]:
     found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not found:
         raise InputError(
-            f"{str(path)!r} {'holds no checkpoint' if path.is_dir() else 'is no folder'}; name a run folder, such as "
-            "runs/NAME, or a checkpoint"
+            Message(
+                "{path!r} {what}; name a run folder, such as runs/NAME, or a checkpoint",
+                path=str(path),
+                what=Message("holds no checkpoint") if path.is_dir() else Message("is no folder"),
+            )
         )
     return found
 

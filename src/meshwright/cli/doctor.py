@@ -12,13 +12,12 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.cli.options import AsJson, Language, print_json, print_output
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message, term, translate
 from meshwright.core.units import show_rate
-
-if TYPE_CHECKING:
-    from meshwright.core.i18n.messages import Message
 
 REPORTED_PACKAGES = (
     "torch",
@@ -56,13 +55,12 @@ def doctor(*, json: AsJson = False, lang: Language = None) -> int:
 
     Try: meshwright doctor --json
     """
-    from meshwright.core.i18n.messages import choose_language
 
     language = choose_language(lang, os.environ)
     facts: dict[str, Any] = {"python": sys.version.split()[0], "packages": dict(package_versions()), **hardware_facts()}
     facts["environment"] = {name: os.environ[name] for name in REPORTED_VARIABLES if name in os.environ}
     mends = [
-        Remedy(f"{name} is missing: pip install meshwright", must=True)
+        Remedy(Message("{name} is missing: pip install meshwright", name=name), must=True)
         for name in REQUIRED_PACKAGES
         if not facts["packages"][name]
     ]
@@ -200,63 +198,91 @@ def torch_remedies(facts: dict[str, Any]) -> Iterator[Remedy]:
     number = tuple(int(part) for part in facts["packages"]["torch"].split("+")[0].split(".")[:2])
     if number < OLDEST_TORCH:
         yield Remedy(
-            f"torch {facts['packages']['torch']} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}: pip install -U "
-            "torch",
+            Message(
+                "torch {torch} is older than {oldest_torch}.{oldest_torch_2}: pip install -U torch",
+                torch=facts["packages"]["torch"],
+                oldest_torch=OLDEST_TORCH[0],
+                oldest_torch_2=OLDEST_TORCH[1],
+            ),
             must=True,
         )
     elif number > NEWEST_TORCH:
         yield Remedy(
-            f"torch {facts['packages']['torch']} is newer than {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}, the newest that "
-            "was tested"
+            Message(
+                "torch {torch} is newer than {newest_torch}.{newest_torch_2}, the newest that was tested",
+                torch=facts["packages"]["torch"],
+                newest_torch=NEWEST_TORCH[0],
+                newest_torch_2=NEWEST_TORCH[1],
+            )
         )
     if not found["backends"]:
-        yield Remedy("torch has no distributed backend (gloo, nccl): install a torch built with them", must=True)
+        yield Remedy(
+            Message("torch has no distributed backend (gloo, nccl): install a torch built with them"), must=True
+        )
     if facts["cuda_cards"] and not found["cuda_devices"]:
         yield Remedy(
-            f"the driver shows {facts['cuda_cards'][0]}, torch does not: install a torch built for CUDA", must=True
+            Message(
+                "the driver shows {cuda_cards}, torch does not: install a torch built for CUDA",
+                cuda_cards=facts["cuda_cards"][0],
+            ),
+            must=True,
         )
     if "gloo" in found["backends"] and "all_reduce_seconds" not in facts["speed"]:
         yield Remedy(
-            "two ranks could not meet over gloo: check GLOO_SOCKET_IFNAME and that the host's own name resolves",
+            Message(
+                "two ranks could not meet over gloo: check GLOO_SOCKET_IFNAME and that the host's own name resolves"
+            ),
             must=True,
         )
     if found["idle"]:
         yield Remedy(found["idle"])
     if found["cuda_devices"] and "nccl" not in found["backends"]:
-        yield Remedy("CUDA devices without NCCL: install a torch built with it", must=True)
+        yield Remedy(Message("CUDA devices without NCCL: install a torch built with it"), must=True)
 
 
 def machine_remedies(facts: dict[str, Any]) -> Iterator[Remedy]:
     """Yields the remedies for the environment, the shared memory and other settings of the machine."""
     environment = facts["environment"]
-    for name, least in (("NCCL_P2P_DISABLE", "devices of a node"), ("NCCL_IB_DISABLE", "nodes")):
+    for name, least in (("NCCL_P2P_DISABLE", Message("devices of a node")), ("NCCL_IB_DISABLE", Message("nodes"))):
         if environment.get(name) == "1":
-            yield Remedy(f"{name}=1 slows the links between {least}: unset it unless it works around a fault")
+            yield Remedy(
+                Message(
+                    "{name}=1 slows the links between {least}: unset it unless it works around a fault",
+                    name=name,
+                    least=least,
+                )
+            )
     if facts["shared_memory"] < 64 * 2**20:
-        yield Remedy("/dev/shm has less than 64 MiB: start the container with a larger --shm-size")
+        yield Remedy(Message("/dev/shm has less than 64 MiB: start the container with a larger --shm-size"))
     if facts["cuda_cards"] and "PYTORCH_ALLOC_CONF" not in environment:
-        yield Remedy("PYTORCH_ALLOC_CONF=expandable_segments:True wastes less device memory")
+        yield Remedy(Message("PYTORCH_ALLOC_CONF=expandable_segments:True wastes less device memory"))
 
 
 def doctor_text(facts: dict[str, Any], mends: list[Remedy], language: str) -> str:
     """Returns the report as text in `language`."""
-    from meshwright.core.i18n.line_patterns import translate_line
-    from meshwright.core.i18n.messages import make_message, make_term_message
-    from meshwright.core.i18n.messages import render_message as said
     from meshwright.report.text import align_facts
 
-    rows = [(label, line if isinstance(line, str) else said(line, language)) for label, line in fact_lines(facts)]
-    verdict = [(f"{'must' if mend.must else 'may'} mend", translate_line(mend.what, language)) for mend in mends]
-    verdict.append(("verdict", said(make_message(f"doctor.{facts['verdict']}"), language)))
-    called = [
-        [(said(make_term_message("doctor", label), language), line) for label, line in part] for part in (rows, verdict)
-    ]
+    rows = [(label, translate(line, language)) for label, line in fact_lines(facts)]
+    verdict = [(f"{'must' if mend.must else 'may'} mend", translate(mend.what, language)) for mend in mends]
+    verdict.append(
+        (
+            "verdict",
+            translate(
+                Message(
+                    "training works here"
+                    if facts["verdict"] == "works"
+                    else "training does not work before the lines marked 'must fix' are fixed"
+                ),
+                language,
+            ),
+        )
+    )
+    called = [[(translate(term("doctor", label), language), line) for label, line in part] for part in (rows, verdict)]
     return "\n\n".join(map(align_facts, called))
 
 
 def fact_lines(facts: dict[str, Any]) -> Iterator[tuple[str, Message | str]]:
     """Yields each known fact with its label. Names and numbers are plain text; everything else is a `Message`."""
-    from meshwright.core.i18n.messages import make_message
 
     yield "python", facts["python"]
     yield "packages", ", ".join(f"{name} {number}" for name, number in facts["packages"].items() if number)
@@ -265,17 +291,35 @@ def fact_lines(facts: dict[str, Any]) -> Iterator[tuple[str, Message | str]]:
         yield "absent", ", ".join(absent)
     yield (
         "host",
-        make_message("doctor.cores", cores=facts["cores"], memory=facts["memory"], shared=facts["shared_memory"]),
+        Message(
+            "{cores:count core}, {memory:bytes}, shared memory {shared:bytes}",
+            cores=facts["cores"],
+            memory=facts["memory"],
+            shared=facts["shared_memory"],
+        ),
     )
     if "torch" in facts:
         known, measured = facts["torch"], facts["speed"]
-        yield "devices", ", ".join(known["cuda_devices"]) or make_message("doctor.no devices")
-        yield "backends", ", ".join(known["backends"]) or make_message("doctor.no backends")
+        yield "devices", ", ".join(known["cuda_devices"]) or Message("no CUDA devices: ranks run on the CPU")
+        yield "backends", ", ".join(known["backends"]) or Message("none")
         product, memory = measured["matrix_product_flops_per_second"], measured["memory_bytes_per_second"]
-        where = make_message("doctor.device" if known["cuda_devices"] else "doctor.core")
-        yield "speed", make_message("doctor.rates", product=show_rate(product, "FLOP/s"), memory=memory, where=where)
+        where = Message("device 0" if known["cuda_devices"] else "one CPU core")
+        yield (
+            "speed",
+            Message(
+                "matrix product {product}, memory {memory:rate} ({where})",
+                product=show_rate(product, "FLOP/s"),
+                memory=memory,
+                where=where,
+            ),
+        )
         if "all_reduce_seconds" in measured:
             rate, wait = measured["all_reduce_bytes_per_second"], measured["all_reduce_seconds"]
-            yield "gloo", make_message("doctor.exchange", rate=rate, wait=wait)
+            yield (
+                "gloo",
+                Message(
+                    "2 ranks all-reduce at {rate:rate}, the smallest message in {wait:seconds}", rate=rate, wait=wait
+                ),
+            )
     for variable, value in facts["environment"].items():
         yield "set", f"{variable}={value}"

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json, print_output
+from meshwright.core.language import choose_language
 
 
 def estimate(
@@ -26,7 +27,6 @@ def estimate(
     Try: meshwright estimate --model llama2-7b --cluster 1x8:a100-80gb --batch 64 --seq 4096 --plan dp8.z3.rc-full
     """
     from meshwright.cli.launch_plan import read_job_file
-    from meshwright.core.i18n.messages import choose_language
     from meshwright.planner.cost.overlap import with_chosen_bucket
     from meshwright.planner.cost.step import estimate as price
     from meshwright.planner.inputs.job import resolve_job

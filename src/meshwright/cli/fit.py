@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json, print_output
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message
 
 
 def fit(
@@ -22,7 +24,6 @@ def fit(
     Try: meshwright fit --cluster 8x8:a100-80gb --seq 2048
     """
     from meshwright.core.errors import NothingFits
-    from meshwright.core.i18n.messages import choose_language
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.search.fit import STRATEGIES, fit_chart, smallest_cluster, split_by_node_type
     from meshwright.report.fit import fit_data, fit_text
@@ -42,7 +43,13 @@ def fit(
     ]
     if model is None and not any(rows for _, rows in found):
         names = " or ".join(kind.groups[0].device.name for kind, _ in found)
-        raise NothingFits(f"not even the smallest model fits on {names} at sequence {workload.sequence}")
+        raise NothingFits(
+            Message(
+                "not even the smallest model fits on {names} at sequence {sequence}",
+                names=names,
+                sequence=workload.sequence,
+            )
+        )
     if json:
         data = [fit_data(kind, workload, rows) for kind, rows in found]
         print_json(data[0] if len(data) == 1 else {"kinds": data})

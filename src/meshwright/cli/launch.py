@@ -15,6 +15,8 @@ from cyclopts import Parameter
 
 from meshwright.cli.options import JobOptions, JobPath, Language, print_note, print_output
 from meshwright.core.files import write_atomically
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message, translate
 
 if TYPE_CHECKING:
     from meshwright.elastic.launch.submission import JobSubmission
@@ -121,7 +123,6 @@ def launch(
 
     Try: meshwright launch --model llama-7b --cluster 4x8:h100 --on slurm --min-nodes 2 --save launch/
     """
-    from meshwright.core.i18n.messages import choose_language
     from meshwright.elastic.launch.quoting import check_single_line, shell_word
     from meshwright.elastic.launch.submission import JOB_FILE
 
@@ -134,18 +135,27 @@ def launch(
     text = write(start, where, said)
     if save is None:
         print_output(text.rstrip("\n"))
-        remark(f"not saved: with --save FOLDER it is written there, and the job file beside it as {JOB_FILE}")
+        remark(
+            Message(
+                "not saved: with --save FOLDER it is written there, and the job file beside it as {job_file}",
+                job_file=JOB_FILE,
+            )
+        )
         return 0
     for why in start.about[1:]:
         remark(why)
     save.mkdir(parents=True, exist_ok=True)
     for name, content in (*(((JOB_FILE, said),) if on != "kubernetes" else ()), (LAUNCH_FILES[on], text)):
         write_atomically(save / name, content, private=True)  # the file may contain the token
-        remark(f"wrote {save / name}")
+        remark(Message("wrote {path}", path=save / name))
     secret = "MESHWRIGHT_TOKEN=SECRET " if start.is_several else ""
     first = {"slurm": "sbatch", "kubernetes": "kubectl apply -f", "torchrun": f"{secret}bash"}[on]
     words = f"{first} {shell_word(str(save / LAUNCH_FILES[on]))}"
-    remark(f"next: {words} NUMBER FIRST" if on == "torchrun" and start.is_several else f"next: {words}")
+    remark(
+        Message("next: {words} NUMBER FIRST", words=words)
+        if on == "torchrun" and start.is_several
+        else Message("next: {words}", words=words)
+    )
     return 0
 
 
@@ -163,8 +173,10 @@ def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Calla
         return lambda start, where, said: slurm.batch_script(start, where, requested)
     if not (pods.image and pods.claim):
         raise InputError(
-            "launch --on kubernetes needs --image (a container image with meshwright) and --claim (a volume that all "
-            "nodes share)"
+            Message(
+                "launch --on kubernetes needs --image (a container image with meshwright) and --claim (a volume that "
+                "all nodes share)"
+            )
         )
     made = kubernetes.PodTemplate(pods.image, pods.claim, pods.mount, pods.resource, pods.rdma, pods.tolerate)
 
@@ -181,7 +193,6 @@ def build_submission(
     """Builds the submission of a job. The plan is searched here and the model is built on the meta device, so that
     nothing is queued that cannot run."""
     from meshwright.cli.launch_plan import build_launch, build_model_source, choose_plan, run_folder_of
-    from meshwright.core.i18n.messages import render_message as said
     from meshwright.elastic.launch.submission import JobSubmission, NodeRequest, network_settings, node_sets
     from meshwright.planner.inputs.job import resolve_cluster
 
@@ -200,7 +211,7 @@ def build_submission(
     choice = choose_plan(file, None, None, os.environ, None)
     build_launch(file, source, folder, choice)
     return replace(
-        start, about=("Written by `meshwright launch`.", *(said(line, language).strip() for line in choice.why))
+        start, about=("Written by `meshwright launch`.", *(translate(line, language).strip() for line in choice.why))
     )
 
 
@@ -211,7 +222,7 @@ def check_model_builds(file: JobFile, source: ModelSource, remark: Callable[[str
     was checked.
     """
     if find_spec("torch") is None:
-        remark("torch is not installed here: whether the ranks can build the model was not checked")
+        remark(Message("torch is not installed here: whether the ranks can build the model was not checked"))
         return
     if file.described is not None and not isinstance(file.described, str):
         return  # the model was already built to be described

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshwright.cli.options import JobOptions
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_atomically
+from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
-    from meshwright.core.i18n.messages import Message
     from meshwright.planner.inputs.job import JobFile
     from meshwright.spec.estimate import Estimate
     from meshwright.spec.job import Job
@@ -48,7 +48,9 @@ def read_job_file(path: Path | None, shared: JobOptions) -> JobFile:
     try:
         file = shared.job_file(DEFAULT_JOB_FILE if embedded else path)
     except InputError as error:  # The embedded job is valid, so that the error comes from the command line.
-        raise InputError(str(error).replace(f"{DEFAULT_JOB_FILE}: ", "")) from None
+        from meshwright.core.codec import without_file
+
+        raise InputError(without_file(error, str(DEFAULT_JOB_FILE))) from None
     library = importlib.util.find_spec("tokenizers") is not None
     if embedded and not library:
         file = file.but(model={"sizes": {"vocab": BYTE_VOCABULARY}, **file.model.model_dump(exclude_defaults=True)})
@@ -85,7 +87,6 @@ def choose_plan(
 
     `world` is the number of ranks that another launcher has started. It is None if this process starts the ranks.
     """
-    from meshwright.core.i18n.messages import make_message
     from meshwright.planner.cost.step import estimate as price
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.inputs.plans import parse_pins
@@ -110,14 +111,21 @@ def choose_plan(
         estimate = price(question, plan)
         expected = {"seconds": estimate.time.step, "size": estimate.memory.total}
         why = [
-            make_message("choice.given" if given else "choice.before", plan=plan.name, **expected),
+            Message(
+                "plan {plan}, as requested: {seconds:seconds} a step and {size:bytes} on the peak rank expected"
+                if given
+                else "plan {plan}, as the run began: {seconds:seconds} a step and {size:bytes} on the peak "
+                "rank expected",
+                plan=plan.name,
+                **expected,
+            ),
             *_memory_warnings(estimate),
         ]
     else:
         answer = search_plans(question, 1, runnable=True)
         plan, estimate = answer.chosen.plan, answer.chosen.estimate
         first, *rest = explain(question, answer)
-        why = [make_message("choice.found", why=first), *(make_message("choice.also", why=line) for line in rest)]
+        why = [Message("plan {why}", why=first), *(Message("  {why}", why=line) for line in rest)]
         why += _warn_slow_group(question, estimate.time.step) if world is not None else []
     return PlanChoice(question, plan, estimate, [_job_summary(question), *why, *_plan_change_note(folder, plan)])
 
@@ -136,33 +144,44 @@ def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan |
 
 def _memory_warnings(estimate: Estimate) -> list[Message]:
     """Returns warnings for a requested plan that does not fit: the missing memory, and where it is missing."""
-    from meshwright.core.i18n.messages import make_message
     from meshwright.spec.estimate import fit_message
 
     if estimate.fits:
         return []
-    notes = [make_message("choice.note", note=estimate.notes[-1])] if estimate.crowded else []
-    return [make_message("choice.unfit", verdict=fit_message(estimate)), *notes]
+    notes = [Message("  {note}", note=estimate.notes[-1])] if estimate.crowded else []
+    return [Message("  it {verdict}", verdict=fit_message(estimate)), *notes]
 
 
 def _warn_slow_group(question: Job, step: float) -> list[Message]:
     """Warns if a plan without a slow group of ranks would be faster. Started ranks always take part."""
-    from meshwright.core.i18n.messages import make_message
     from meshwright.planner.search.heterogeneous import heterogeneous_plans
 
     score, plan = next(iter(heterogeneous_plans(question, 1)), (step, None))
     if plan is None or score >= step or len(set(plan.placement)) in (0, len(question.cluster.groups)):
         return []
     groups = ", ".join(str(at) for at in range(len(question.cluster.groups)) if at not in plan.placement)
-    return [make_message("choice.without", groups=groups, plan=plan.name, seconds=score)]
+    return [
+        Message(
+            "  without group {groups} of the cluster {plan} would take {seconds:seconds} a step: start ranks only on "
+            "the other nodes",
+            groups=groups,
+            plan=plan.name,
+            seconds=score,
+        )
+    ]
 
 
 def _job_summary(question: Job) -> Message:
-    from meshwright.core.i18n.messages import make_message
 
     model, cluster, work = question.model, question.cluster, question.workload
     values = {"model": model.name, "parameters": model.parameters, "ranks": cluster.devices, "cluster": cluster.name}
-    return make_message("choice.asked", **values, batch=work.batch, sequence=work.sequence)
+    return Message(
+        "{model}, {parameters:parameters} parameters, on {ranks:count rank} of {cluster}; {batch} x {sequence} tokens "
+        "a step",
+        **values,
+        batch=work.batch,
+        sequence=work.sequence,
+    )
 
 
 def _previous_plan(folder: Path, question: Job) -> Plan | None:
@@ -188,14 +207,15 @@ def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
     """Returns a note that the run folder was trained under another plan."""
     from meshwright.core.codec import read_as
     from meshwright.core.errors import InputError
-    from meshwright.core.i18n.messages import make_message
     from meshwright.spec.plan import Plan
 
     with contextlib.suppress(InputError, OSError):
         before = (
             read_as(Plan, folder / "plan.json") if folder is not None and (folder / "plan.json").is_file() else plan
         )
-        return [make_message("choice.instead", plan=before.name)] if before != plan else []
+        return (
+            [Message("  instead of plan {plan}, which the run used so far", plan=before.name)] if before != plan else []
+        )
     return []
 
 
@@ -211,8 +231,12 @@ def _scale_to_world(question: Job, world: int) -> Job:
         group = cluster.groups[0]
         return question.but(cluster=cluster.but(groups=(group.but(nodes=nodes),)))
     raise InputError(
-        f"{world} of the {cluster.devices} ranks of cluster {cluster.name!r} were started; start as many as it has "
-        "devices"
+        Message(
+            "{world} of the {devices} ranks of cluster {cluster!r} were started; start as many as it has devices",
+            world=world,
+            devices=cluster.devices,
+            cluster=cluster.name,
+        )
     )
 
 
@@ -220,19 +244,30 @@ def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> P
     """Returns the plan of a model that only a real run can size. The user must give a plan; the default is data
     parallel."""
     from meshwright.core.errors import InputError
-    from meshwright.core.i18n.messages import make_message
     from meshwright.planner.inputs.job import resolve_cluster
-    from meshwright.spec.constraints import workload_violations
     from meshwright.spec.plan import Plan
+    from meshwright.spec.workload_constraints import workload_violations
 
     cluster = resolve_cluster(file.cluster)
     devices = world or cluster.devices
     plan = file.given_plan() or Plan(dp_replicate=devices, micro_batch=max(file.workload.exact, 1))
     if plan.world != devices:
-        raise InputError(f"plan {plan.name} is for {plan.world} ranks but there are {devices} devices")
+        raise InputError(
+            Message(
+                "plan {plan} is for {world} ranks but there are {devices} devices",
+                plan=plan.name,
+                world=plan.world,
+                devices=devices,
+            )
+        )
     for fault in workload_violations(plan, file.workload, cluster):
-        raise InputError(f"plan {plan.name}: {fault.message}")
-    return PlanChoice(None, plan, None, [make_message("choice.unpriced", plan=plan.name, reason=reason)])
+        raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=fault.message))
+    return PlanChoice(
+        None,
+        plan,
+        None,
+        [Message("plan {plan} has no estimate, choose another with --plan: {reason}", plan=plan.name, reason=reason)],
+    )
 
 
 def build_launch(file: JobFile, source: ModelSource, folder: Path, choice: PlanChoice) -> LaunchSpec:
@@ -298,21 +333,31 @@ def cluster_mismatches(question: Job) -> list[str]:
     They are reported before the ranks start."""
     from meshwright.planner.inputs.local_machine import cuda_device_names
 
-    cluster, found = question.cluster, []
+    cluster = question.cluster
+    found: list[str] = []
     nodes, devices = (
         sum(group.nodes for group in cluster.groups),
         dict.fromkeys(group.device.name for group in cluster.groups),
     )
     if nodes > 1:
         found.append(
-            f"cluster {cluster.name!r} has {nodes} nodes, and all of its ranks start on this one: `meshwright launch` "
-            "writes what starts them on each"
+            Message(
+                "cluster {cluster!r} has {nodes} nodes, and all of its ranks start on this one: `meshwright launch` "
+                "writes what starts them on each",
+                cluster=cluster.name,
+                nodes=nodes,
+            )
         )
     if all(name.lower().startswith("cpu") for name in devices) == bool(cuda_device_names()):
-        here = "CUDA devices" if cuda_device_names() else "cores"
+        here = Message("CUDA devices") if cuda_device_names() else Message("cores")
         found.append(
-            f"cluster {cluster.name!r} has {' and '.join(devices)}, this machine has {here}: what is predicted is not "
-            "what its ranks will take"
+            Message(
+                "cluster {cluster!r} has {devices}, this machine has {here}: what is predicted is not what its ranks "
+                "will take",
+                cluster=cluster.name,
+                devices=" and ".join(devices),
+                here=here,
+            )
         )
     return found
 
@@ -341,17 +386,28 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
         except InputError as error:
             why = str(error).removeprefix(f"{path}: ")
             raise InputError(
-                f"run {str(folder)!r} was begun by another version, or its launch.json is damaged ({why}): go on with "
-                "that version, or choose another --run"
+                Message(
+                    "run {folder!r} was begun by another version, or its launch.json is damaged ({why}): go on with "
+                    "that version, or choose another --run",
+                    folder=str(folder),
+                    why=why,
+                )
             ) from None
         if other:
             raise InputError(
-                f"run {str(folder)!r} holds another job: {other}; choose another --run, or give the same job"
+                Message(
+                    "run {folder!r} holds another job: {other}; choose another --run, or give the same job",
+                    folder=str(folder),
+                    other=other,
+                )
             )
     elif (folder / "checkpoints").is_dir() or (folder / "records.jsonl").is_file():
         raise InputError(
-            f"run {str(folder)!r} has records or checkpoints but no launch.json: not a run of `meshwright train`; "
-            "choose another --run"
+            Message(
+                "run {folder!r} has records or checkpoints but no launch.json: not a run of `meshwright train`; "
+                "choose another --run",
+                folder=str(folder),
+            )
         )
     nouns = {"job": choice.question, "plan": choice.plan, "estimate": choice.estimate, "launch": launch}
     for name, noun in nouns.items():

@@ -19,6 +19,8 @@ from cyclopts import CycloptsError, UnknownCommandError
 from meshwright.cli.application import build_application, command_lines
 from meshwright.cli.options import join_negative_values
 from meshwright.core.errors import InputError, MeshwrightError, did_you_mean, translate_system_error
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message, translate
 from meshwright.core.printable_text import escape_terminal_controls
 from meshwright.core.signals import raise_keyboard_interrupt, stop_signal_handler
 
@@ -47,14 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "where"
         )
         line = _localized_error(str(found), tokens[:ours]) if isinstance(found, MeshwrightError) else fault
-        print(escape_terminal_controls(f"meshwright: {line}"), file=sys.stderr)
+        print(escape_terminal_controls(Message("meshwright: {line}", line=line)), file=sys.stderr)
         return found.exit_code if isinstance(found, MeshwrightError) else 1
 
 
 def _localized_error(line: str, tokens: list[str]) -> str:
     """Returns an error line in the language of --lang or the locale."""
-    from meshwright.core.i18n.line_patterns import translate_line
-    from meshwright.core.i18n.messages import choose_language
 
     requested = next(
         (
@@ -65,7 +65,7 @@ def _localized_error(line: str, tokens: list[str]) -> str:
         None,
     )
     try:
-        return translate_line(line, choose_language(requested, os.environ))
+        return translate(line, choose_language(requested, os.environ))
     except InputError:
         return line
 
@@ -84,9 +84,14 @@ def run_command(tokens: list[str]) -> int:
         names = list(command_lines())
         if isinstance(error, UnknownCommandError) and tokens[0] not in names:
             raise InputError(
-                f"no command {tokens[0]!r}{did_you_mean(tokens[0], names) or ';'} commands are {', '.join(names)}"
+                Message(
+                    "no command {tokens!r}{hint} commands are {names}",
+                    tokens=tokens[0],
+                    hint=did_you_mean(tokens[0], names) or ";",
+                    names=", ".join(names),
+                )
             ) from None
-        raise InputError(f"{tokens[0]}: {error}") from None
+        raise InputError(Message("{tokens}: {error}", tokens=tokens[0], error=error)) from None
     finally:
         gc.enable()
     sys.stdout.flush()

@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.core.errors import Interrupted, MeshwrightError
 from meshwright.core.files import write_atomically
+from meshwright.core.messages import Message
 from meshwright.core.signals import stop_signal_handler
-from meshwright.core.units import show_seconds
 
 if TYPE_CHECKING:
     from meshwright.elastic.attempt import RankJob
@@ -82,7 +82,10 @@ def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], 
         return
     if place.after is not None:
         EventLog(folder, note).write(
-            kind="node_lost", node=str(place.after), cause="it led", decision=f"node {place.number} leads from here on"
+            kind="node_lost",
+            node=str(place.after),
+            cause=Message("it led"),
+            decision=Message("node {number} leads from here on", number=place.number),
         )
     write_atomically(
         folder / LEADER_FILE, json.dumps(LeaderAddress(place.number, place.host, place.port)._asdict()), private=True
@@ -173,9 +176,14 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
         fewer = me.world < len(devices) and file.run.min_ranks
         if requested and len(devices) != me.world and not fewer:
             raise InputError(
-                f"{NODE_VARIABLE}: {me.world} nodes were started and cluster {cluster.name!r} has {len(devices)}: "
-                "start one process on each, or let "
-                "the run go on with fewer: --set run.min_ranks=RANKS"
+                Message(
+                    "{node_variable}: {world} nodes were started and cluster {cluster!r} has {count}: start one "
+                    "process on each, or let the run go on with fewer: --set run.min_ranks=RANKS",
+                    node_variable=NODE_VARIABLE,
+                    world=me.world,
+                    cluster=cluster.name,
+                    count=len(devices),
+                )
             )
         requested = requested or (len(devices) == me.world != cluster.devices)
     if not requested or me.world == 1:
@@ -214,10 +222,15 @@ def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run:
         fleet = ClusterAgent(work.logs, work.warm, host, place.port, token, place.devices[place.number], place.warm)
     except OSError as error:
         raise InputError(
-            f"the node that leads cannot listen at {place.host}:{place.port} ({error.strerror}): set MASTER_ADDR and "
-            "MASTER_PORT"
+            Message(
+                "the node that leads cannot listen at {host}:{port} ({strerror}): set MASTER_ADDR and MASTER_PORT",
+                host=place.host,
+                port=place.port,
+                strerror=error.strerror,
+            )
         ) from None
-    code, line = 1, "the node that leads failed"
+    code = 1
+    line: str = Message("the node that leads failed")
     try:
         _await_nodes(fleet, place, note, run)
         yield fleet
@@ -245,16 +258,31 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
     is_later, patience = heir, run.rejoin_timeout if heir else JOIN_SECONDS
     if heir:
         note(
-            f"node {place.number} of {place.started} at {fleet.host}:{place.port}, leads in the place of node "
-            f"{place.after}, waiting for the others"
+            Message(
+                "node {number} of {started} at {host}:{port}, leads in the place of node {after}, waiting for the "
+                "others",
+                number=place.number,
+                started=place.started,
+                host=fleet.host,
+                port=place.port,
+                after=place.after,
+            )
         )
     else:
-        note(f"node {place.number} of {place.started} at {fleet.host}:{place.port}, waiting for the others")
+        note(
+            Message(
+                "node {number} of {started} at {host}:{port}, waiting for the others",
+                number=place.number,
+                started=place.started,
+                host=fleet.host,
+                port=place.port,
+            )
+        )
     while not ready or 1 + len(fleet.nodes) < place.started - heir:
         for event in fleet.events(RETRY_SECONDS):
             ready = ready or event["event"] == "ready"
             if event["event"] == "node_joined":
-                note(f"node {event['name']} has come")
+                note(Message("node {name} has come", name=event["name"]))
             elif event["event"] == "refusal":
                 note(event["line"])
         waited = fleet.outside.clock() - began
@@ -264,9 +292,15 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
             if (run.min_ranks or is_later) and len(fleet.slots) >= run.min_ranks:
                 return
             raise MeshwrightError(
-                f"{1 + len(fleet.nodes)} of {place.started} nodes came to {fleet.host}:{place.port} within "
-                f"{patience:.0f} s; "
-                "start the same command on each, or let the run go on with fewer: --set run.min_ranks=RANKS"
+                Message(
+                    "{value} of {started} nodes came to {host}:{port} within {patience:.0f} s; start the same command "
+                    "on each, or let the run go on with fewer: --set run.min_ranks=RANKS",
+                    value=1 + len(fleet.nodes),
+                    started=place.started,
+                    host=fleet.host,
+                    port=place.port,
+                    patience=patience,
+                )
             )
 
 
@@ -283,12 +317,8 @@ def serve_leader(
     from meshwright.core.secure_channel import TOKEN_VARIABLE, SecureChannel, local_address_towards
     from meshwright.elastic.node import NodeAgent
 
-    folder, own, warm, token = (
-        run_folder_of(file, build_model_source(file)).resolve(),
-        place.host,
-        place.warm,
-        place.token,
-    )
+    folder = run_folder_of(file, build_model_source(file)).resolve()
+    own, warm, token = place.host, place.warm, place.token
     while True:
         came = _join_leader(place, folder, lost, os.environ.get(TOKEN_VARIABLE, ""), note)
         if came is None:
@@ -296,30 +326,37 @@ def serve_leader(
             return place._replace(host=own, after=lost.number, warm=warm, token=token)
         end, hello, token, at = came
         own = local_address_towards(*at)
-        note(f"node {place.number} of {place.started} at {own}, led by {at[0]}:{at[1]}")
-        node = NodeAgent(
-            SecureChannel(end, hello),
-            own,
-            token,
-            place.number,
-            {"MESHWRIGHT_ADDRESS": own, TOKEN_VARIABLE: token},
-            warm,
+        note(
+            Message(
+                "node {number} of {started} at {own}, led by {leader}",
+                number=place.number,
+                started=place.started,
+                own=own,
+                leader=f"{at[0]}:{at[1]}",
+            )
         )
+        variables = {"MESHWRIGHT_ADDRESS": own, TOKEN_VARIABLE: token}
+        node = NodeAgent(SecureChannel(end, hello), own, token, place.number, variables, warm)
         code, line = node.run()
         warm = None if node.agent.ended else node.agent
         if line:
-            note(f"meshwright: {line}")
+            note(Message("meshwright: {line}", line=line))
         lost = read_leader(folder) if code and not line and not node.leaving and file.run.retries else None
         if lost is None and code and not line:
             raise Interrupted(
-                f"the node that led, {at[0]}:{at[1]}, is gone: ranks of this node have ended; the same command joins "
-                "again"
+                Message(
+                    "the node that led, {leader}, is gone: ranks of this node have ended; the same command joins again",
+                    leader=f"{at[0]}:{at[1]}",
+                )
             )
         if lost is None:
             return code
         note(
-            f"the node that led, {at[0]}:{at[1]}, is gone: ranks of this node have ended; it waits for one that leads, "
-            "or leads itself"
+            Message(
+                "the node that led, {leader}, is gone: ranks of this node have ended; it waits for one that leads, or "
+                "leads itself",
+                leader=f"{at[0]}:{at[1]}",
+            )
         )
 
 
@@ -338,7 +375,7 @@ def _join_leader(
     Raises: InputError at once if the given token is refused; MeshwrightError or Interrupted if no node leads within
     `JOIN_SECONDS`.
     """
-    from meshwright.core.errors import InputError, Interrupted, MeshwrightError
+    from meshwright.core.errors import Interrupted, MeshwrightError
     from meshwright.core.secure_channel import AuthenticationError, open_channel, read_token
 
     name, devices = f"{place.number} ({socket.gethostname()})", place.devices[place.number]
@@ -347,7 +384,7 @@ def _join_leader(
     while (now := time.monotonic()) < began + JOIN_SECONDS:
         token, leader = given or read_token(folder / "token"), read_leader(folder)
         if lost is not None and leader is None:
-            raise Interrupted("the run has ended without this node; the same command joins it again")
+            raise Interrupted(Message("the run has ended without this node; the same command joins it again"))
         if lost is not None and leader == lost and is_next_leader(place, lost, folder, now - began):
             return None
         for at in dict.fromkeys(
@@ -356,26 +393,53 @@ def _join_leader(
             try:
                 if token:
                     return *open_channel(*at, token, me), token, at
-                why = f"no token: set MESHWRIGHT_TOKEN on all nodes, or let them share the run folder {str(folder)!r}"
+                why = Message(
+                    "no token: set MESHWRIGHT_TOKEN on all nodes, or let them share the run folder {folder!r}",
+                    folder=str(folder),
+                )
             except AuthenticationError as error:
                 if error.wrong_token and given and lost is None:
-                    raise InputError(
-                        f"node {place.number}: {error}: give all nodes of a run the same MESHWRIGHT_TOKEN, and each "
-                        "run a port of its own"
-                    ) from None
+                    raise _refused_token(place, error) from None
                 why = str(error)
             except (OSError, ValueError) as error:
                 why = str(error)
         if now > said + STATUS_SECONDS:
             said = now
-            note(
-                f"node {place.number} has found no node that leads for {show_seconds(now - began)}: "
-                f"{why or 'none answers'}"
-            )
+            note(_waiting_line(place, now - began, why))
         time.sleep(RETRY_SECONDS)
     failure = MeshwrightError if lost is None else Interrupted  # a run that has begun resumes with the same command
     raise failure(
-        f"node {place.number} found no node that leads at {place.host}:{place.port} within {JOIN_SECONDS:.0f} s: {why}"
+        Message(
+            "node {number} found no node that leads at {host}:{port} within {seconds:.0f} s: {why}",
+            number=place.number,
+            host=place.host,
+            port=place.port,
+            seconds=JOIN_SECONDS,
+            why=why,
+        )
+    )
+
+
+def _waiting_line(place: NodeRole, seconds: float, why: str) -> Message:
+    """Returns the status line of a node that has no leader after `seconds`."""
+    return Message(
+        "node {number} has found no node that leads for {seconds:seconds}: {why}",
+        number=place.number,
+        seconds=seconds,
+        why=why or Message("none answers"),
+    )
+
+
+def _refused_token(place: NodeRole, error: Exception) -> Exception:
+    """Returns the error of a node whose token the leader refuses."""
+    from meshwright.core.errors import InputError
+
+    return InputError(
+        Message(
+            "node {number}: {error}: give all nodes of a run the same MESHWRIGHT_TOKEN, and each run a port of its own",
+            number=place.number,
+            error=error,
+        )
     )
 
 
@@ -410,7 +474,9 @@ def stop_together(rank: int, early: str) -> Iterator[None]:
             atexit.register(_exit_process)
             if rank:
                 raise SystemExit(Interrupted.exit_code) from None
-            raise Interrupted(f"stopped by {requested[0]} {early}; the same command starts again") from None
+            raise Interrupted(
+                Message("stopped by {reason} {early}; the same command starts again", reason=requested[0], early=early)
+            ) from None
 
 
 def _exit_process() -> None:

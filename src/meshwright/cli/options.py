@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message, translate
 from meshwright.core.printable_text import escape_terminal_controls
 
 if TYPE_CHECKING:
@@ -116,8 +118,14 @@ def check_output_path(option: str, path: Path | None) -> None:
 
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise InputError(
-            f"{option} {path}: {'is a folder' if path.is_dir() else f'folder {path.parent} does not exist'}; name a "
-            "file in one"
+            Message(
+                "{option} {path}: {what}; name a file in one",
+                option=option,
+                path=path,
+                what=Message("is a folder")
+                if path.is_dir()
+                else Message("folder {parent} does not exist", parent=path.parent),
+            )
         )
 
 
@@ -129,10 +137,8 @@ def print_output(text: str) -> None:
 def print_note(text: str, language: str | None = None) -> None:
     """Prints progress and remarks on standard error, translated to `language` where possible. None means the
     language of the locale."""
-    from meshwright.core.i18n.line_patterns import translate_line
-    from meshwright.core.i18n.messages import choose_language
 
-    sys.stderr.write(escape_terminal_controls(translate_line(text, choose_language(language, os.environ))) + "\n")
+    sys.stderr.write(escape_terminal_controls(translate(text, choose_language(language, os.environ))) + "\n")
 
 
 def print_json(data: Any) -> None:

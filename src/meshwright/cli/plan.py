@@ -23,6 +23,8 @@ from meshwright.cli.options import (
     print_output,
 )
 from meshwright.core.files import write_atomically
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message, translate
 
 if TYPE_CHECKING:
     from meshwright.planner.inputs.job import ClusterChoice, JobFile
@@ -92,8 +94,6 @@ def plan(
     Try: meshwright plan --model llama-65b --cluster 8x8:a100-80gb --batch 512 --seq 2048 --pin tp=8
     """
     from meshwright.cli.launch_plan import read_job_file
-    from meshwright.core.i18n.messages import choose_language, make_message
-    from meshwright.core.i18n.messages import render_message as said
 
     _check_options(shared, wanted, shown)
     language = choose_language(shown.lang, os.environ)
@@ -103,8 +103,13 @@ def plan(
     question, answer = found
     if job is None and shared.model and shared.batch is None and shared.seq is None and not shared.set:
         print_note(
-            said(
-                make_message("question.usual", batch=question.workload.batch, sequence=question.workload.sequence),
+            translate(
+                Message(
+                    "no batch and no sequence were given: {batch} x {sequence} tokens a step are assumed; set them "
+                    "with --batch and --seq",
+                    batch=question.workload.batch,
+                    sequence=question.workload.sequence,
+                ),
                 language,
             )
         )
@@ -116,7 +121,10 @@ def plan(
         _print_answer(question, answer, wanted.runnable, language, shown)
     if shown.save is not None:
         write_atomically(shown.save, answer.plans[0].plan.to_json() + "\n")
-        print_note(f"{answer.plans[0].plan.name} is in {shown.save}; `--plan {shown.save}` uses it", language)
+        print_note(
+            Message("{plan} is in {save}; `--plan {save}` uses it", plan=answer.plans[0].plan.name, save=shown.save),
+            language,
+        )
     if shown.page is not None:
         _report_page(question, answer, wanted, _command_line(job, shared, wanted), file.cluster, shown.page, language)
     return 0
@@ -127,22 +135,18 @@ def _search(file: JobFile, wanted: RankingOptions, count: int, language: str) ->
     from meshwright.cli.trials import job_from_trials, with_fastest_first
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.inputs.plans import parse_pins
-    from meshwright.planner.search.infeasible import NoPlanFits
     from meshwright.planner.search.rank import search_plans, with_used_devices
     from meshwright.planner.search.result import SearchObjective
 
     question = resolve_job(file)
     if wanted.pin:
         question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
-    try:
-        found = job_from_trials(file, question, wanted.trials, language) if wanted.trials else (question, None)
-        if found is None:
-            return None
-        question, best = found
-        runnable = wanted.runnable or best is not None
-        answer = search_plans(question, count, SearchObjective(wanted.objective), runnable)
-    except NoPlanFits as error:
-        raise error.said(language) from None
+    found = job_from_trials(file, question, wanted.trials, language) if wanted.trials else (question, None)
+    if found is None:
+        return None
+    question, best = found
+    runnable = wanted.runnable or best is not None
+    answer = search_plans(question, count, SearchObjective(wanted.objective), runnable)
     answer = with_fastest_first(question, answer, best) if best is not None else answer
     return with_used_devices(question, answer), answer
 
@@ -152,13 +156,16 @@ def _check_options(shared: JobOptions, wanted: RankingOptions, shown: OutputOpti
     from meshwright.core.errors import InputError
 
     if shown.top < 1:
-        raise InputError(f"--top {shown.top}: must be at least 1")
+        raise InputError(Message("--top {top}: must be at least 1", top=shown.top))
     check_output_path("--save", shown.save)
     check_output_path("--page", shown.page)
     if shown.page is not None and wanted.objective in ("fewest", "cheapest"):
         raise InputError(
-            f"--page ranks plans on all devices, --objective {wanted.objective} on fewer; leave one out: the page has "
-            "a slider"
+            Message(
+                "--page ranks plans on all devices, --objective {objective} on fewer; leave one out: the page has a "
+                "slider",
+                objective=wanted.objective,
+            )
         )
 
 
@@ -201,7 +208,10 @@ def _report_page(
 
     workers = min(os.cpu_count() or 1, 8)
     axes = page_axes(question, grid_shape_for(answer.seconds / workers))
-    print_note(f"page: a search for each of {axes.size} settings of devices, batch, sequence and memory", language)
+    print_note(
+        Message("page: a search for each of {size} settings of devices, batch, sequence and memory", size=axes.size),
+        language,
+    )
     found = search_page_grid(
         question,
         axes,
@@ -216,7 +226,7 @@ def _report_page(
     )
     text = plan_page_text(found, asked, cluster, language)
     write_atomically(path, text)
-    print_note(f"page: {path}, {show_bytes(len(text.encode()))}", language)
+    print_note(Message("page: {path}, {count}", path=path, count=show_bytes(len(text.encode()))), language)
 
 
 def _print_answer(question: Job, answer: SearchResult, runnable: bool, language: str, shown: OutputOptions) -> None:
@@ -250,10 +260,9 @@ def _answer_data(
 
         data["families"] = [plan_comparison_data(found) for found in compare_families(question, answer)]
     if shown.advice:
-        from meshwright.core.i18n.messages import render_message as said
         from meshwright.planner.search.advice import advise
 
-        data["advice"] = [said(sentence, language) for sentence in advise(question, answer, runnable)]
+        data["advice"] = [translate(sentence, language) for sentence in advise(question, answer, runnable)]
     return data
 
 
@@ -270,7 +279,9 @@ def _explain_rejection(
 
     wanted = parse_pins(asked) if "=" in asked else read_plan(asked)
     if wanted is None:
-        raise InputError(f"--why-not {asked!r}: name a plan, such as dp8.tp2, or pins, such as tp=8,pp=8")
+        raise InputError(
+            Message("--why-not {asked!r}: name a plan, such as dp8.tp2, or pins, such as tp=8,pp=8", asked=asked)
+        )
     wanted = with_chosen_bucket(question, wanted) if isinstance(wanted, Plan) else wanted
     found = why_not(question, answer.chosen, asked, wanted, runnable)
     if json:

@@ -18,6 +18,8 @@ from cyclopts import Parameter
 from meshwright.cli.node_role import stop_together
 from meshwright.cli.options import AsJson, Language, check_output_path, print_json, print_note, print_output
 from meshwright.core.files import write_atomically
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message, translate
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.calibration import CalibratedCluster
@@ -28,7 +30,7 @@ PROBE_MODULE = "meshwright.train.probe_main"
 RANK_TIMEOUT_SECONDS = 45.0
 """Seconds after which a rank that others wait for counts as lost. No measurement takes as long."""
 
-INTERRUPTED_TEXT = "before all was measured"
+INTERRUPTED_TEXT = Message("before all was measured")
 
 MAX_RANKS_PER_CORE = 8
 
@@ -50,8 +52,6 @@ def probe(
     Try: meshwright probe --save cluster.json
     """
     from meshwright.core.errors import InputError
-    from meshwright.core.i18n.line_patterns import translate_line
-    from meshwright.core.i18n.messages import choose_language
     from meshwright.planner.cost.calibration import UNDESCRIBED_CLUSTER, calibrate
     from meshwright.planner.inputs.clusters import read_cluster, save_local_cluster
     from meshwright.spec.measurement import MAX_BUSY_PROCESSORS
@@ -63,8 +63,12 @@ def probe(
     known = read_cluster(cluster, measured=False)
     if me is None and sum(group.nodes for group in known.groups) > 1:
         raise InputError(
-            f"cluster {cluster!r} has several nodes: start this command on each of them, with torchrun, "
-            "Slurm or `python -m bench.emulation`")  # fmt: skip
+            Message(
+                "cluster {cluster!r} has several nodes: start this command on each of them, with torchrun, Slurm or "
+                "`python -m bench.emulation`",
+                cluster=cluster,
+            )
+        )
     if me is None:
         _check_ranks(known)
     if me is not None and known.name.startswith("local"):  # ranks of another launcher without a cluster description
@@ -75,10 +79,7 @@ def probe(
     result = calibrate(found, known)
     if me is None and known.name.startswith("local"):
         saved = save_local_cluster(result.cluster) if found.busy <= MAX_BUSY_PROCESSORS else None
-        why = (
-            "other programs were busy meanwhile" if found.busy > MAX_BUSY_PROCESSORS else "the cache cannot be written"
-        )
-        print_note(f"kept in {saved}: --cluster local is this from now on" if saved else f"not kept: {why}", language)
+        print_note(_saved_line(saved, found), language)
     if json:
         print_json(
             {
@@ -88,11 +89,22 @@ def probe(
             }
         )
     else:
-        print_output(translate_line("\n".join(measurement_text(result, found)), language))
+        print_output("\n".join(translate(line, language) for line in measurement_text(result, found)))
     if save is not None:
         write_atomically(save, result.cluster.to_json() + "\n")
-        print_note(f"the cluster is in {save}; `--cluster {save}` uses it", language)
+        print_note(Message("the cluster is in {save}; `--cluster {save}` uses it", save=save), language)
     return 0
+
+
+def _saved_line(saved: Path | None, found: ClusterProfile) -> Message:
+    """Returns the line that states where the measured cluster is stored, or why it is not stored."""
+    from meshwright.spec.measurement import MAX_BUSY_PROCESSORS
+
+    if saved:
+        return Message("kept in {path}: --cluster local is this from now on", path=saved)
+    if found.busy > MAX_BUSY_PROCESSORS:
+        return Message("not kept: other programs were busy meanwhile")
+    return Message("not kept: the cache cannot be written")
 
 
 def _check_ranks(known: Cluster) -> None:
@@ -103,9 +115,15 @@ def _check_ranks(known: Cluster) -> None:
     most = max(MIN_CPU_RANKS, MAX_RANKS_PER_CORE * available_cpus())
     if not cuda_device_names() and known.devices > most:
         raise InputError(
-            f"probe of {known.devices} ranks: this machine has {available_cpus()} cores, and beyond "
-            f"{MAX_RANKS_PER_CORE} ranks a core what is measured is waiting for "
-            f"each other; use --cluster local:{most}, or start the ranks on more machines"
+            Message(
+                "probe of {devices} ranks: this machine has {available_cpus} cores, and beyond {max_ranks_per_core} "
+                "ranks a core what is measured is waiting for each other; use --cluster local:{most}, or start the "
+                "ranks on more machines",
+                devices=known.devices,
+                available_cpus=available_cpus(),
+                max_ranks_per_core=MAX_RANKS_PER_CORE,
+                most=most,
+            )
         )
 
 
@@ -121,7 +139,9 @@ def _probe_this_machine(known: Cluster, language: str) -> ClusterProfile:
     said: list[Any] = []
     remark = partial(print_note, language=language)
     remark(
-        f"measuring {known.devices} ranks of this machine" if known.devices > 1 else "measuring 1 rank of this machine"
+        Message("measuring {devices} ranks of this machine", devices=known.devices)
+        if known.devices > 1
+        else Message("measuring 1 rank of this machine")
     )
     with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
         work = RankJob(f"{PROBE_MODULE}:probe", known.devices, {}, Path(folder), (PROBE_MODULE,))
@@ -129,7 +149,10 @@ def _probe_this_machine(known: Cluster, language: str) -> ClusterProfile:
             Supervisor(work, lambda rank, message: said.append(message), remark, early=INTERRUPTED_TEXT).run()
         except RankFailed as error:  # the log is deleted with the folder
             raise MeshwrightError(
-                f"{str(error).splitlines()[0]}; nothing is saved: start the probe again on the devices that are left"
+                Message(
+                    "{error}; nothing is saved: start the probe again on the devices that are left",
+                    error=str(error).splitlines()[0],
+                )
             ) from None
     return validate_data(
         ClusterProfile, next(message["measurement"] for message in said if message["kind"] == "measured")
@@ -143,7 +166,7 @@ def _probe_as_rank(rank: int, world: int, language: str) -> ClusterProfile | Non
     from meshwright.train.rank_main import join_process_groups
 
     if rank == 0:
-        print_note(f"measuring {world} ranks and the links between them", language)
+        print_note(Message("measuring {world} ranks and the links between them", world=world), language)
     with stop_together(rank, INTERRUPTED_TEXT):
         connection = join_process_groups(rank, world, timeout=RANK_TIMEOUT_SECONDS)
         try:
@@ -151,9 +174,12 @@ def _probe_as_rank(rank: int, world: int, language: str) -> ClusterProfile | Non
                 found = measure_cluster()
         except (RuntimeError, TimeoutError) as error:
             raise MeshwrightError(
-                f"rank {rank} lost another rank while all measured ({str(error).strip().splitlines()[0][:160]}): "
-                "nothing is saved; see which rank ended, "
-                "and start the probe again on the devices that are left"
+                Message(
+                    "rank {rank} lost another rank while all measured ({error}): nothing is saved; see which rank "
+                    "ended, and start the probe again on the devices that are left",
+                    rank=rank,
+                    error=str(error).strip().splitlines()[0][:160],
+                )
             ) from error
     return found if rank == 0 else None
 
@@ -164,41 +190,52 @@ def measurement_text(result: CalibratedCluster, found: ClusterProfile) -> Iterat
 
     cluster = result.cluster
     where = (
-        f"{cluster.devices} devices on {len(found.hosts)} hosts"
+        Message("{devices} devices on {count} hosts", devices=cluster.devices, count=len(found.hosts))
         if len(found.hosts) > 1
-        else f"{cluster.devices} devices on 1 host"
+        else Message("{devices} devices on 1 host", devices=cluster.devices)
     )
-    yield f"measured in {show_seconds(found.seconds)}: {where}"
+    yield Message("measured in {seconds}: {where}", seconds=show_seconds(found.seconds), where=where)
     for group in cluster.groups:
         device = group.device
-        rates = ", ".join(f"{name} {show_rate(rate, 'FLOP/s')}" for name, rate in device.peak.items())
-        yield (
-            f"  {group.nodes} x {group.devices} {device.name}   {rates}; memory {show_bytes(device.memory)} at "
-            f"{show_rate(device.bandwidth)}"
+        yield Message(
+            "  {nodes} x {devices} {name}   {rates}; memory {memory} at {bandwidth}",
+            nodes=group.nodes,
+            devices=group.devices,
+            name=device.name,
+            rates=", ".join(f"{name} {show_rate(rate, 'FLOP/s')}" for name, rate in device.peak.items()),
+            memory=show_bytes(device.memory),
+            bandwidth=show_rate(device.bandwidth),
         )
-        yield (
-            f"      attention {device.attention:.0%} of its products; storage {show_rate(group.storage_bandwidth)}"
-        ).replace("%", " %")
-        yield f"      processors of a node update {show_count(group.host_update)} parameters/s"
-        yield f"      link inside {_link_line(group.link)}" + (
-            f", between {group.link.span} devices each" if group.link.span else ""
+        yield Message(
+            "      attention {share:.0f} % of its products; storage {storage}",
+            share=100 * device.attention,
+            storage=show_rate(group.storage_bandwidth),
+        )
+        yield Message("      processors of a node update {rate} parameters/s", rate=show_count(group.host_update))
+        yield Message(
+            "      link inside {link}, between {span} devices each" if group.link.span else "      link inside {link}",
+            link=_link_line(group.link),
+            span=group.link.span,
         )
     if len(cluster.groups) > 1 or cluster.groups[0].nodes > 1:
-        yield f"  network   {_link_line(cluster.network)}"
+        yield Message("  network   {link}", link=_link_line(cluster.network))
     sizes = sorted({each.size for each in found.timings})
     if sizes:
-        yield "collectives          " + "".join(f"{show_bytes(size):>12}" for size in sizes)
+        columns = "".join(f"{show_bytes(size):>12}" for size in sizes)
+        yield Message("collectives          {sizes}", sizes=columns)
     for key in dict.fromkeys((each.kind, each.ranks, each.stride) for each in found.timings):
         row = {each.size: each.seconds for each in found.timings if (each.kind, each.ranks, each.stride) == key}
         name = f"{key[0]} {key[1]}" + (f" by {key[2]}" if key[2] > 1 else "")
         yield f"  {name:19}" + "".join(f"{show_seconds(row[size]) if size in row else '':>12}" for size in sizes)
-    yield from (f"odd: {line}" for line in result.odd)
+    yield from (Message("odd: {line}", line=line) for line in result.odd)
     if not result.odd:
-        yield "nothing is odd"
+        yield Message("nothing is odd")
 
 
 def _link_line(link: Link) -> str:
     from meshwright.core.units import show_rate, show_seconds
 
-    meeting = f", {show_seconds(link.meeting)} to meet after computing" if link.meeting else ""
-    return f"{show_rate(link.bandwidth)}, {show_seconds(link.latency)}{meeting}"
+    line = f"{show_rate(link.bandwidth)}, {show_seconds(link.latency)}"
+    if not link.meeting:
+        return line
+    return Message("{link}, {seconds} to meet after computing", link=line, seconds=show_seconds(link.meeting))

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.core.messages import Message
+
 if TYPE_CHECKING:
     from meshwright.cli.launch_plan import PlanChoice
     from meshwright.elastic.attempt import RankJob
@@ -110,5 +112,11 @@ def lower_memory_hint(question: Job | None, plan: Plan) -> str:
         assert question is not None, "what is not priced has no leaner plan"
         before, then = (show_bytes(estimate(question, each).memory.reserved) for each in (plan, other))
     except MeshwrightError as error:
-        return f"{error}: use more ranks, or a smaller batch"
-    return f"plan {other.name} is to take {then} on a rank where {plan.name} was to take {before}: --plan {other.name}"
+        return Message("{error}: use more ranks, or a smaller batch", error=error)
+    return Message(
+        "plan {other} is to take {then} on a rank where {plan} was to take {before}: --plan {other}",
+        other=other.name,
+        then=then,
+        plan=plan.name,
+        before=before,
+    )

@@ -11,6 +11,8 @@ from cyclopts import Parameter
 
 from meshwright.cli.options import AsJson, Language, check_output_path, print_json, print_note, print_output
 from meshwright.core.files import write_atomically
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message
 from meshwright.core.storage import report_if_overdue
 
 if TYPE_CHECKING:
@@ -41,7 +43,6 @@ def report(
     Try: meshwright report runs/one runs/two
     """
     from meshwright.core.errors import InputError
-    from meshwright.core.i18n.messages import choose_language
     from meshwright.report.compare import compare_runs, compare_text
     from meshwright.report.run import read_run, summarize_run
     from meshwright.report.run_text import run_text
@@ -49,15 +50,15 @@ def report(
 
     language = choose_language(lang, os.environ)
     if not runs:
-        raise InputError("report needs a run: name one or several folders that `meshwright train` has written")
+        raise InputError(Message("report needs a run: name one or several folders that `meshwright train` has written"))
     if page is not None and len(runs) > 1:
-        raise InputError(f"report --page shows one run: name one of the {len(runs)}")
+        raise InputError(Message("report --page shows one run: name one of the {count}", count=len(runs)))
     if memory and len(runs) > 1:
-        raise InputError(f"report --memory shows one run: name one of the {len(runs)}")
+        raise InputError(Message("report --memory shows one run: name one of the {count}", count=len(runs)))
     if page is not None:
         check_output_path("--page", page)
     with report_if_overdue(
-        lambda: print_note("still reading: the disk of the run is slow, or does not answer", language)
+        lambda: print_note(Message("still reading: the disk of the run is slow, or does not answer"), language)
     ):
         found = [read_run(folder) for folder in runs]
     if page is not None:
@@ -96,4 +97,4 @@ def _run_page(run: RunFolder, path: Path, language: str) -> None:
 
     text = run_page_text(run, language)
     write_atomically(path, text)
-    print_note(f"page: {path}, {show_bytes(len(text.encode()))}", language)
+    print_note(Message("page: {path}, {count}", path=path, count=show_bytes(len(text.encode()))), language)

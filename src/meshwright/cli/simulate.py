@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobOptions, JobPath, check_output_path, print_json, print_note, print_output
+from meshwright.cli.options import (
+    AsJson,
+    JobOptions,
+    JobPath,
+    Language,
+    check_output_path,
+    print_json,
+    print_note,
+    print_output,
+)
 from meshwright.core.errors import InputError
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message, translate
 
 if TYPE_CHECKING:
     from meshwright.planner.inputs.job import JobFile
@@ -79,6 +91,7 @@ def simulate(
     long: FleetOptions = FleetOptions(),
     trace: Annotated[Path | None, Parameter(help="write the step to this file, for ui.perfetto.dev")] = None,
     json: AsJson = False,
+    lang: Language = None,
 ) -> int:
     """Play one step of a plan action by action, with slow ranks and weak links; or, with --days, months of a cluster
     whose devices fail.
@@ -87,9 +100,10 @@ def simulate(
     --slow 3:1.5
     Or:  meshwright simulate --cluster 2048x8:h100 --days 90 --failures llama3 --spares 20
     """
+    language = choose_language(lang, os.environ)
     check_output_path("--trace", trace)
     if long.fleet_table:
-        return _print_fleet_table(long, json)
+        return _print_fleet_table(long, json, language)
     from meshwright.cli.launch_plan import read_job_file
 
     file = read_job_file(job, shared)
@@ -97,24 +111,26 @@ def simulate(
         given = [name for name in FleetOptions.__dataclass_fields__ if getattr(long, name) not in (None, False)]
         _refuse_options(
             [name for name in given if not (wrong.kill and name in RECOVERY_OPTIONS)],
-            "a fleet: say for how long with --days",
+            Message("a fleet: say for how long with --days"),
         )
-        return _simulate_step(file, wrong, long, trace, json)
+        return _simulate_step(file, wrong, long, trace, json, language)
     step_only = {
         "trace": trace is not None,
         **{name: getattr(wrong, name) for name in FaultOptions.__dataclass_fields__},
         "plan": shared.plan,
     }
-    _refuse_options([name for name, given in step_only.items() if given], "one step: leave out --days")
-    return _simulate_fleet(file, long, json)
+    _refuse_options([name for name, given in step_only.items() if given], Message("one step: leave out --days"))
+    return _simulate_fleet(file, long, json, language)
 
 
 def _refuse_options(names: list[str], what: str) -> None:
     if names:
-        raise InputError(f"--{names[0].replace('_', '-')} is about {what}")
+        raise InputError(Message("--{names} is about {what}", names=names[0].replace("_", "-"), what=what))
 
 
-def _simulate_step(file: JobFile, wrong: FaultOptions, long: FleetOptions, trace: Path | None, json: bool) -> int:
+def _simulate_step(
+    file: JobFile, wrong: FaultOptions, long: FleetOptions, trace: Path | None, json: bool, language: str
+) -> int:
     from meshwright.planner.cost.overlap import with_chosen_bucket
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.simulate.run import simulate as play
@@ -122,7 +138,7 @@ def _simulate_step(file: JobFile, wrong: FaultOptions, long: FleetOptions, trace
     from meshwright.spec.faults import Faults, KilledRank, SlowLink, SlowRank, parse_faults
 
     if wrong.steps < 0:
-        raise InputError(f"--steps {wrong.steps}: must be at least 0")
+        raise InputError(Message("--steps {steps}: must be at least 0", steps=wrong.steps))
     question = resolve_job(file)
     faults = Faults(
         kill=parse_faults(KilledRank, wrong.kill, "--kill"),
@@ -141,22 +157,22 @@ def _simulate_step(file: JobFile, wrong: FaultOptions, long: FleetOptions, trace
         from meshwright.report.trace import write_trace
 
         write_trace(played, trace)
-        print_note(f"the step is in {trace}; open it in https://ui.perfetto.dev")
+        print_note(Message("the step is in {trace}; open it in https://ui.perfetto.dev", trace=trace), language)
     if json:
         print_json(simulation_data(played))
     else:
-        print_output(simulation_text(played))
+        print_output(simulation_text(played, language))
     return 0
 
 
-def _simulate_fleet(file: JobFile, long: FleetOptions, json: bool) -> int:
+def _simulate_fleet(file: JobFile, long: FleetOptions, json: bool, language: str) -> int:
     from meshwright.planner.inputs.job import resolve_cluster
     from meshwright.planner.simulate.fleet import DEFAULT_FAILURE_SOURCE, FleetSpec, parse_failure_rate, simulate_fleet
     from meshwright.report.simulation import fleet_data, fleet_text
 
     assert long.days is not None
     if not 0 < long.days < 36525:
-        raise InputError(f"--days {long.days:g}: must be above 0 and below 36,525, a hundred years")
+        raise InputError(Message("--days {days:g}: must be above 0 and below 36,525, a hundred years", days=long.days))
     cluster = resolve_cluster(file.cluster)
     rate = parse_failure_rate(
         long.failures
@@ -164,7 +180,7 @@ def _simulate_fleet(file: JobFile, long: FleetOptions, json: bool) -> int:
     )
     repair = {"repair": _parse_seconds(long, "repair")} if long.repair is not None else {}
     if long.spares is not None and long.spares < 0:
-        raise InputError(f"--spares {long.spares}: must be at least 0")
+        raise InputError(Message("--spares {spares}: must be at least 0", spares=long.spares))
     fleet = FleetSpec(
         devices=cluster.devices,
         devices_per_node=cluster.devices_per_node,
@@ -176,7 +192,7 @@ def _simulate_fleet(file: JobFile, long: FleetOptions, json: bool) -> int:
     if json:
         print_json(fleet_data(outcome, rate.words))
     else:
-        print_output(fleet_text(outcome, rate.words))
+        print_output(fleet_text(outcome, rate.words, language))
     return 0
 
 
@@ -190,19 +206,19 @@ def _recovery_policy(long: FleetOptions) -> RecoveryPolicy:
 
 
 def _parse_seconds(long: FleetOptions, name: str) -> float:
-    from meshwright.core.units import parse_quantity
+    from meshwright.core.quantities import parse_quantity
 
     text = getattr(long, name)
     try:
         seconds = parse_quantity(float(text) if text.replace(".", "", 1).isdigit() else text, "s")
     except ValueError as error:
-        raise InputError(f"--{name} {text!r}: {error}") from None
+        raise InputError(Message("--{name} {text!r}: {error}", name=name, text=text, error=error)) from None
     if not 0.0 <= seconds < float("inf"):
-        raise InputError(f"--{name} {text!r}: a time must be at least 0")
+        raise InputError(Message("--{name} {text!r}: a time must be at least 0", name=name, text=text))
     return seconds
 
 
-def _print_fleet_table(long: FleetOptions, json: bool) -> int:
+def _print_fleet_table(long: FleetOptions, json: bool, language: str) -> int:
     from meshwright.planner.simulate.fleet import DEFAULT_FAILURE_SOURCE, TABLE_DAYS, fleet_table, parse_failure_rate
     from meshwright.report.simulation import fleet_table_data, fleet_table_text
 
@@ -211,5 +227,6 @@ def _print_fleet_table(long: FleetOptions, json: bool) -> int:
     if json:
         print_json(fleet_table_data(cells))
     else:
-        print_output(f"failures are {rate.words}\n\n" + fleet_table_text(cells))
+        title = translate(Message("failures are {source}", source=rate.words), language)
+        print_output(title + "\n\n" + fleet_table_text(cells, language))
     return 0

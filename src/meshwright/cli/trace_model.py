@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
     from meshwright.planner.inputs.job import JobFile
@@ -36,13 +37,17 @@ def trace_job_model(file: JobFile) -> JobFile:
     rules = file.model.rules
     if not file.model.module and not needs_tracing(name) and not (rules and Path(name).expanduser().is_dir()):
         if rules:
-            raise InputError(f"$.model.rules: {name!r} is understood without rules: leave them out")
+            raise InputError(Message("$.model.rules: {name!r} is understood without rules: leave them out", name=name))
         return file
     if file.model.sizes:
         first = next(iter(file.model.sizes))
         raise InputError(
-            f"$.model.sizes: {first!r} cannot be changed in {name!r}, which has no sizes but what it builds; change it "
-            "there"
+            Message(
+                "$.model.sizes: {first!r} cannot be changed in {name!r}, which has no sizes but what it builds; "
+                "change it there",
+                first=first,
+                name=name,
+            )
         )
     sequence, precision = file.workload.sequence, resolve_precision(file)
     folder = Path(name).expanduser().resolve()

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message, join_messages, translate
 
 if TYPE_CHECKING:
     from meshwright.cli.launch_plan import PlanChoice
@@ -72,7 +74,6 @@ class RunOptions:
     @property
     def language(self) -> str:
         """The language of the output: --lang, else the locale."""
-        from meshwright.core.i18n.messages import choose_language
 
         return choose_language(self.lang, os.environ)
 
@@ -94,7 +95,6 @@ def train(
     """
     from meshwright.cli.launch_plan import read_job_file
     from meshwright.cli.node_role import read_node_role
-    from meshwright.core.i18n.line_patterns import translate_line
     from meshwright.train.console import RunConsole
     from meshwright.train.rank_main import read_external_launch
 
@@ -102,7 +102,7 @@ def train(
     shared = _with_run_options(shared, wanted)
     me = read_external_launch(os.environ)
     node = None if me is None else read_node_role(me, lambda: read_job_file(job, shared), os.environ)
-    screen = RunConsole(words=functools.partial(translate_line, language=wanted.language))
+    screen = RunConsole(words=functools.partial(translate, language=wanted.language))
     try:
         if node is not None:
             folder = _run_node(node, job, shared, wanted, screen)
@@ -206,7 +206,9 @@ def _supervise(
         stack.enter_context(announce_leader(folder, node, screen.note))
         fleet = stack.enter_context(lead_nodes(node, work, screen.note, run)) if node else None
         work = plans.replan(len(fleet.slots)) if fleet is not None and len(fleet.slots) < work.world else work
-        screen.note(f"starting {work.world} ranks" if work.world > 1 else "starting 1 rank")
+        screen.note(
+            Message("starting {world} ranks", world=work.world) if work.world > 1 else Message("starting 1 rank")
+        )
         hear = lambda rank, message: screen.hear(message)
         if fleet is not None and node is not None:
             care = dataclasses.replace(care, follows=continues_run(fleet, node))
@@ -242,7 +244,7 @@ def _options_after_trials(
     known = file.given_plan() is not None or (run_folder_of(file, build_model_source(file)) / "plan.json").is_file()
     if connection.tell("known" if known else "") if connection is not None else known:
         if connection is None or connection.rank == 0:
-            print_note("no trials: the plan is given, or the run has begun with one", wanted.language)
+            print_note(Message("no trials: the plan is given, or the run has begun with one"), wanted.language)
         return shared
     question = resolve_job(file)
     pins = {**question.pins, **parse_pins(wanted.pin)} if wanted.pin else question.pins
@@ -275,7 +277,6 @@ def _prepared_run(
         write_run_folder,
     )
     from meshwright.core.errors import InputError
-    from meshwright.core.i18n.messages import render_message
     from meshwright.train.run_lock import RunLock
 
     file = read_job_file(job, shared)
@@ -286,7 +287,9 @@ def _prepared_run(
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise InputError(f"run folder {str(folder)!r} cannot be made: {error.strerror}") from None
+        raise InputError(
+            Message("run folder {folder!r} cannot be made: {strerror}", folder=str(folder), strerror=error.strerror)
+        ) from None
     with RunLock(folder, number):
         longer = write_run_folder(folder, launch, choice)
         offloaded = Path(launch.run.offload_to or folder)
@@ -297,9 +300,7 @@ def _prepared_run(
             else ""
         )
         other = cluster_mismatches(choice.question) if choice.question is not None and world is None else []
-        for line in filter(
-            None, [*(render_message(line, wanted.language) for line in choice.why), *other, longer, room]
-        ):
+        for line in filter(None, [*(translate(line, wanted.language) for line in choice.why), *other, longer, room]):
             screen.note(line)
         yield launch, folder, choice
 
@@ -317,12 +318,11 @@ def _run_external_rank(
     from meshwright.train.rank_main import RankControl, join_process_groups, retain_heap
 
     retain_heap()
-    channel = RankControl(
-        me.rank, me.world, lambda message: screen.note(message["line"]) if message["kind"] == "note" else None
-    )
+    note = lambda message: screen.note(message["line"]) if message["kind"] == "note" else None
+    channel = RankControl(me.rank, me.world, note)
     channel.heed_signals(keyboard=True)
     if me.rank == 0:
-        screen.note(f"rank 0 of {me.world}: it joins the others, then it plans")
+        screen.note(Message("rank 0 of {world}: it joins the others, then it plans", world=me.world))
     connection = join_process_groups(me.rank, me.world)
     with ExitStack() as stack:
         stack.enter_context(connection)
@@ -348,10 +348,10 @@ def _run_external_rank(
         try:
             code = TrainLoop(launch, channel, connection).run()
         except OutOfMemory as error:
-            with suppress(
-                MeshwrightError, MemoryError
-            ):  # Rank 0 wrote the job file to a path that other ranks may not see.
-                error = OutOfMemory(f"{error}; {lower_memory_hint(read_as(Job, folder / 'job.json'), launch.plan)}")
+            # Rank 0 wrote the job file to a path that other ranks may not see.
+            with suppress(MeshwrightError, MemoryError):
+                hint = lower_memory_hint(read_as(Job, folder / "job.json"), launch.plan)
+                error = OutOfMemory(join_messages("; ", (str(error), hint)))
             raise error from None
         except Exception as error:
             raise local_failure(error, me.rank, me.world) from error
@@ -359,8 +359,10 @@ def _run_external_rank(
         if me.rank:
             raise SystemExit(code)
         raise Interrupted(
-            f"stopped by {channel.stop or 'another rank'}: everything is saved; the same command goes on where this "
-            "one stopped"
+            Message(
+                "stopped by {reason}: everything is saved; the same command goes on where this one stopped",
+                reason=channel.stop or Message("another rank"),
+            )
         )
     return folder
 
@@ -410,6 +412,10 @@ def _print_conclusion(folder: Path, question: list[str], screen: RunConsole, wan
     finished = read_run(folder)
     screen.show(f"\n{run_text(finished, wanted.language)}\n")
     proof = join(["meshwright", "verify", *question, "--plan", finished.plan.name if finished.plan else "auto"])
-    screen.note(f"next: {join(['meshwright', 'report', str(folder)])}    or prove the plan: {proof}")
+    screen.note(
+        Message(
+            "next: {join}    or prove the plan: {proof}", join=join(["meshwright", "report", str(folder)]), proof=proof
+        )
+    )
     if json:
         print_json(strict_json_data(summarize_run(finished)))

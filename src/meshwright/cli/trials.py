@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.node_role import stop_together
 from meshwright.cli.options import print_note
+from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
     from meshwright.core.ipc import IpcMessage
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from meshwright.train.rank_main import ProcessGroups, RankControl
 
 TRIALS_MODULE = "meshwright.cli.trials"
-INTERRUPTED_TEXT = "during trials, of which nothing is kept"
+INTERRUPTED_TEXT = Message("during trials, of which nothing is kept")
 
 
 def run_trials(
@@ -36,7 +37,7 @@ def run_trials(
     from meshwright.train.rank_main import join_process_groups, read_external_launch
 
     if most < 1:
-        raise InputError(f"--trials {most}: must be at least 1")
+        raise InputError(Message("--trials {most}: must be at least 1", most=most))
     me = read_external_launch(os.environ)
     if me is not None:
         with stop_together(me.rank, INTERRUPTED_TEXT):
@@ -47,9 +48,11 @@ def run_trials(
         return found if me.rank == 0 else None
     if sum(group.nodes for group in question.cluster.groups) > 1 or question.cluster.devices != launch.plan.world:
         raise InputError(
-            f"--trials runs plans here, and cluster {question.cluster.name!r} has several nodes: start this command on "
-            "each rank, with torchrun, "
-            "Slurm or `python -m bench.emulation`"
+            Message(
+                "--trials runs plans here, and cluster {cluster!r} has several nodes: start this command on each "
+                "rank, with torchrun, Slurm or `python -m bench.emulation`",
+                cluster=question.cluster.name,
+            )
         )
     return _run_supervised_trials(question, launch, most, note)
 
@@ -137,12 +140,15 @@ def trial_line(trial: Trial) -> str:
     from meshwright.core.units import show_seconds
 
     if trial.measured is None:
-        return f"trial  {trial.plan.name}: not run: {trial.why}"
+        return Message("trial  {plan}: not run: {why}", plan=trial.plan.name, why=trial.why)
     off = trial.predicted / trial.measured - 1.0
-    return (
-        f"trial  {trial.plan.name}: {show_seconds(trial.measured)} a step, {show_seconds(trial.predicted)} predicted "
-        f"({off:+.0%})"
-    ).replace("%", " %")
+    return Message(
+        "trial  {plan}: {measured} a step, {predicted} predicted ({off:+.0f} %)",
+        plan=trial.plan.name,
+        measured=show_seconds(trial.measured),
+        predicted=show_seconds(trial.predicted),
+        off=100 * off,
+    )
 
 
 def job_from_trials(
@@ -166,13 +172,13 @@ def job_from_trials(
         return None
     again = refit_job(question, trials)
     if max((trial.busy for trial in trials), default=0.0) > MAX_BUSY_PROCESSORS:
-        remark("other programs were busy meanwhile: what was measured is not kept")
+        remark(Message("other programs were busy meanwhile: what was measured is not kept"))
     elif again.cluster.name.startswith("local") and best_trial(trials) is not None:
         saved = save_local_cluster(again.cluster)
         remark(
-            f"the cluster that explains them is kept in {saved}: --cluster local is this from now on"
+            Message("the cluster that explains them is kept in {path}: --cluster local is this from now on", path=saved)
             if saved
-            else "not kept: no cache"
+            else Message("not kept: no cache")
         )
     return again, best_trial(trials)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from meshwright.cli.options import AsJson, print_json, print_output
+from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
     from meshwright.planner.validation.score import RelativeErrors, ValidationReport
@@ -31,7 +32,13 @@ def validate(
 
     rows = [row for row in read_measurements(table) if family.lower() in row.text("family").lower()]
     if not rows:
-        raise InputError(f"no row of {table or 'the published table'} has {family!r} in its family")
+        raise InputError(
+            Message(
+                "no row of {table} has {family!r} in its family",
+                table=table or Message("the published table"),
+                family=family,
+            )
+        )
     found = validation_report(rows)
     operations = {} if family or table else score_collectives(read_collectives())
     if json:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from cyclopts import Parameter
 
 from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json, print_note, print_output
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message, translate
 
 if TYPE_CHECKING:
     from meshwright.cli.launch_plan import PlanChoice
-    from meshwright.core.i18n.messages import Message
     from meshwright.planner.inputs.job import JobFile
     from meshwright.spec.plan import Plan
     from meshwright.spec.run import ModelSource
@@ -49,15 +50,25 @@ def verify(
     Try: meshwright verify --model llama-65b --cluster 8x8:a100-80gb --plan dp2x4.tp2.pp4.z3.rc-full
     """
     from meshwright.cli.launch_plan import read_job_file
-    from meshwright.core.i18n.messages import choose_language, make_message
-    from meshwright.core.i18n.messages import render_message as said
 
     language = choose_language(lang, os.environ)
     requested = prepare_verification(read_job_file(job, shared), pin, dtype)
     small, source, choice = requested.small, requested.source, requested.choice
-    plan = make_message("verify.plan", plan=choice.plan.name)
-    what = plan if small.name == choice.plan.name else make_message("verify.reduced", plan=plan, small=small.name)
-    print_note(said(make_message("verify.small", model=source.name, what=what, ranks=small.world), language))
+    plan = Message("plan {plan}", plan=choice.plan.name)
+    what = (
+        plan if small.name == choice.plan.name else Message("{plan}, reduced to {small}", plan=plan, small=small.name)
+    )
+    print_note(
+        translate(
+            Message(
+                "{model} with few and small layers, {what}, {ranks:count rank} of this machine; dropout 0",
+                model=source.name,
+                what=what,
+                ranks=small.world,
+            ),
+            language,
+        )
+    )
     for line in requested.lossy:
         print_note(line, language)
     findings = run_verification(requested)
@@ -89,9 +100,9 @@ class VerifyJob(NamedTuple):
 
 
 COMPRESSION_ERROR_TEXTS = {
-    "bf16": "each element of a host's sum by 2^-9 of itself",
-    "int8": "each element of a host's sum by 1/254 of the largest of its block of 256",
-    "low-rank": "what the factors do not span, without a bound for one step",
+    "bf16": Message("each element of a host's sum by 2^-9 of itself"),
+    "int8": Message("each element of a host's sum by 1/254 of the largest of its block of 256"),
+    "low-rank": Message("what the factors do not span, without a bound for one step"),
 }
 
 
@@ -102,13 +113,20 @@ def _lossy_notes(workload: Workload) -> tuple[str, ...]:
     if workload.compression is not None:
         kind = workload.compression.kind
         found.append(
-            f"workload.compression {kind} changes gradients between hosts, {COMPRESSION_ERROR_TEXTS[kind]}, sent "
-            "later: verified is the plan without it"
+            Message(
+                "workload.compression {kind} changes gradients between hosts, {compression_error_texts}, sent later: "
+                "verified is the plan without it",
+                kind=kind,
+                compression_error_texts=COMPRESSION_ERROR_TEXTS[kind],
+            )
         )
     if workload.local is not None:
         found.append(
-            f"workload.local: replicas that meet every {workload.local.steps} steps are no one device: verified is the "
-            "plan without it"
+            Message(
+                "workload.local: replicas that meet every {steps} steps are no one device: verified is the plan "
+                "without it",
+                steps=workload.local.steps,
+            )
         )
     return tuple(found)
 
@@ -155,7 +173,7 @@ def run_verification(job: VerifyJob) -> list[dict[str, Any]]:
         {"CUDA_VISIBLE_DEVICES": ""},
     )
     try:
-        Supervisor(work, hear, print_note, early="before all was compared").run()
+        Supervisor(work, hear, print_note, early=Message("before all was compared")).run()
     except RankFailed:
         raise
     except BaseException:
@@ -167,11 +185,10 @@ def run_verification(job: VerifyJob) -> list[dict[str, Any]]:
 
 def _print_findings(findings: list[dict[str, Any]], plan: Plan, quiet: bool, language: str) -> int:
     from meshwright.core.errors import VerificationFailed
-    from meshwright.core.i18n.messages import render_message as said
 
     wrong = []
     for finding in findings:
-        line = "".join(said(part, language) for part in _finding_text(finding, plan))
+        line = "".join(translate(part, language) for part in _finding_text(finding, plan))
         if not finding["equal"]:
             wrong.append(line)
         elif not quiet:
@@ -183,37 +200,43 @@ def _print_findings(findings: list[dict[str, Any]], plan: Plan, quiet: bool, lan
 
 def _finding_text(finding: dict[str, Any], plan: Plan) -> Iterator[Message]:
     """Yields one line for each precision."""
-    from meshwright.core.i18n.messages import make_message
 
     one, many = finding["parameters"]
     labels, ours = finding["labels"]
     shares = finding["labels_by_replica"]
     name = {"fp64": "float64", "fp32": "float32"}[finding["precision"]]
     yield (
-        make_message("verify.equal", precision=name)
+        Message("{precision} equal to one device: ", precision=name)
         if finding["equal"]
-        else make_message("verify.differs", precision=name, plan=plan.name)
+        else Message("{precision} {plan} differs from one device: ", precision=name, plan=plan.name)
     )
-    yield make_message("verify.loss", loss=f"{finding['loss']:.1e}")
-    yield make_message("verify.gradients", gradient=f"{finding['gradient']:.1e}", where=finding["where"])
-    yield make_message(
-        "verify.weights", steps=finding["steps"], weight=f"{finding['weight']:.1e}", where=finding["weight_where"]
+    yield Message("loss {loss}", loss=f"{finding['loss']:.1e}")
+    yield Message(", gradients {gradient} at {where}", gradient=f"{finding['gradient']:.1e}", where=finding["where"])
+    yield Message(
+        ", weights after {steps} steps {weight} at {where}",
+        steps=finding["steps"],
+        weight=f"{finding['weight']:.1e}",
+        where=finding["weight_where"],
     )
     yield (
-        make_message("verify.parameters", many=many)
+        Message(", {many:count} parameters", many=many)
         if one == many
-        else make_message("verify.parameters.other", many=many, one=one)
+        else Message(", {many:count} parameters instead of {one:count}", many=many, one=one)
     )
     yield (
-        make_message("verify.labels", labels=labels)
+        Message(", {labels:count} labels", labels=labels)
         if labels == ours
-        else make_message("verify.labels.other", ours=ours, labels=labels)
+        else Message(", {ours:count} labels instead of {labels:count}", ours=ours, labels=labels)
     )
     if len(shares) > 1 and labels == ours:
-        yield make_message("verify.spread", least=min(shares), most=max(shares))
+        yield Message(", {least} to {most} a replica", least=min(shares), most=max(shares))
     if finding["missing"]:
-        yield make_message("verify.missing", count=len(finding["missing"]), first=finding["missing"][0])
+        yield Message(
+            ", {count} gradients are missing or extra, the first {first}",
+            count=len(finding["missing"]),
+            first=finding["missing"][0],
+        )
     if finding["rounding"]:
-        yield make_message("verify.rounding", count=finding["rounding"])
+        yield Message(", {count} gradients are rounding noise and are skipped", count=finding["rounding"])
     if finding["first"]:
-        yield make_message("verify.first", first=finding["first"])
+        yield Message(", {first}", first=finding["first"])

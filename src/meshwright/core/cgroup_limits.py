@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 BASE_OPEN_FILES, OPEN_FILES_PER_RANK = 64, 4
 """Open files of the supervisor and of the process that forks ranks: a base number, and a number for each rank. The
@@ -93,7 +94,11 @@ def raise_open_file_limit(ranks: int) -> None:
         soft = allowed
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise InputError(
-            f"a process may open {soft:,} files here, and {ranks} ranks need {needed:,}: raise the limit (`ulimit -n "
-            f"{needed}`, or LimitNOFILE "
-            "and limits.conf where it is set), then start again"
+            Message(
+                "a process may open {soft:,} files here, and {ranks} ranks need {needed:,}: raise the limit (`ulimit "
+                "-n {needed}`, or LimitNOFILE and limits.conf where it is set), then start again",
+                soft=soft,
+                ranks=ranks,
+                needed=needed,
+            )
         )

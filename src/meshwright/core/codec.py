@@ -20,9 +20,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, WrapValidator
 
 from meshwright.core.errors import MAX_SHOWN_CHARACTERS, InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.core.printable_text import check_one_line
 
 MAX_TEXT_CHARACTERS = 2**24
@@ -62,15 +63,24 @@ def parse_text(text: str, where: str) -> Any:
     """
     try:
         if len(text) > MAX_TEXT_CHARACTERS:
-            raise _TextError(f"has {len(text):,} characters; at most {MAX_TEXT_CHARACTERS:,} are read")
+            raise _TextError(
+                Message(
+                    "has {count:,} characters; at most {max_text_characters:,} are read",
+                    count=len(text),
+                    max_text_characters=MAX_TEXT_CHARACTERS,
+                )
+            )
         return _parse_json(text) if text.lstrip().startswith("{") else _YamlReader(text).document()
     except _TextError as wrong:
         place = f"{where}:{wrong.line}" if wrong.line else where
-        raise InputError(f"{place}: {wrong.what}") from None
+        raise InputError(Message("{place}: {what}", place=place, what=wrong.what)) from None
 
 
 def _nesting_error() -> str:
-    return f"more than {MAX_TEXT_DEPTH} lists or objects inside of each other, too deep to be read"
+    return Message(
+        "more than {max_text_depth} lists or objects inside of each other, too deep to be read",
+        max_text_depth=MAX_TEXT_DEPTH,
+    )
 
 
 def _parse_json(text: str) -> Any:
@@ -80,7 +90,12 @@ def _parse_json(text: str) -> Any:
     def whole(literal: str) -> int:
         if len(literal) > MAX_INTEGER_DIGITS:
             raise _TextError(
-                f"a number of {len(literal):,} digits; write at most {MAX_INTEGER_DIGITS}", line_of(literal)
+                Message(
+                    "a number of {count:,} digits; write at most {max_integer_digits}",
+                    count=len(literal),
+                    max_integer_digits=MAX_INTEGER_DIGITS,
+                ),
+                line_of(literal),
             )
         return int(literal)
 
@@ -91,14 +106,14 @@ def _parse_json(text: str) -> Any:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise _TextError(f"key {key!r} is written twice")
+                raise _TextError(Message("key {key!r} is written twice", key=key))
             found[key] = value
         return found
 
     try:
         data = json.loads(text, object_pairs_hook=unique, parse_int=whole, parse_float=real)
     except json.JSONDecodeError as error:
-        raise _TextError(f"not valid JSON: {error.msg}", error.lineno) from None
+        raise _TextError(Message("not valid JSON: {msg}", msg=error.msg), error.lineno) from None
     except RecursionError:
         raise _TextError(_nesting_error()) from None
     waiting = [(data, 1)]
@@ -116,13 +131,18 @@ def _parse_json(text: str) -> Any:
 def _finite_float(value: float, literal: str, line: int) -> float:
     """Raises an error for a numeric literal that is too large for a float. An explicit infinity is allowed."""
     if math.isinf(value) and any(letter.isdigit() for letter in literal):
-        raise _TextError(f"the number {literal[:20]}{'...' if len(literal) > 20 else ''} is too large", line)
+        raise _TextError(
+            Message(
+                "the number {literal}{what} is too large", literal=literal[:20], what="..." if len(literal) > 20 else ""
+            ),
+            line,
+        )
     return value
 
 
 def _check_text(text: str, line: int) -> None:
     if _LONE_SURROGATE.search(text):
-        raise _TextError("a text holds half a character (a lone surrogate)", line)
+        raise _TextError(Message("a text holds half a character (a lone surrogate)"), line)
 
 
 class _YamlReader:
@@ -143,14 +163,19 @@ class _YamlReader:
             return self._whole()
         except yaml.reader.ReaderError as error:
             self._fail(
-                f"not valid YAML: the character U+{int(error.character):04X} is not allowed",
+                Message(
+                    "not valid YAML: the character U+{character:04X} is not allowed", character=int(error.character)
+                ),
                 self._text.count("\n", 0, error.position) + 1,
             )
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
-            self._fail(f"not valid YAML: {getattr(error, 'problem', None) or error}", mark.line + 1 if mark else 0)
+            self._fail(
+                Message("not valid YAML: {problem}", problem=getattr(error, "problem", None) or error),
+                mark.line + 1 if mark else 0,
+            )
         except (ValueError, OverflowError):  # an escape or a version number out of range
-            self._fail("not valid YAML: an escape or a number that does not exist", self._loader.line + 1)
+            self._fail(Message("not valid YAML: an escape or a number that does not exist"), self._loader.line + 1)
 
     def _whole(self) -> Any:
         yaml, loader, data = self._yaml, self._loader, None
@@ -160,7 +185,7 @@ class _YamlReader:
             data, _ = self._value(1)
             loader.get_event()
         if not loader.check_event(yaml.StreamEndEvent):
-            self._fail("a second document; write one", loader.get_event().start_mark.line + 1)
+            self._fail(Message("a second document; write one"), loader.get_event().start_mark.line + 1)
         return data
 
     def _fail(self, what: str, line: int) -> NoReturn:
@@ -172,12 +197,12 @@ class _YamlReader:
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
             found, size = self._named.get(event.anchor) or self._fail(
-                f"alias {event.anchor!r} stands before what it names has ended", line
+                Message("alias {anchor!r} stands before what it names has ended", anchor=event.anchor), line
             )
             self._counted(size, line)
             return found, size
         if event.tag is not None:
-            self._fail(f"the tag {event.tag!r} is not read; write the value alone", line)
+            self._fail(Message("the tag {tag!r} is not read; write the value alone", tag=event.tag), line)
         if depth > MAX_TEXT_DEPTH:
             self._fail(_nesting_error(), line)
         self._counted(1, line)
@@ -191,7 +216,7 @@ class _YamlReader:
     def _counted(self, size: int, line: int) -> None:
         self._count += size
         if self._count > MAX_TEXT_VALUES:
-            self._fail(f"more than {MAX_TEXT_VALUES:,} values", line)
+            self._fail(Message("more than {max_text_values:,} values", max_text_values=MAX_TEXT_VALUES), line)
 
     def _collection(self, event: Any, depth: int) -> tuple[Any, int]:
         yaml, loader, size = self._yaml, self._loader, 1
@@ -208,10 +233,10 @@ class _YamlReader:
             key = loader.get_event()
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarEvent) or key.tag is not None:
-                self._fail("a key is a list, a mapping, an alias or has a tag; write plain text", line)
+                self._fail(Message("a key is a list, a mapping, an alias or has a tag; write plain text"), line)
             _check_text(key.value, line)
             if key.value in found:
-                self._fail(f"key {key.value!r} is written twice", line)
+                self._fail(Message("key {value!r} is written twice", value=key.value), line)
             found[key.value], count = self._value(depth + 1)
             size += count
         loader.get_event()
@@ -224,7 +249,14 @@ class _YamlReader:
             kind = "float"
         try:
             if kind == "int" and len(text) > MAX_INTEGER_DIGITS:
-                self._fail(f"a number of {len(text):,} digits; write at most {MAX_INTEGER_DIGITS}", line)
+                self._fail(
+                    Message(
+                        "a number of {count:,} digits; write at most {max_integer_digits}",
+                        count=len(text),
+                        max_integer_digits=MAX_INTEGER_DIGITS,
+                    ),
+                    line,
+                )
             if kind == "int":
                 return self._loader.construct_yaml_int(node)
             if kind == "float":
@@ -254,6 +286,11 @@ class StrictModel(BaseModel):
 OneLine = Annotated[str, AfterValidator(check_one_line)]
 """A string field of a `StrictModel` that is limited to one line."""
 
+TranslatableText = Annotated[
+    str, WrapValidator(lambda value, check: value if isinstance(value, Message) else check(value))
+]
+"""A string field of a `StrictModel` that keeps a `Message` as it is. JSON has its English text."""
+
 StrictModelType = TypeVar("StrictModelType", bound=StrictModel)
 
 
@@ -280,6 +317,7 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
         others and first["type"] not in fields
     ):  # For a union, pydantic reports the errors of each member type and appends the type to the path.
         first["loc"] = first["loc"][:-1]
+        first.pop("ctx", None)  # the reason is that of all member types, not of the first one alone
         first["msg"] = ", or ".join([first["msg"], *(other.removeprefix("Input should be ") for other in others)])
     steps = [step for step in first["loc"] if not (isinstance(step, str) and step.startswith(("function-", "tagged-")))]
     if first["type"] in fields:
@@ -288,20 +326,51 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
         name = str(steps[-1])
         known = list(owner.model_fields) if owner else []
         if first["type"] == "missing":
-            return f"{place}: {owner.__name__ if owner else 'object'} needs field {name!r}"
-        return f"{place}: {owner.__name__ if owner else 'object'} has no field {name!r}{did_you_mean(name, known)}"
+            return Message(
+                "{place}: {name} needs field {name_2!r}",
+                place=place,
+                name=owner.__name__ if owner else "object",
+                name_2=name,
+            )
+        return Message(
+            "{place}: {name} has no field {name_2!r}{hint}",
+            place=place,
+            name=owner.__name__ if owner else "object",
+            name_2=name,
+            hint=did_you_mean(name, known),
+        )
     place = where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
-    message = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"])
-    if first["type"] == "literal_error" and isinstance(first.get("input"), str):
-        near = did_you_mean(first["input"], re.findall(r"'([^']*)'", first["msg"]))
-        return f"{place}: {message[:1].lower() + message[1:]}, got {_short_repr(first['input'])}{near}"
+    reason = _validation_reason(first)
     got = first.get("input")
-    shown = (
-        f", got {_short_repr(got)}"
-        if isinstance(got, str | int | float | bool | None) and repr(got) not in message
-        else ""
-    )
-    return f"{place}: {message[:1].lower() + message[1:] if message.startswith('Input') else message}{shown}"
+    if not isinstance(got, str | int | float | bool | None) or repr(got) in reason:
+        return Message("{place}: {reason}", place=place, reason=reason)
+    is_choice = first["type"] == "literal_error" and isinstance(got, str)
+    hint = did_you_mean(str(got), re.findall(r"'([^']*)'", first["msg"])) if is_choice else ""
+    return Message("{place}: {reason}, got {got}{hint}", place=place, reason=reason, got=_short_repr(got), hint=hint)
+
+
+def _validation_reason(error: Any) -> str:
+    """Returns the reason of one error of pydantic: the message that a validator raised, or pydantic's own text."""
+    raised = error.get("ctx", {}).get("error")
+    if isinstance(raised, ValueError) and raised.args and isinstance(raised.args[0], Message):
+        return raised.args[0]
+    text = re.sub(r"^(Value error|Assertion failed), ", "", error["msg"])
+    return text[:1].lower() + text[1:] if text.startswith("Input") else text
+
+
+def without_place(error: InputError) -> str:
+    """Returns the message of an error of `validate_data` without the place in front of it."""
+    message = error.args[0]
+    is_placed = isinstance(message, Message) and {"place", "reason"} <= message.fields.keys()
+    return message.fields["reason"] if is_placed else message
+
+
+def without_file(error: InputError, file: str) -> str:
+    """Returns the message of an error about `file` without the file in front of the place."""
+    message = error.args[0]
+    if not isinstance(message, Message) or "place" not in message.fields:
+        return str(message).replace(f"{file}: ", "")
+    return Message(message.msgid, **{**message.fields, "place": str(message.fields["place"]).replace(f"{file}: ", "")})
 
 
 def _short_repr(value: Any) -> str:
@@ -338,13 +407,17 @@ def read_text_file(path: Path | str, what: str = "file") -> str:
             # one character more than the limit, so that a longer file is detected
             return file.read(MAX_TEXT_CHARACTERS + 1)
     except FileNotFoundError:
-        raise InputError(f"{what} {str(path)!r} does not exist") from None
+        raise InputError(Message("{what} {path!r} does not exist", what=what, path=str(path))) from None
     except IsADirectoryError:
-        raise InputError(f"{what} {str(path)!r} is a folder, not a file") from None
+        raise InputError(Message("{what} {path!r} is a folder, not a file", what=what, path=str(path))) from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{what} {str(path)!r} is not UTF-8 text (byte {error.start})") from None
+        raise InputError(
+            Message("{what} {path!r} is not UTF-8 text (byte {start})", what=what, path=str(path), start=error.start)
+        ) from None
     except OSError as error:
-        raise InputError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
+        raise InputError(
+            Message("{what} {path!r} cannot be read: {strerror}", what=what, path=str(path), strerror=error.strerror)
+        ) from None
 
 
 def read_as(kind: type[StrictModelType], path: Path | str) -> StrictModelType:

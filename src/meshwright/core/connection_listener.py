@@ -23,6 +23,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from meshwright.core.messages import Message
+
 HANDSHAKE_SECONDS = 15.0
 """Maximum seconds from accepting a connection to admitting it. On an overloaded machine a process may get no CPU for
 several seconds."""
@@ -127,7 +129,7 @@ class ConnectionListener:
                     self._serve(guest, events)
             now = time.monotonic()
             for guest in [guest for guest in self._guests.values() if not guest.is_admitted and now > guest.until]:
-                self.drop(guest, f"not admitted within {now - guest.began:.0f} s")
+                self.drop(guest, Message("not admitted within {now:.0f} s", now=now - guest.began))
         for guest in list(self._guests.values()):
             self.drop(guest)
         self._waiting.close()
@@ -152,17 +154,17 @@ class ConnectionListener:
         except OSError as error:
             if self._closed:
                 return
-            self._report(f"the system accepts no connection ({error.strerror})", "")
-            if not self._drop_one("too many connections"):
+            self._report(Message("the system accepts no connection ({strerror})", strerror=error.strerror), "")
+            if not self._drop_one(Message("too many connections")):
                 time.sleep(ACCEPT_RETRY_SECONDS)
             return
         self._released = [other for other in self._released if other.fileno() >= 0]
-        if len(self._guests) + len(self._released) >= self.most and not self._drop_one("too many connections"):
+        if len(self._guests) + len(self._released) >= self.most and not self._drop_one(Message("too many connections")):
             end.close()
-            self._report("too many connections", str(address[0]))
+            self._report(Message("too many connections"), str(address[0]))
             return
         if sum(not guest.is_admitted for guest in self._guests.values()) >= self.most_pending:
-            self._drop_one("too many connections")
+            self._drop_one(Message("too many connections"))
         guest = self._guest()
         try:
             end.setblocking(False)
@@ -201,7 +203,7 @@ class ConnectionListener:
         except ConnectionRejected as error:
             self.drop(guest, str(error))
         except Exception as error:  # input of one connection must not end the others
-            self.drop(guest, f"a message that cannot be read ({type(error).__name__})")
+            self.drop(guest, Message("a message that cannot be read ({name})", name=type(error).__name__))
 
     def flush(self, guest: InboundConnection) -> None:
         """Sends as much as the socket buffer takes. Called from the listener's thread."""

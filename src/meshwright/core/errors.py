@@ -17,8 +17,11 @@ import errno
 import re
 from collections.abc import Iterable
 
+from meshwright.core.messages import Message
+
 MAX_SHOWN_CHARACTERS = 120
 """Characters shown of a word that is more than twice as long."""
+_LONG_WORD = re.compile(rf"(\S{{{MAX_SHOWN_CHARACTERS}}})\S{{{MAX_SHOWN_CHARACTERS},}}")
 
 
 class MeshwrightError(Exception):
@@ -40,7 +43,7 @@ class InputError(MeshwrightError, ValueError):
     exit_code = 2
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(re.sub(rf"(\S{{{MAX_SHOWN_CHARACTERS}}})\S{{{MAX_SHOWN_CHARACTERS},}}", r"\1[...]", message))
+        super().__init__(_LONG_WORD.sub(r"\1[...]", message) if _LONG_WORD.search(message) else message)
 
 
 class PlanRefused(InputError):
@@ -67,14 +70,14 @@ class Interrupted(MeshwrightError):
 
 
 DISK_ERROR_REMEDIES = {
-    errno.ENOSPC: "make room",
-    errno.EDQUOT: "remove files of this user, or ask for a larger quota",
-    errno.EROFS: "mount the disk for writing, or choose another folder",
-    errno.EIO: "the disk or the way to it fails: the kernel's log says more",
-    errno.ESTALE: "the network file system has lost the file: mount it anew",
-    errno.ENOTEMPTY: "another program still writes into the folder",
-    errno.EACCES: "give this user the right to it",
-    errno.EPERM: "give this user the right to it",
+    errno.ENOSPC: Message("make room"),
+    errno.EDQUOT: Message("remove files of this user, or ask for a larger quota"),
+    errno.EROFS: Message("mount the disk for writing, or choose another folder"),
+    errno.EIO: Message("the disk or the way to it fails: the kernel's log says more"),
+    errno.ESTALE: Message("the network file system has lost the file: mount it anew"),
+    errno.ENOTEMPTY: Message("another program still writes into the folder"),
+    errno.EACCES: Message("give this user the right to it"),
+    errno.EPERM: Message("give this user the right to it"),
 }
 """Remedies for disk errors by errno."""
 
@@ -109,23 +112,32 @@ def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseEx
     MeshwrightError('no more files can be opened (Too many open files): raise the limit (`ulimit -n`), ...')
     """
     if isinstance(error, KeyboardInterrupt):
-        return Interrupted("interrupted; the same command goes on")
+        return Interrupted(Message("interrupted; the same command goes on"))
     if not isinstance(error, OSError):
         return error
     path = str(error.filename or "")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return MeshwrightError(f"the disk is full ({path or error.strerror}): make room, then the same command goes on")
+        return MeshwrightError(
+            Message("the disk is full ({path}): make room, then the same command goes on", path=path or error.strerror)
+        )
     if error.errno in STORAGE_FAILURE_ERRNOS and path:
         return MeshwrightError(describe_disk_error(error, path))
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return MeshwrightError(
-            f"no more files can be opened ({error.strerror}): raise the limit (`ulimit -n`), then the same command "
-            "goes on"
+            Message(
+                "no more files can be opened ({strerror}): raise the limit (`ulimit -n`), then the same command goes "
+                "on",
+                strerror=error.strerror,
+            )
         )
     named = any(
         path.startswith(word.rpartition("=")[2].rstrip("/") or "/") for word in words if "/" in word or word == path
     )
-    return InputError(f"{path!r}: {error.strerror}; name another path") if path and named else error
+    return (
+        InputError(Message("{path!r}: {reason}; name another path", path=path, reason=error.strerror))
+        if path and named
+        else error
+    )
 
 
 MAX_SIMILARITY_GAP = 0.05
@@ -145,4 +157,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
     similarity = [difflib.SequenceMatcher(None, name, word).ratio() for name in near]
     near = [name for name, share in zip(near, similarity, strict=True) if share > similarity[0] - MAX_SIMILARITY_GAP]
-    return "; did you mean " + " or ".join(repr(name) for name in near) + "?" if near else ""
+    return Message("; did you mean {names}?", names=" or ".join(map(repr, near))) if near else ""

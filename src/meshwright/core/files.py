@@ -16,6 +16,7 @@ import stat
 from pathlib import Path
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 MAX_FILE_NAME_BYTES = 255
 """Maximum bytes of a file name."""
@@ -27,11 +28,11 @@ def path_from_text(text: str) -> Path:
     Raises: InputError if no file can have that name, so that a later existence check cannot fail.
     """
     if "\0" in text or any(len(part.encode("utf-8", "replace")) > MAX_FILE_NAME_BYTES for part in text.split("/")):
-        raise InputError(f"{text!r}: neither a file nor anything else has such a name")
+        raise InputError(Message("{text!r}: neither a file nor anything else has such a name", text=text))
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise InputError(f"{text!r}: there is no such user; write the folder in full") from None
+        raise InputError(Message("{text!r}: there is no such user; write the folder in full", text=text)) from None
 
 
 def write_atomically(path: Path, text: str, private: bool = False) -> None:

@@ -18,6 +18,8 @@ import json
 import os
 from typing import Any
 
+from meshwright.core.messages import pack_messages, unpack_messages
+
 IpcMessage = dict[str, Any]
 
 MAX_MESSAGE_DEPTH = 32
@@ -26,7 +28,7 @@ MAX_MESSAGE_DEPTH = 32
 
 def write_message(handle: int, message: IpcMessage) -> None:
     """Writes `message` as one line to `handle`, a blocking pipe."""
-    rest = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+    rest = memoryview(json.dumps(pack_messages(message), separators=(",", ":")).encode() + b"\n")
     while rest:
         rest = rest[os.write(handle, rest) :]
 
@@ -54,7 +56,7 @@ def parse_message(line: bytes) -> IpcMessage:
             if isinstance(inner, dict | list)
         ]
         if not level:
-            return found
+            return unpack_messages(found)
     raise ValueError("too deep")
 
 

@@ -13,6 +13,8 @@ import re
 import textwrap
 import unicodedata
 
+from meshwright.core.messages import Message
+
 MAX_LINE_CHARACTERS = 4096
 """Maximum characters of a name: the longest path that Linux accepts."""
 
@@ -35,11 +37,21 @@ def check_one_line(text: str) -> str:
     ValueError: holds the character U+000A at place 4; write one line without control characters
     """
     if len(text) > MAX_LINE_CHARACTERS:
-        raise ValueError(f"has {len(text):,} characters; write at most {MAX_LINE_CHARACTERS:,}")
+        raise ValueError(
+            Message(
+                "has {count:,} characters; write at most {max_line_characters:,}",
+                count=len(text),
+                max_line_characters=MAX_LINE_CHARACTERS,
+            )
+        )
     for place, letter in enumerate(text):
         if unicodedata.category(letter) in FORBIDDEN_CATEGORIES or letter in BIDI_CONTROLS:
             raise ValueError(
-                f"holds the character U+{ord(letter):04X} at place {place}; write one line without control characters"
+                Message(
+                    "holds the character {character} at place {place}; write one line without control characters",
+                    character=f"U+{ord(letter):04X}",
+                    place=place,
+                )
             )
     return text
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from meshwright.core.connection_listener import MAX_UNAUTHENTICATED_BYTES, ConnectionRejected, InboundConnection
+from meshwright.core.messages import Message
 
 STORE_MAGIC = 0x3C85F7CE
 MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS_PER_COMMAND = 2**16, 2**26, 2**17
@@ -120,7 +121,7 @@ class RendezvousStore:
         if not hmac.compare_digest(prefix.encode(), store_key_prefix(self._secret, int(number)).encode()):
             return None
         if int(number) < self.newest.generation:
-            raise ConnectionRejected("an older generation")
+            raise ConnectionRejected(Message("an older generation"))
         if int(number) > self.newest.generation:
             older, self.newest = self.newest, StoreValues(int(number))
             for other in list(older.clients):
@@ -150,7 +151,7 @@ class StoreClient(InboundConnection):
             del self._arrived[: self._needed]
             self._needed = self._commands.send(part)
         if not self.is_admitted and max(self._needed, len(self._arrived)) > MAX_UNAUTHENTICATED_BYTES:
-            raise ConnectionRejected("a key that is too long")
+            raise ConnectionRejected(Message("a key that is too long"))
 
     def end_now(self) -> None:
         """Ends the connection because its generation is over."""
@@ -177,7 +178,7 @@ class StoreClient(InboundConnection):
     def _bytes(self, most: int) -> RequestParser:
         size = yield from self._number()
         if size > most:
-            raise ConnectionRejected(f"{size:,} bytes in one message")
+            raise ConnectionRejected(Message("{size:,} bytes in one message", size=size))
         return (yield size) if size else b""
 
     def _key(self) -> RequestParser:
@@ -190,19 +191,19 @@ class StoreClient(InboundConnection):
     def _keys(self) -> Generator[int, bytes, list[bytes]]:
         count = yield from self._number()
         if count > MAX_KEYS_PER_COMMAND:
-            raise ConnectionRejected(f"{count:,} keys in one message")
+            raise ConnectionRejected(Message("{count:,} keys in one message", count=count))
         keys = []
         for _ in range(count):
             keys.append((yield from self._key()))
             if not self.is_admitted and len(keys) > 1:
-                raise ConnectionRejected("several keys without the prefix of the run")
+                raise ConnectionRejected(Message("several keys without the prefix of the run"))
         return keys
 
     # --- commands
 
     def _obey(self) -> Generator[int, bytes, None]:
         if (yield 1)[0] != StoreCommand.validate or (yield from self._number("I")) != STORE_MAGIC:
-            raise ConnectionRejected("no client of a store")
+            raise ConnectionRejected(Message("no client of a store"))
         while True:
             code = (yield 1)[0]
             if code == StoreCommand.ping:
@@ -218,7 +219,7 @@ class StoreClient(InboundConnection):
 
     def _values(self) -> StoreValues:
         if self._own is None:
-            raise ConnectionRejected("a key without the prefix of the run")
+            raise ConnectionRejected(Message("a key without the prefix of the run"))
         return self._own
 
     def _check(self) -> Generator[int, bytes, None]:
@@ -260,7 +261,7 @@ class StoreClient(InboundConnection):
         with contextlib.suppress(ValueError):
             code = StoreCommand(code)
         if not isinstance(code, StoreCommand):
-            raise ConnectionRejected(f"command {code}, which is not known here")
+            raise ConnectionRejected(Message("command {code}, which is not known here", code=code))
         key = yield from self._key()
         values = self._values()
         if code == StoreCommand.set:
@@ -284,7 +285,7 @@ class StoreClient(InboundConnection):
                 values.put(done, b"")
             self._wait([done])
         else:
-            raise ConnectionRejected(f"command {code} in a place where it means nothing")
+            raise ConnectionRejected(Message("command {code} in a place where it means nothing", code=code))
 
 
 def _length_prefixed(data: bytes) -> bytes:

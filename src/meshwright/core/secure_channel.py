@@ -34,6 +34,7 @@ from meshwright.core.connection_listener import (
 )
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.ipc import IpcMessage, MessageReader, parse_message
+from meshwright.core.messages import Message, pack_messages
 
 TOKEN_MISMATCH = "another token"
 
@@ -151,7 +152,7 @@ class _PendingHandshake(InboundConnection):
     def receive(self, data: bytes) -> None:
         self._line += data
         if len(self._line) > MAX_UNAUTHENTICATED_BYTES:
-            raise ConnectionRejected("a first line that is too long")
+            raise ConnectionRejected(Message("a first line that is too long"))
         if not self._line.endswith(b"\n"):
             return
         hello = parse_message(self._line)
@@ -164,7 +165,7 @@ class _PendingHandshake(InboundConnection):
             )
         )
         if self.unsent:
-            raise ConnectionRejected("it does not read")
+            raise ConnectionRejected(Message("it does not read"))
         self._enter(self.leave(), hello)
 
 
@@ -181,9 +182,11 @@ def open_channel(host: str, port: int, token: str, me: IpcMessage) -> tuple[sock
         end.sendall(encode_message({"proof": _handshake_mac(token, "enters", theirs), "challenge": challenge, **me}))
         answer = _read_first_line(end, until)
         if "refused" in answer:
-            raise AuthenticationError(f"{host}:{port} has another token", wrong_token=True)
+            raise AuthenticationError(
+                Message("{host}:{port} has another token", host=host, port=port), wrong_token=True
+            )
         if not _is_valid_mac(answer.pop("proof", ""), token, "admits", challenge):
-            raise AuthenticationError(f"{host}:{port} is none of this job")
+            raise AuthenticationError(Message("{host}:{port} is none of this job", host=host, port=port))
     except (OSError, ValueError, AuthenticationError):
         end.close()
         raise
@@ -233,7 +236,7 @@ def _handshake_mac(token: str, deed: str, challenge: str) -> str:
 
 def encode_message(message: IpcMessage) -> bytes:
     """Returns `message` as a line of bytes."""
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(pack_messages(message), separators=(",", ":")).encode() + b"\n"
 
 
 def _is_valid_mac(said: Any, token: str, deed: str, challenge: str) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
+from meshwright.core.messages import Message
 
 
 def cached_folder(name: str, make: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:
@@ -36,8 +37,11 @@ def cached_folder(name: str, make: Callable[[Path], None], whole: Callable[[Path
                 _build_folder(folder, make)
     except OSError as error:
         raise InputError(
-            f"cache folder {str(folder.parent)!r} cannot be written ({error.strerror or error}): set "
-            "MESHWRIGHT_CACHE to a folder with room"
+            Message(
+                "cache folder {parent!r} cannot be written ({reason}): set MESHWRIGHT_CACHE to a folder with room",
+                parent=str(folder.parent),
+                reason=error.strerror or error,
+            )
         ) from None
     return folder
 

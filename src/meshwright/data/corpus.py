@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.data.document_chunking import MAX_LINE_BYTES, LongJsonLine, chunk_text
 from meshwright.data.records import (
     ARROW_SUFFIXES,
@@ -69,9 +70,13 @@ def find_files(sources: tuple[str, ...]) -> list[Path]:
         try:
             found = _stdlib_files() if source == STDLIB_SOURCE else _source_files(source, Path(source).expanduser())
         except OSError as error:
-            raise InputError(f"data source {source!r} cannot be read: {error.strerror or error}") from None
+            raise InputError(
+                Message(
+                    "data source {source!r} cannot be read: {reason}", source=source, reason=error.strerror or error
+                )
+            ) from None
         if not found:
-            raise InputError(f"data source {source!r} holds no file that is not empty")
+            raise InputError(Message("data source {source!r} holds no file that is not empty", source=source))
         files += found
     return files
 
@@ -83,14 +88,16 @@ def _source_files(source: str, path: Path) -> list[Path]:
         return _nonempty_files(sorted(_visible_files(path)))
     if path.is_file():
         if not path.stat().st_size:
-            raise InputError(f"data file {source!r} is empty")
+            raise InputError(Message("data file {source!r} is empty", source=source))
         return [path]
     if any(sign in source for sign in "*?["):
         return _nonempty_files(
             sorted(item for item in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if item.is_file())
         )
     near = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise InputError(f"data source {source!r} does not exist{did_you_mean(path.name, near)}")
+    raise InputError(
+        Message("data source {source!r} does not exist{hint}", source=source, hint=did_you_mean(path.name, near))
+    )
 
 
 def _nonempty_files(files: list[Path]) -> list[Path]:
@@ -118,7 +125,11 @@ def _stdlib_files() -> list[Path]:
             Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
         ]
     if not files:
-        raise InputError(f"data source 'stdlib': no Python sources under {str(root)!r}; name files of text instead")
+        raise InputError(
+            Message(
+                "data source 'stdlib': no Python sources under {root!r}; name files of text instead", root=str(root)
+            )
+        )
     return _nonempty_files(sorted(files, key=lambda path: path.relative_to(root).as_posix()))
 
 
@@ -138,7 +149,9 @@ def iter_document_chunks(files: list[Path], field: str) -> Iterator[DocumentChun
             else:
                 yield from _text_file_chunks(path)
         except OSError as error:
-            raise InputError(f"data file {str(path)!r} cannot be read: {error.strerror or error}") from None
+            raise InputError(
+                Message("data file {path!r} cannot be read: {reason}", path=str(path), reason=error.strerror or error)
+            ) from None
 
 
 def _text_file_chunks(path: Path) -> Iterator[DocumentChunk]:
@@ -152,7 +165,11 @@ def _text_file_chunks(path: Path) -> Iterator[DocumentChunk]:
                 rest += decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 raise InputError(
-                    f"data file {str(path)!r} is not UTF-8 text (byte {at - waiting + error.start})"
+                    Message(
+                        "data file {path!r} is not UTF-8 text (byte {at})",
+                        path=str(path),
+                        at=at - waiting + error.start,
+                    )
                 ) from None
             if not block:
                 break
@@ -177,20 +194,28 @@ def _json_lines_chunks(path: Path, field: str) -> Iterator[DocumentChunk]:
 def _json_text(line: bytes, field: str, place: str) -> str:
     found = parse_json_object(line, place, field)
     if field not in found:
-        raise InputError(f"{place}: no field {field!r}{_field_hint(field, list(found))}")
+        raise InputError(
+            Message(
+                "{place}: no field {field!r}{field_hint}",
+                place=place,
+                field=field,
+                field_hint=_field_hint(field, list(found)),
+            )
+        )
     return _check_text(found[field], field, place)
 
 
 def _field_hint(field: str, known: list[str]) -> str:
-    return (
-        did_you_mean(field, known)
-        or f"; it has {', '.join(known[:8]) or 'none'}: set data.field to the one with the text"
+    return did_you_mean(field, known) or Message(
+        "; it has {known}: set data.field to the one with the text", known=", ".join(known[:8]) or Message("none")
     )
 
 
 def _check_text(text: Any, field: str, place: str) -> str:
     if not isinstance(text, str):
-        raise InputError(f"{place}: field {field!r} is {type(text).__name__}, not text")
+        raise InputError(
+            Message("{place}: field {field!r} is {type}, not text", place=place, field=field, type=type(text).__name__)
+        )
     return text
 
 
@@ -202,7 +227,12 @@ def _document_chunks(parts: Iterable[str], field: str, place: str) -> Iterator[D
             piece.encode()
         except UnicodeEncodeError as error:
             raise InputError(
-                f"{place}: field {field!r} holds half a character (a lone surrogate at {read + error.start})"
+                Message(
+                    "{place}: field {field!r} holds half a character (a lone surrogate at {read})",
+                    place=place,
+                    field=field,
+                    read=read + error.start,
+                )
             ) from None
         read += len(piece)
         if before:
@@ -218,7 +248,9 @@ def _parquet_chunks(path: Path, field: str) -> Iterator[DocumentChunk]:
         import pyarrow.parquet
     except ImportError:
         raise InputError(
-            f"data file {str(path)!r} is Parquet, which needs pyarrow: pip install 'meshwright[parquet]'"
+            Message(
+                "data file {path!r} is Parquet, which needs pyarrow: pip install 'meshwright[parquet]'", path=str(path)
+            )
         ) from None
     with path.open("rb") as file:
         try:
@@ -226,23 +258,41 @@ def _parquet_chunks(path: Path, field: str) -> Iterator[DocumentChunk]:
                 pyarrow.parquet.ParquetFile(file, buffer_size=PARQUET_BUFFER_BYTES), field, str(path)
             )
         except pyarrow.ArrowInvalid as error:
-            raise InputError(f"data file {str(path)!r} is not whole Parquet: {str(error).splitlines()[0]}") from None
+            raise InputError(
+                Message(
+                    "data file {path!r} is not whole Parquet: {error}", path=str(path), error=str(error).splitlines()[0]
+                )
+            ) from None
 
 
 def _arrow_chunks(path: Path, field: str) -> Iterator[DocumentChunk]:
     for place, fields in iter_table_rows(path):
         if field not in fields:
-            raise InputError(f"data file {str(path)!r} has no column {field!r}{_field_hint(field, list(fields))}")
+            raise InputError(
+                Message(
+                    "data file {path!r} has no column {field!r}{field_hint}",
+                    path=str(path),
+                    field=field,
+                    field_hint=_field_hint(field, list(fields)),
+                )
+            )
         yield from _document_chunks([_check_text(fields[field], field, place)], field, place)
 
 
 def _column_chunks(table: Any, field: str, name: str) -> Iterator[DocumentChunk]:
     known = table.schema_arrow.names
     if field not in known:
-        raise InputError(f"data file {name!r} has no column {field!r}{_field_hint(field, known)}")
+        raise InputError(
+            Message(
+                "data file {name!r} has no column {field!r}{field_hint}",
+                name=name,
+                field=field,
+                field_hint=_field_hint(field, known),
+            )
+        )
     row = 0
     for batch in table.iter_batches(rows_per_read(table), columns=[field]):
         for value in batch.column(0):
             row += 1
-            place = f"{name}, row {row}"
+            place = Message("{name}, row {row}", name=name, row=row)
             yield from _document_chunks([_check_text(value.as_py(), field, place)], field, place)

@@ -28,6 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
 from meshwright.data import packing
 from meshwright.data.cache import cached_folder
@@ -170,10 +171,18 @@ class TextDataset:
 
     def describe(self) -> str:
         """Returns one line about the source and the number of rows."""
-        unit = f"{self.tokenizer.name}, {self.vocabulary:,} tokens" if self.tokenizer else "token arrays"
-        return (
-            f"{self.name} ({unit}): {self.rows:,} rows of {self.sequence:,} to train on, {self.validation_rows:,} "
-            "held out"
+        unit = (
+            Message("{tokenizer}, {vocabulary:,} tokens", tokenizer=self.tokenizer.name, vocabulary=self.vocabulary)
+            if self.tokenizer
+            else Message("token arrays")
+        )
+        return Message(
+            "{value} ({unit}): {rows:,} rows of {sequence:,} to train on, {validation_rows:,} held out",
+            value=self.name,
+            unit=unit,
+            rows=self.rows,
+            sequence=self.sequence,
+            validation_rows=self.validation_rows,
         )
 
     def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
@@ -199,6 +208,23 @@ class TextDataset:
         places = packing.document_positions(tokens, self.tokenizer.end_of_text)
         labels = np.where((places == 0) & (np.arange(self.sequence) > 0), IGNORED_LABEL, tokens)
         return {"input_ids": ids, "labels": torch.from_numpy(labels), "position_ids": torch.from_numpy(places)}
+
+
+def _missing_mask_token(source: str, tokenizer: Tokenizer | None) -> InputError:
+    """Returns the error of a masked-language model whose data have no mask token."""
+    what = (
+        Message("tokenizer {tokenizer!r} has none", tokenizer=tokenizer.name)
+        if tokenizer
+        else Message("token arrays name none")
+    )
+    return InputError(
+        Message(
+            "data source {source}: a masked-language model needs a mask token, {what}; set data.tokenizer to one that "
+            "has",
+            source=source,
+            what=what,
+        )
+    )
 
 
 def open_dataset(
@@ -231,27 +257,28 @@ def open_dataset(
     if arrays and len(arrays) < len(files):
         other = next(path for path in files if path not in arrays)
         raise InputError(
-            f"data source {name}: token array {arrays[0].name!r} and text {other.name!r} do not mix; name one kind"
+            Message(
+                "data source {name}: token array {arrays!r} and text {other!r} do not mix; name one kind",
+                name=name,
+                arrays=arrays[0].name,
+                other=other.name,
+            )
         )
     tokens = (
         _open_array_corpus(data, files, vocabulary) if arrays else _open_text_corpus(data, files, vocabulary, name, say)
     )
     if objective == "masked" and (tokens.tokenizer is None or tokens.tokenizer.mask is None):
-        what = f"tokenizer {tokens.tokenizer.name!r} has none" if tokens.tokenizer else "token arrays name none"
-        raise InputError(
-            f"data source {name}: a masked-language model needs a mask token, {what}; set data.tokenizer to one that "
-            "has"
-        )
+        raise _missing_mask_token(name, tokens.tokenizer)
     separate_documents = data.documents == "apart"
     if separate_documents and (objective != "causal" or tokens.tokenizer is None):
         what = (
-            f"the model's objective is {objective}"
+            Message("the model's objective is {objective}", objective=objective)
             if objective != "causal"
-            else "token arrays name no tokenizer, whose end-of-text token tells"
+            else Message("token arrays name no tokenizer, whose end-of-text token tells")
         )
         raise InputError(
-            f"data.documents=apart: {what}; leave documents joined"
-            + ("" if tokens.tokenizer else ", or set data.tokenizer")
+            Message("data.documents=apart: {what}; leave documents joined", what=what)
+            + ("" if tokens.tokenizer else Message(", or set data.tokenizer"))
         )
     length = 2 * sequence if objective == "pairs" else sequence
     training, validation = packing.split_validation(tokens.documents, length, data.held_out, name)
@@ -274,17 +301,22 @@ def _open_instruction_dataset(
     name = ", ".join(data.sources)
     if objective != "causal":
         raise InputError(
-            f"data source {name}: instructions are for models that write text, this one's objective is {objective}"
+            Message(
+                "data source {name}: instructions are for models that write text, this one's objective is {objective}",
+                name=name,
+                objective=objective,
+            )
         )
     if form == "messages" and data.tokenizer in ("auto", "bytes", "bpe"):
         raise InputError(
-            f"data source {name}: messages need a chat template: set data.tokenizer to the folder of a tokenizer "
-            "that has one"
+            Message(
+                "data source {name}: messages need a chat template: set data.tokenizer to the folder of a tokenizer "
+                "that has one",
+                name=name,
+            )
         )
     look = _file_signatures(files)
-    tokenizer = _choose_tokenizer(
-        data.but(field="completion"), files, look, vocabulary, lambda what: say(f"{what} {name}, once")
-    )
+    tokenizer = _choose_tokenizer(data.but(field="completion"), files, look, vocabulary, name, say)
     _check_vocabulary(tokenizer, vocabulary)
     folder = open_instructions(files, form, tokenizer, data.tokenizer, repr(look))
     return InstructionDataset(name, folder, tokenizer, sequence, data.held_out, positions)
@@ -292,9 +324,14 @@ def _open_instruction_dataset(
 
 def _open_images(data: DataConfig, vocabulary: int, objective: DataObjective) -> ShapeImages:
     if objective != "images":
-        raise InputError("data source 'shapes' holds images, the model reads text; set data.source=stdlib")
+        raise InputError(Message("data source 'shapes' holds images, the model reads text; set data.source=stdlib"))
     if data.sources not in ((STDLIB_SOURCE,), (SHAPES_SOURCE,)):
-        raise InputError(f"data source {', '.join(data.sources)}: a model that classifies images reads source 'shapes'")
+        raise InputError(
+            Message(
+                "data source {sources}: a model that classifies images reads source 'shapes'",
+                sources=", ".join(data.sources),
+            )
+        )
     return ShapeImages(vocabulary) if vocabulary else ShapeImages()
 
 
@@ -327,17 +364,19 @@ def _open_array_corpus(data: DataConfig, files: list[Path], vocabulary: int) -> 
 def _open_text_corpus(data: DataConfig, files: list[Path], vocabulary: int, name: str, say: LogFunction) -> TokenCorpus:
     look = _file_signatures(files)
     size = sum(path.stat().st_size for path in files)
-    tokenizer = _choose_tokenizer(
-        data, files, look, vocabulary, lambda what: say(f"{what} {name} ({show_bytes(size)}), once")
-    )
+    tokenizer = _choose_tokenizer(data, files, look, vocabulary, f"{name} ({show_bytes(size)})", say)
     _check_vocabulary(tokenizer, vocabulary)
 
     def make(folder: Path) -> None:
-        say(f"encoding {name} ({show_bytes(size)}), once")
+        say(Message("encoding {name} ({size}), once", name=name, size=show_bytes(size)))
         if not packing.encode_corpus(iter_document_chunks(files, data.field), tokenizer, folder):
             raise InputError(
-                f"data source {name}: no row has text in field {data.field!r}, all of them are empty; name files "
-                "with text"
+                Message(
+                    "data source {name}: no row has text in field {field!r}, all of them are empty; name files with "
+                    "text",
+                    name=name,
+                    field=data.field,
+                )
             )
         write_block_digests(packing.read_encoded_corpus(folder)[0][0], folder)
 
@@ -358,13 +397,18 @@ def _open_text_corpus(data: DataConfig, files: list[Path], vocabulary: int, name
 def _check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
     if vocabulary and tokenizer.vocabulary > vocabulary:
         raise InputError(
-            f"tokenizer {tokenizer.name!r} has {tokenizer.vocabulary:,} tokens, the model's vocabulary {vocabulary:,}: "
-            "enlarge the model's, or set data.tokenizer to a smaller one"
+            Message(
+                "tokenizer {tokenizer!r} has {tokens:,} tokens, the model's vocabulary {vocabulary:,}: enlarge the "
+                "model's, or set data.tokenizer to a smaller one",
+                tokenizer=tokenizer.name,
+                tokens=tokenizer.vocabulary,
+                vocabulary=vocabulary,
+            )
         )
 
 
 def _choose_tokenizer(
-    data: DataConfig, files: list[Path], look: list[list[object]], vocabulary: int, say: LogFunction
+    data: DataConfig, files: list[Path], look: list[list[object]], vocabulary: int, source: str, say: LogFunction
 ) -> Tokenizer:
     if data.tokenizer == "bytes":
         return ByteTokenizer()
@@ -375,11 +419,15 @@ def _choose_tokenizer(
         return ByteTokenizer()
     if size < ByteTokenizer.vocabulary:
         raise InputError(
-            f"a BPE has {ByteTokenizer.vocabulary} tokens before its first merge, the model's vocabulary is {size}"
+            Message(
+                "a BPE has {vocabulary} tokens before its first merge, the model's vocabulary is {size}",
+                vocabulary=ByteTokenizer.vocabulary,
+                size=size,
+            )
         )
 
     def make(folder: Path) -> None:
-        say(f"training a BPE of {size:,} tokens on")
+        say(Message("training a BPE of {size:,} tokens on {source}, once", size=size, source=source))
         text = train_bpe(_sample_text(iter_document_chunks(files, data.field), files), size)
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
 

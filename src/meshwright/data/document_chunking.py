@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 MAX_CHUNK_CHARS = 2**18
 """Characters of one chunk at most."""
@@ -99,15 +100,19 @@ class LongJsonLine:
                 self._skip()
                 continue
             if field in names:
-                raise InputError(f"{self._place}: field {field!r} is written twice")
+                raise InputError(Message("{place}: field {field!r} is written twice", place=self._place, field=field))
             if self._peek() != '"':
-                raise InputError(f"{self._place}: field {field!r} is not text")
+                raise InputError(Message("{place}: field {field!r} is not text", place=self._place, field=field))
             names.append(name)
             yield from self._string()
         if field not in names:
             raise InputError(
-                f"{self._place}: no field {field!r}; it has {', '.join(names[:8]) or 'none'}: set data.field to the "
-                "one with the text"
+                Message(
+                    "{place}: no field {field!r}; it has {names}: set data.field to the one with the text",
+                    place=self._place,
+                    field=field,
+                    names=", ".join(names[:8]) or Message("none"),
+                )
             )
 
     def outline(self) -> dict[str, Any]:
@@ -126,7 +131,7 @@ class LongJsonLine:
                 block = more
             yield decoder.decode(block, final=True)
         except UnicodeDecodeError:
-            raise InputError(f"{self._place}: not UTF-8 text") from None
+            raise InputError(Message("{place}: not UTF-8 text", place=self._place)) from None
 
     def _fill(self) -> bool:
         for chunk in self._chunks:
@@ -148,7 +153,11 @@ class LongJsonLine:
         sign = self._peek()
         if not sign or sign not in signs:
             raise InputError(
-                f"{self._place}: not a line of JSON: {' or '.join(signs)} is missing; such files hold one object a line"
+                Message(
+                    "{place}: not a line of JSON: {signs} is missing; such files hold one object a line",
+                    place=self._place,
+                    signs=" or ".join(signs),
+                )
             )
         self._at += 1
         return sign
@@ -166,14 +175,21 @@ class LongJsonLine:
                     name += part
                     if len(name) > _MAX_KEY_CHARS:
                         raise InputError(
-                            f"{self._place}: the name of a field has more than {_MAX_KEY_CHARS:,} characters"
+                            Message(
+                                "{place}: the name of a field has more than {max_key_chars:,} characters",
+                                place=self._place,
+                                max_key_chars=_MAX_KEY_CHARS,
+                            )
                         )
                 self._take(":")
                 yield name
                 sign = self._take(",}")
         if self._peek():
             raise InputError(
-                f"{self._place}: not a line of JSON: something follows the object; such files hold one object a line"
+                Message(
+                    "{place}: not a line of JSON: something follows the object; such files hold one object a line",
+                    place=self._place,
+                )
             )
 
     def _string(self) -> Iterator[str]:
@@ -190,8 +206,10 @@ class LongJsonLine:
                 return
             if len(self._text) - self._at >= _MAX_ESCAPE_CHARS or not self._fill():
                 raise InputError(
-                    f"{self._place}: not a line of JSON: a text does not end, or holds half a character or a wrong "
-                    "escape"
+                    Message(
+                        "{place}: not a line of JSON: a text does not end, or holds half a character or a wrong escape",
+                        place=self._place,
+                    )
                 )
 
     def _skip(self) -> None:
@@ -209,7 +227,10 @@ class LongJsonLine:
                 self._at += 1
             elif not sign or (sign in ",]}" and not depth):
                 raise InputError(
-                    f"{self._place}: not a line of JSON: a value is missing; such files hold one object a line"
+                    Message(
+                        "{place}: not a line of JSON: a value is missing; such files hold one object a line",
+                        place=self._place,
+                    )
                 )
             elif sign in "]}":
                 depth -= 1

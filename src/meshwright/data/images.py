@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.data.counter_rng import derive_key, random_uniform
 
 SHAPE_KINDS = ("disc", "ring", "square", "frame", "diamond", "triangle", "plus", "cross", "bars", "checker")
@@ -38,16 +39,22 @@ class ShapeImages:
 
     def __init__(self, classes: int = len(SHAPE_KINDS), side: int = 32) -> None:
         if classes < 2:
-            raise InputError(f"a model that classifies images needs 2 or more classes, it has {classes}")
+            raise InputError(
+                Message("a model that classifies images needs 2 or more classes, it has {classes}", classes=classes)
+            )
         self.vocabulary = min(classes, len(SHAPE_KINDS))
         self.side = side
         self.digest = f"shapes-1-{self.vocabulary}-{side}"
 
     def describe(self) -> str:
         """Returns one line about the source and the number of images."""
-        return (
-            f"shapes: {self.rows:,} drawn images of 3 x {self.side} x {self.side} to train on, "
-            f"{self.validation_rows:,} held out, {self.vocabulary} kinds"
+        return Message(
+            "shapes: {rows:,} drawn images of 3 x {side} x {side} to train on, {validation_rows:,} held out, "
+            "{vocabulary} kinds",
+            rows=self.rows,
+            side=self.side,
+            validation_rows=self.validation_rows,
+            vocabulary=self.vocabulary,
         )
 
     def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.data.cache import cached_folder
 from meshwright.data.packing import count_validation_rows
 from meshwright.data.records import SourceRecord, iter_records
@@ -60,20 +61,32 @@ class ChatTemplate:
         try:
             import transformers
         except ImportError:
-            raise InputError("chat templates need transformers: pip install 'meshwright[huggingface]'") from None
+            raise InputError(
+                Message("chat templates need transformers: pip install 'meshwright[huggingface]'")
+            ) from None
         try:
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except (ValueError, OSError) as error:
-            raise InputError(f"data.tokenizer {folder!r}: {str(error).strip().splitlines()[0][:200]}") from None
+            raise InputError(
+                Message(
+                    "data.tokenizer {folder!r}: {error}", folder=folder, error=str(error).strip().splitlines()[0][:200]
+                )
+            ) from None
         text = self._tokenizer.chat_template
         if not isinstance(text, str):
             raise InputError(
-                f"data.tokenizer {folder!r} has no chat template: put chat_template.jinja beside it, or write prompt "
-                "and completion"
+                Message(
+                    "data.tokenizer {folder!r} has no chat template: put chat_template.jinja beside it, or write "
+                    "prompt and completion",
+                    folder=folder,
+                )
             )
         if not self._tokenizer.is_fast:
             raise InputError(
-                f"data.tokenizer {folder!r} does not say where its tokens come from: it has no tokenizer.json"
+                Message(
+                    "data.tokenizer {folder!r} does not say where its tokens come from: it has no tokenizer.json",
+                    folder=folder,
+                )
             )
         self.marked = GENERATION_MARKER_PATTERN.search(text) is not None
         self.digest = xxhash.xxh3_128_hexdigest(text.encode())
@@ -101,9 +114,13 @@ class ChatTemplate:
                 behind = self._render(record, messages[: index + 1], tokenize=False, **more)
                 if not (behind.startswith(before) and whole.startswith(behind)):
                     raise InputError(
-                        f"{record.place}: the chat template rewrites earlier turns, so that message {index + 1} is "
-                        "not found in the whole; "
-                        "mark what is learned by {% generation %} in the template, or keep one answer a conversation"
+                        Message(
+                            "{place}: the chat template rewrites earlier turns, so that message {index} is not found "
+                            "in the whole; mark what is learned by {{% generation %}} in the template, or keep one "
+                            "answer a conversation",
+                            place=record.place,
+                            index=index + 1,
+                        )
                     )
                 spans.append((len(before), len(behind)))
         tokens = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
@@ -120,14 +137,20 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(messages, **options)
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise InputError(
-                f"{record.place}: the chat template refuses it: {str(error).splitlines()[0][:200]}"
+                Message(
+                    "{place}: the chat template refuses it: {error}",
+                    place=record.place,
+                    error=str(error).splitlines()[0][:200],
+                )
             ) from None
 
 
 def _parse_messages(record: SourceRecord) -> list[dict[str, Any]]:
     messages = record.fields["messages"]
     if not isinstance(messages, list):
-        raise InputError(f"{record.place}: 'messages' is {type(messages).__name__}, not a list")
+        raise InputError(
+            Message("{place}: 'messages' is {type}, not a list", place=record.place, type=type(messages).__name__)
+        )
     for number, message in enumerate(messages, 1):
         if (
             not isinstance(message, dict)
@@ -135,11 +158,17 @@ def _parse_messages(record: SourceRecord) -> list[dict[str, Any]]:
             or not isinstance(message.get("content"), str | list)
         ):
             raise InputError(
-                f"{record.place}: message {number} needs a role and a content, such as {{'role': 'user', 'content': "
-                f"'Hello'}}"
+                Message(
+                    "{place}: message {number} needs a role and a content, such as {{'role': 'user', 'content': "
+                    "'Hello'}}",
+                    place=record.place,
+                    number=number,
+                )
             )
     if not any(message["role"] == "assistant" for message in messages):
-        raise InputError(f"{record.place}: no message of the assistant: nothing would be learned from it")
+        raise InputError(
+            Message("{place}: no message of the assistant: nothing would be learned from it", place=record.place)
+        )
     return messages
 
 
@@ -149,8 +178,12 @@ def encode_completion(record: SourceRecord, tokenizer: Tokenizer) -> TokenizedCo
     for name, text in zip(("prompt", "completion"), texts, strict=True):
         if not isinstance(text, str):
             raise InputError(
-                f"{record.place}: field {name!r} is {type(text).__name__}, not text; for lists of messages use "
-                "'messages'"
+                Message(
+                    "{place}: field {name!r} is {type}, not text; for lists of messages use 'messages'",
+                    place=record.place,
+                    name=name,
+                    type=type(text).__name__,
+                )
             )
     prompt, completion = tokenizer.encode(texts)
     ids = np.concatenate([prompt, completion, [tokenizer.end_of_text]]).astype(np.uint32)
@@ -186,8 +219,12 @@ class InstructionDataset:
         )
         if not fits.any():
             raise InputError(
-                f"data source {name}: no conversation has anything to learn within {sequence:,} tokens: lengthen "
-                "workload.sequence"
+                Message(
+                    "data source {name}: no conversation has anything to learn within {sequence:,} tokens: lengthen "
+                    "workload.sequence",
+                    name=name,
+                    sequence=sequence,
+                )
             )
         training, aside = _split_by_digest(np.flatnonzero(fits), digests, validation_fraction)
         lengths = np.minimum(self._lengths, sequence)
@@ -305,7 +342,13 @@ def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place:
         digests = []
         for record in iter_records(files):
             if form not in record.fields:
-                raise InputError(f"{record.place}: no field {form!r}, which the first record has; one form a source")
+                raise InputError(
+                    Message(
+                        "{place}: no field {form!r}, which the first record has; one form a source",
+                        place=record.place,
+                        form=form,
+                    )
+                )
             said = encode(record)
             ids.append(said.ids)
             learned.append(said.learned)

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.data.dataset import Dataset
 from meshwright.data.instructions import IGNORED_LABEL
 from meshwright.data.sampler import batch_index, sample_rows
@@ -164,7 +165,15 @@ class BatchLoader:
         """Returns rows `first` to `first + count - 1` of the batch of `step`; without `count` to its end."""
         count = self.batch - first if count is None else count
         if not (step >= 0 and first >= 0 and 0 < count <= self.batch - first):
-            raise InputError(f"step {step} has rows 0 to {self.batch - 1}, not {count} rows from {first} on")
+            raise InputError(
+                Message(
+                    "step {step} has rows 0 to {batch}, not {count} rows from {first} on",
+                    step=step,
+                    batch=self.batch - 1,
+                    count=count,
+                    first=first,
+                )
+            )
         start = batch_index(step, self.skipped_batches) * self.batch + first
         chosen = sample_rows(self.seed, start, count, self.dataset.rows)
         return self._labelled(self.dataset.training(chosen, np.arange(start, start + count, dtype=np.int64), self.seed))
@@ -172,7 +181,14 @@ class BatchLoader:
     def validation(self, count: int, first: int = 0) -> TensorBatch:
         """Returns validation rows `first` to `first + count - 1`: always the same, with the same masks."""
         if not (first >= 0 and 0 < count <= self.dataset.validation_rows - first):
-            raise InputError(f"{count} held-out rows from {first} on: the data set has {self.dataset.validation_rows}")
+            raise InputError(
+                Message(
+                    "{count} held-out rows from {first} on: the data set has {validation_rows}",
+                    count=count,
+                    first=first,
+                    validation_rows=self.dataset.validation_rows,
+                )
+            )
         return self._labelled(self.dataset.validation(np.arange(first, first + count, dtype=np.int64)))
 
     def validation_batches(self, least: int) -> Iterator[TensorBatch]:
@@ -215,8 +231,13 @@ class BatchLoader:
             except OSError as error:
                 where = f" ({error.filename})" if error.filename else ""
                 raise InputError(
-                    f"the data of step {step + 1} cannot be read: {error.strerror or error}{where}; "
-                    f"{self.dataset.describe()}"
+                    Message(
+                        "the data of step {step} cannot be read: {reason}{where}; {describe}",
+                        step=step + 1,
+                        reason=error.strerror or error,
+                        where=where,
+                        describe=self.dataset.describe(),
+                    )
                 ) from error
             return (
                 batches

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.data.corpus import DocumentChunk
 from meshwright.data.tokens import Tokenizer
 
@@ -172,10 +173,16 @@ def split_validation(
     total = int(documents.length.sum())
     needed = count_validation_rows(total // sequence, fraction) * sequence
     if total < needed + sequence:
-        rows = "one row" if fraction == 0 else "one row to train on and one to hold out"
+        rows = Message("one row") if fraction == 0 else Message("one row to train on and one to hold out")
         raise InputError(
-            f"data source {name}: {total:,} tokens are too few for {rows} of {sequence:,}; name more text or shorten "
-            "workload.sequence"
+            Message(
+                "data source {name}: {total:,} tokens are too few for {rows} of {sequence:,}; name more text or "
+                "shorten workload.sequence",
+                name=name,
+                total=total,
+                rows=rows,
+                sequence=sequence,
+            )
         )
     order = np.argsort(documents.digest, kind="stable")
     reached = np.cumsum(documents.length[order])
@@ -258,8 +265,10 @@ class PackedRows:
             except CorruptBlock as damaged:
                 if str(damaged) not in self._damaged:
                     self._damaged.add(str(damaged))
-                    self._report_corruption(f"{damaged}; rows that touch them are replaced by the next whole one")
-        raise InputError(f"no row of {len(self)} is whole: {min(self._damaged)}")
+                    self._report_corruption(
+                        Message("{damaged}; rows that touch them are replaced by the next whole one", damaged=damaged)
+                    )
+        raise InputError(Message("no row of {count} is whole: {damaged}", count=len(self), damaged=min(self._damaged)))
 
     def _fill(self, target: Int64Array, position: int) -> None:
         """Fills `target` with the tokens from `position` of the concatenated segments."""

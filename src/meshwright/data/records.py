@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.data.document_chunking import MAX_LINE_BYTES, LongJsonLine
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -47,8 +48,12 @@ def _iter_json_lines(path: Path) -> Iterator[SourceRecord]:
             place = f"{path}:{number}"
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
                 raise InputError(
-                    f"{place}: a record of instructions has more than {MAX_LINE_BYTES:,} bytes; split it into "
-                    "several lines"
+                    Message(
+                        "{place}: a record of instructions has more than {max_line_bytes:,} bytes; split it into "
+                        "several lines",
+                        place=place,
+                        max_line_bytes=MAX_LINE_BYTES,
+                    )
                 )
             if line.strip():
                 yield SourceRecord(place, parse_json_object(line, place))
@@ -85,20 +90,32 @@ def parse_json_object(line: bytes, place: str, field: str = "text") -> dict[str,
     try:
         found = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise InputError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from None
+        raise InputError(
+            Message("{place}: not UTF-8 text (byte {start} of the line)", place=place, start=error.start)
+        ) from None
     except json.JSONDecodeError as error:
-        what = f"{error.msg} (column {error.colno})"
+        what = Message("{msg} (column {colno})", msg=error.msg, colno=error.colno)
     except RecursionError:
-        what = "nested too deeply"
+        what = Message("nested too deeply")
     except ValueError:  # Python parses no integer of more than 4,300 digits
-        what = "a whole number of more than 4,300 digits"
+        what = Message("a whole number of more than 4,300 digits")
     if what:
         raise InputError(
-            f"{place}: not a line of JSON: {what}; {', '.join(JSON_LINES_SUFFIXES)} files hold one object a line"
+            Message(
+                "{place}: not a line of JSON: {what}; {json_lines_suffixes} files hold one object a line",
+                place=place,
+                what=what,
+                json_lines_suffixes=", ".join(JSON_LINES_SUFFIXES),
+            )
         )
     if not isinstance(found, dict):
         raise InputError(
-            f"{place}: a line holds an object with field {field!r}, this one holds a {type(found).__name__}"
+            Message(
+                "{place}: a line holds an object with field {field!r}, this one holds a {type}",
+                place=place,
+                field=field,
+                type=type(found).__name__,
+            )
         )
     return found
 
@@ -110,7 +127,9 @@ def iter_table_rows(path: Path) -> Iterator[SourceRecord]:
         import pyarrow.parquet
     except ImportError:
         raise InputError(
-            f"data file {str(path)!r} is a table, which needs pyarrow: pip install 'meshwright[parquet]'"
+            Message(
+                "data file {path!r} is a table, which needs pyarrow: pip install 'meshwright[parquet]'", path=str(path)
+            )
         ) from None
     row = 0
     try:
@@ -123,9 +142,13 @@ def iter_table_rows(path: Path) -> Iterator[SourceRecord]:
             for batch in batches:
                 for fields in batch.to_pylist():
                     row += 1
-                    yield SourceRecord(f"{path}, row {row}", fields)
+                    yield SourceRecord(Message("{path}, row {row}", path=path, row=row), fields)
     except pyarrow.ArrowInvalid as error:
-        raise InputError(f"data file {str(path)!r} is not a whole table: {str(error).splitlines()[0]}") from None
+        raise InputError(
+            Message(
+                "data file {path!r} is not a whole table: {error}", path=str(path), error=str(error).splitlines()[0]
+            )
+        ) from None
 
 
 def saved_dataset_files(folder: Path) -> list[Path] | None:
@@ -135,7 +158,10 @@ def saved_dataset_files(folder: Path) -> list[Path] | None:
     if (folder / "dataset_dict.json").is_file():
         if not (folder / "train" / "state.json").is_file():
             raise InputError(
-                f"data source {str(folder)!r}: a set of splits without 'train'; name the folder of one split"
+                Message(
+                    "data source {folder!r}: a set of splits without 'train'; name the folder of one split",
+                    folder=str(folder),
+                )
             )
         folder = folder / "train"
     state = folder / "state.json"

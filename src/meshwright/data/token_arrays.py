@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.data.cache import cached_folder
 from meshwright.data.packing import CorruptBlock, DocumentIndex, TokenArray
 
@@ -50,20 +51,31 @@ def open_token_array(path: Path, vocabulary: int) -> TokenArray:
         if path.suffix.lower() == ".npy":
             array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
             if array.dtype.kind not in "ui":
-                raise InputError(f"data file {str(path)!r} holds {array.dtype}, not integer tokens")
+                raise InputError(
+                    Message("data file {path!r} holds {dtype}, not integer tokens", path=str(path), dtype=array.dtype)
+                )
             return array.reshape(-1)
         wide = vocabulary > 2**16 or path.name.endswith(".uint32.bin")
         dtype = np.dtype("<u4" if wide else "<u2")
         if path.stat().st_size % dtype.itemsize:
             raise InputError(
-                f"data file {str(path)!r}: {path.stat().st_size:,} bytes are not a multiple of {dtype.itemsize}, the "
-                f"size of {dtype}"
+                Message(
+                    "data file {path!r}: {size:,} bytes are not a multiple of {itemsize}, the size of {dtype}",
+                    path=str(path),
+                    size=path.stat().st_size,
+                    itemsize=dtype.itemsize,
+                    dtype=dtype,
+                )
             )
         return np.memmap(path, dtype=dtype, mode="r")
     except InputError:
         raise
     except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"data file {str(path)!r} is not a whole array: {str(error).splitlines()[0]}") from None
+        raise InputError(
+            Message(
+                "data file {path!r} is not a whole array: {error}", path=str(path), error=str(error).splitlines()[0]
+            )
+        ) from None
 
 
 def inspect_array(array: TokenArray, name: str) -> ArrayInfo:
@@ -91,11 +103,18 @@ def open_token_arrays(
     found: list[ArrayInfo] = []
     for path, array, name in zip(files, arrays, names):
         if not len(array):
-            raise InputError(f"data file {str(path)!r} holds no token")
+            raise InputError(Message("data file {path!r} holds no token", path=str(path)))
         found.append(inspect_array(array, name))
         if found[-1].smallest < 0 or (vocabulary and found[-1].largest >= vocabulary):
             wrong = found[-1].smallest if found[-1].smallest < 0 else found[-1].largest
-            raise InputError(f"data file {str(path)!r} holds token {wrong}, the vocabulary ends at {vocabulary - 1}")
+            raise InputError(
+                Message(
+                    "data file {path!r} holds token {wrong}, the vocabulary ends at {vocabulary}",
+                    path=str(path),
+                    wrong=wrong,
+                    vocabulary=vocabulary - 1,
+                )
+            )
     length = np.array([len(array) for array in arrays], dtype=np.int64)
     digests = np.array([item.digest for item in found], dtype=np.uint64)
     return (
@@ -156,7 +175,14 @@ class ChecksummedArray:
         found, expected = _block_digest(self.array[start:stop]), int(self.digests[block])
         if found != expected:
             raise CorruptBlock(
-                f"data {self.name}: tokens {start} to {stop - 1} are damaged: xxh3 {found:016x}, {expected:016x} was "
-                "read before"
+                Message(
+                    "data {name}: tokens {start} to {stop} are damaged: xxh3 {found:016x}, {expected:016x} was read "
+                    "before",
+                    name=self.name,
+                    start=start,
+                    stop=stop - 1,
+                    found=found,
+                    expected=expected,
+                )
             )
         self._whole[block] = True

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_atomically
+from meshwright.core.messages import Message
 
 END_OF_TEXT_TOKEN, MASK_TOKEN = "<|endoftext|>", "<|mask|>"
 _END_OF_TEXT_TOKENS = (END_OF_TEXT_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "[EOS]")
@@ -79,7 +80,11 @@ class LibraryTokenizer:
         try:
             self._tokenizer = library.Tokenizer.from_str(text)
         except Exception as error:  # the library raises a bare Exception for JSON that it does not understand
-            raise InputError(f"tokenizer {name!r} is not a tokenizer.json: {str(error).splitlines()[0]}") from None
+            raise InputError(
+                Message(
+                    "tokenizer {name!r} is not a tokenizer.json: {error}", name=name, error=str(error).splitlines()[0]
+                )
+            ) from None
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -89,7 +94,13 @@ class LibraryTokenizer:
         self.digest: str = xxhash.xxh3_128_hexdigest(text.encode())
         end = self._first_known(_END_OF_TEXT_TOKENS)
         if end is None:
-            raise InputError(f"tokenizer {name!r} has no end-of-text token: none of {', '.join(_END_OF_TEXT_TOKENS)}")
+            raise InputError(
+                Message(
+                    "tokenizer {name!r} has no end-of-text token: none of {end_of_text_tokens}",
+                    name=name,
+                    end_of_text_tokens=", ".join(_END_OF_TEXT_TOKENS),
+                )
+            )
         self.end_of_text: int = end
         self.mask: int | None = self._first_known(_MASK_TOKENS)
 
@@ -122,8 +133,11 @@ def _tokenizers_library(name: str) -> Any:
         import tokenizers
     except ImportError:
         raise InputError(
-            f"tokenizer {name!r} needs the tokenizers library: pip install 'meshwright[tokenizers]', or set "
-            "data.tokenizer=bytes"
+            Message(
+                "tokenizer {name!r} needs the tokenizers library: pip install 'meshwright[tokenizers]', or set "
+                "data.tokenizer=bytes",
+                name=name,
+            )
         ) from None
     return tokenizers
 
@@ -157,8 +171,14 @@ def open_tokenizer(path: str) -> LibraryTokenizer:
         return LibraryTokenizer(file.read_text(encoding="utf-8"), path)
     except FileNotFoundError:
         raise InputError(
-            f"data.tokenizer {path!r}: {str(file)!r} does not exist; write auto, bytes, bpe, or a folder with a "
-            "tokenizer.json"
+            Message(
+                "data.tokenizer {path!r}: {file!r} does not exist; write auto, bytes, bpe, or a folder with a "
+                "tokenizer.json",
+                path=path,
+                file=str(file),
+            )
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"data.tokenizer {str(file)!r} cannot be read: {error}") from None
+        raise InputError(
+            Message("data.tokenizer {file!r} cannot be read: {error}", file=str(file), error=error)
+        ) from None

@@ -12,6 +12,7 @@ from pathlib import Path
 from meshwright.core.cgroup_limits import oom_kill_count
 from meshwright.core.errors import Interrupted
 from meshwright.core.ipc import IpcMessage
+from meshwright.core.messages import Message
 from meshwright.elastic.failure import RankExit
 from meshwright.elastic.local_agent import LocalAgent
 from meshwright.elastic.shared_files import SharedFileStore
@@ -112,7 +113,9 @@ class Attempt:
         if event["event"] == "started":
             self.living[rank] = event["pid"]
         elif event["event"] == "refused":
-            words = f"was not started: process {event['pid']} of an earlier generation still lives in its place"
+            words = Message(
+                "was not started: process {pid} of an earlier generation still lives in its place", pid=event["pid"]
+            )
             self.failures.setdefault(rank, RankExit(rank, now, -signal.SIGKILL, words=words))
         elif event["event"] == "said" and event["message"]["kind"] == "failed":
             said = event["message"]
@@ -138,9 +141,8 @@ class Attempt:
                 kills = (
                     event["kills"] if "kills" in event else oom_kill_count() - self.kills
                 )  # another node sends its own count
-                self.failures.setdefault(
-                    rank, RankExit(rank, now, event["status"], words=event.get("words", ""), kills=kills)
-                )
+                words, oom = event.get("words", ""), event.get("oom", False)
+                self.failures.setdefault(rank, RankExit(rank, now, event["status"], words=words, kills=kills, oom=oom))
 
     def tell(self, agent: LocalAgent, message: IpcMessage) -> None:
         """Sends a message to every living rank."""

@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeVar
 
 from meshwright.core.cgroup_limits import raise_open_file_limit
 from meshwright.core.ipc import IpcMessage
+from meshwright.core.messages import Message
 from meshwright.core.rendezvous_store import store_key_prefix
 from meshwright.core.secure_channel import TOKEN_MISMATCH, TOKEN_VARIABLE, SecureChannel, encode_message
 from meshwright.elastic.local_agent import LocalAgent
@@ -59,14 +60,23 @@ class RefusalLog:
                 return
             self._next[reason], count = now + REFUSAL_LOG_SECONDS, self._counts.pop(reason)
         if reason == TOKEN_MISMATCH:
-            remedy = "start that node with the MESHWRIGHT_TOKEN of this run, or let it share the run folder"
+            remedy = Message("start that node with the MESHWRIGHT_TOKEN of this run, or let it share the run folder")
             self._say(
-                f"a node at {host} has another token and was refused ({count} since the last such line): {remedy}"
+                Message(
+                    "a node at {host} has another token and was refused ({count} since the last such line): {remedy}",
+                    host=host,
+                    count=count,
+                    remedy=remedy,
+                )
             )
         else:
             self._say(
-                f"connections refused at the port for nodes: {count}, the last one from "
-                f"{host or 'an unknown address'}: {reason}"
+                Message(
+                    "connections refused at the port for nodes: {count}, the last one from {host}: {reason}",
+                    count=count,
+                    host=host or Message("an unknown address"),
+                    reason=reason,
+                )
             )
 
 
@@ -106,7 +116,11 @@ class DeviceIds:
         (2, 6, 2, '1 of node b', '1 of the first node')
         """
         first = max((first for first in self._known if first <= slot), default=0)
-        return f"{slot - first} of node {self._known[first][0]}" if first else f"{slot} of the first node"
+        return (
+            Message("{slot} of node {known}", slot=slot - first, known=self._known[first][0])
+            if first
+            else Message("{slot} of the first node", slot=slot)
+        )
 
     def seated(self, world: int, slots: Sequence[int], nodes: Sequence[NodeT]) -> list[tuple[NodeT | None, int]]:
         """Returns the machine (None for the first) and the local device of each of `world` new ranks.
@@ -267,7 +281,7 @@ class ClusterAgent(LocalAgent):
         node.is_lost = True
         self.homes.alive.discard(node.lender)
         self._mirrors.lost()
-        words = f"its node {node.name} {why}"
+        words = Message("its node {node} {why}", node=node.name, why=why)
         lost = [
             {"event": "ended", "rank": rank, "generation": number, "status": -signal.SIGKILL, "words": words}
             for rank, number in node.ranks.items()
@@ -340,7 +354,7 @@ class ClusterAgent(LocalAgent):
     def released(self) -> None:
         """Ends the nodes that are leaving and have no ranks any more."""
         for node in [node for node in self.nodes if node.leaving and not node.ranks]:
-            self._tell(node, do="end", code=75, line="this node left; the others go on")
+            self._tell(node, do="end", code=75, line=Message("this node left; the others go on"))
 
     def _file(self, key: str, rank: int) -> int | None:
         with contextlib.suppress(KeyError, OSError):  # these ranks no longer exist
@@ -369,10 +383,12 @@ class ClusterAgent(LocalAgent):
             for message in messages:
                 events.extend(self._hear(node, message))
             if ended:
-                events.extend(self._lose(node, "is gone"))
+                events.extend(self._lose(node, Message("is gone")))
         is_due = int(10 * now) != int(10 * before)  # ten times a second, however often nodes send messages
         for node in [node for node in self.nodes if now > node.heard + NODE_TIMEOUT_SECONDS] if is_due else ():
-            events.extend(self._lose(node, f"has been silent for {NODE_TIMEOUT_SECONDS:.0f} s"))
+            events.extend(
+                self._lose(node, Message("has been silent for {seconds:.0f} s", seconds=NODE_TIMEOUT_SECONDS))
+            )
         return events
 
     def _hear(self, node: _NodeConnection, event: IpcMessage) -> list[IpcMessage]:

@@ -30,7 +30,9 @@ from typing import Any
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.ipc import IpcMessage
+from meshwright.core.messages import Message
 from meshwright.elastic.event_log import EventLog
+from meshwright.spec.event import device_names
 
 MIN_SPEEDUP = 1.1
 MAX_HEALTHY_RATIO = 1.3
@@ -192,7 +194,15 @@ class DeviceExclusion:
                 predicted=predicted,
                 measured=found,
             )
-            self.journal.note(f"step {step}: {words} made steps {found:.2f} times as fast, {predicted:.2f} predicted")
+            self.journal.note(
+                Message(
+                    "step {step}: {words} made steps {found:.2f} times as fast, {predicted:.2f} predicted",
+                    step=step,
+                    words=words,
+                    found=found,
+                    predicted=predicted,
+                )
+            )
 
     def _judge(self, message: IpcMessage, slots: Sequence[int], generation: int) -> None:
         """Decides whether the slow ranks are excluded. It reports and records the decision once per diagnosis, and when
@@ -210,13 +220,13 @@ class DeviceExclusion:
             seconds = message["without"] * then / now
             gain, why = message["seconds"] / seconds, self._worth(message["seconds"], seconds, MIN_SPEEDUP)
         if self.leads(here):
-            why = "the first node, which leads the run, needs a device that takes part"
+            why = Message("the first node, which leads the run, needs a device that takes part")
         out = not why
         if not out and ranks == self._said:
             return
         self._said = ranks
-        decision = f"goes on without {words}" if out else f"stays: {why}"
-        cause = f"computes {message['times']:.1f} times as long as it should"
+        decision = Message("goes on without {words}", words=words) if out else Message("stays: {why}", why=why)
+        cause = Message("computes {times:.1f} times as long as it should", times=message["times"])
         self.journal.write(
             kind="slow",
             generation=generation,
@@ -227,19 +237,28 @@ class DeviceExclusion:
             decision=decision,
             predicted=gain,
         )
-        decision += f", {gain:.2f} times as fast predicted" if out else ""
-        self.journal.note(f"step {step}: rank {', '.join(map(str, ranks))} {cause}: {decision}")
         if out:
-            self._change(f"leaving out {words}", message["seconds"], gain, world)
+            decision = Message("{decision}, {gain:.2f} times as fast predicted", decision=decision, gain=gain)
+        self.journal.note(
+            Message(
+                "step {step}: rank {ranks} {cause}: {decision}",
+                step=step,
+                ranks=", ".join(map(str, ranks)),
+                cause=cause,
+                decision=decision,
+            )
+        )
+        if out:
+            self._change(Message("leaving out {words}", words=words), message["seconds"], gain, world)
             self.leave_out(here, message["times"])
 
     def _worth(self, before: float, after: float, least: float = 1.0) -> str:
         """Returns why a change is not worthwhile; empty if it is."""
         left = self._last - self.journal.last
         if before < least * after:
-            return f"a step would take {after / before:.2f} times as long"
+            return Message("a step would take {after:.2f} times as long", after=after / before)
         if self.leaving is not None and (before - after) * left < self.leaving.starts * self._cost:
-            return f"{left} steps more do not make up for starting again"
+            return Message("{left} steps more do not make up for starting again", left=left)
         return ""
 
     def _change(self, words: str, before: float, predicted: float, world: int) -> None:
@@ -260,7 +279,7 @@ class DeviceExclusion:
             if out.times and now > out.since + self.leaving.rest * 2 ** (self._spells[slot] - 1)
         ]
         if rested:
-            self.come_back(rested, "it has rested: tried again")
+            self.come_back(rested, Message("it has rested: tried again"))
             return None
         requested = [slot for slot, out in there.items() if out.times]
         if not self.leaving.probe or not requested or self._measuring or now < self._measured + self.leaving.every:
@@ -283,7 +302,10 @@ class DeviceExclusion:
         out.first = out.first or seconds
         out.good = out.good + 1 if seconds * out.times <= MAX_HEALTHY_RATIO * out.first else 0
         if out.good >= READMISSION_PROBES:
-            self.come_back([slot], f"it multiplies {out.first / seconds:.1f} times as fast as when it was left out")
+            self.come_back(
+                [slot],
+                Message("it multiplies {first:.1f} times as fast as when it was left out", first=out.first / seconds),
+            )
 
     def probed(self) -> None:
         """Records that the probe process has ended, with or without a result."""
@@ -307,12 +329,18 @@ class DeviceExclusion:
             kind="device_readmitted", step=self.journal.last, slots=tuple(slots), cause=why, predicted=now / then
         )
         self.journal.note(
-            f"step {self.journal.last}: {words} comes back: {why}; {now / then:.2f} times as fast predicted"
+            Message(
+                "step {last}: {words} comes back: {why}; {now:.2f} times as fast predicted",
+                last=self.journal.last,
+                words=words,
+                why=why,
+                now=now / then,
+            )
         )
-        self._change(f"taking back {words}", before, now / then, world)
+        self._change(Message("taking back {words}", words=words), before, now / then, world)
 
     def _words(self, slots: Sequence[int]) -> str:
-        return f"device{'s' if len(slots) > 1 else ''} {', '.join(map(self.name, slots))}"
+        return device_names(slots, self.name)
 
 
 def _select_entries(message: IpcMessage, *names: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ The supervisor writes it. A full disk does not stop the run: events are buffered
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,14 +14,15 @@ from typing import Any
 
 from meshwright.core.append_file import AppendOnlyFile
 from meshwright.core.ipc import IpcMessage
+from meshwright.core.messages import Message, mark_msgid, term
 from meshwright.core.units import show_seconds
 from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
 
 NODE_EVENT_TEXTS = {
-    "node_joined": "node {0[name]} has come, with room for {0[devices]} ranks",
-    "node_lost": "node {0[name]} {0[why]}",
-    "node_leaving": "node {0[name]} is asked to go ({0[signal]})",
-    "refusal": "{0[line]}",
+    "node_joined": mark_msgid("node {name} has come, with room for {devices} ranks"),
+    "node_lost": mark_msgid("node {name} {why}"),
+    "node_leaving": mark_msgid("node {name} is asked to go ({signal})"),
+    "refusal": "{line}",
 }
 
 
@@ -51,30 +51,30 @@ class EventLog:
     def write(self, **fields: Any) -> RunEvent:
         """Appends one event to the file and returns it."""
         event = RunEvent(at=time.time(), **fields)
-        self._lines.append(json.dumps(event.model_dump(exclude_defaults=True), separators=(",", ":")))
+        self._lines.append(event.to_line())
         return event
 
     def fault(self, **fields: Any) -> None:
         """Records a fault from which the run is to recover. A fault during a recovery extends that recovery."""
         event = self.write(kind="fault", **fields)
-        where = (
-            f" in step {event.step}, {event.phase}"
-            if event.step
-            else f" while it was in {event.phase}"
-            if event.phase
-            else ""
-        )
-        who = "" if event.rank is None else f"rank {event.rank} "
-        self.note(f"{who}{event.cause}{where}: {event.decision}")
+        cause = event.cause
+        if event.rank is not None:
+            cause = Message("rank {rank} {cause}", rank=event.rank, cause=cause)
+        phase = term("phase", event.phase)
+        if event.step:
+            cause = Message("{cause} in step {step}, {phase}", cause=cause, step=event.step, phase=phase)
+        elif phase:
+            cause = Message("{cause} while it was in {phase}", cause=cause, phase=phase)
+        self.note(Message("{cause}: {decision}", cause=cause, decision=event.decision))
         self.decide()
 
     def heed_node(self, event: IpcMessage) -> bool:
         """Records what happened to a node, or a refused connection. Returns whether the set of devices may have
         changed."""
-        words = NODE_EVENT_TEXTS.get(event["event"], "").format(event)
-        if words:
-            self.note(words)
-        if not words or "name" not in event:
+        msgid = NODE_EVENT_TEXTS.get(event["event"])
+        if msgid is not None:
+            self.note(Message(msgid, **event))
+        if msgid is None or "name" not in event:
             return False
         self.write(kind=event["event"], node=event["name"])
         return True
@@ -87,12 +87,18 @@ class EventLog:
     def resize(self, before: int, after: int, plan: str, generation: int, same: bool = False) -> None:
         """Records a recovery without a fault: another plan for another number of ranks or for less memory, or the
         `same` plan on other devices."""
-        cause = f"{before} to {after} ranks" if before != after else "other devices" if same else "less memory"
+        cause = (
+            Message("{before} to {after} ranks", before=before, after=after)
+            if before != after
+            else Message("other devices")
+            if same
+            else Message("less memory")
+        )
         self.write(kind="resize", generation=generation, step=self.last, cause=cause, plan=plan)
-        less = "on the devices that are there" if same else "under a plan that takes less memory"
-        how = less if before == after else f"with {after} instead of {before} ranks"
-        how += f", plan {plan}" if plan else ""
-        self.note(f"goes on {how}")
+        less = Message("on the devices that are there") if same else Message("under a plan that takes less memory")
+        how = less if before == after else Message("with {after} instead of {before} ranks", after=after, before=before)
+        how = Message("{how}, plan {plan}", how=how, plan=plan) if plan else how
+        self.note(Message("goes on {how}", how=how))
         self.decide()
 
     def unplanned(self, world: int, why: str, generation: int) -> None:
@@ -102,10 +108,10 @@ class EventLog:
             kind="verdict",
             generation=generation,
             step=self.last,
-            cause=f"{world} ranks: {why}",
-            decision="goes on as before",
+            cause=Message("{world} ranks: {why}", world=world, why=why),
+            decision=Message("goes on as before"),
         )
-        self.note(f"cannot go on with {world} ranks: {why}")
+        self.note(Message("cannot go on with {world} ranks: {why}", world=world, why=why))
 
     def part(self, name: str, seconds: float) -> None:
         """Adds `seconds` to the named part of the current recovery."""
@@ -148,11 +154,11 @@ class EventLog:
                 generation=generation,
                 step=self.last + 1,
                 cause=message["line"],
-                decision="other rows instead",
+                decision=Message("other rows instead"),
             )
         if message["kind"] == "spike":
             step, to = message["step"], message["to"]
-            decision = "went back and left the batches out"
+            decision = Message("went back and left the batches out")
             self.write(
                 kind="spike",
                 generation=generation,
@@ -175,13 +181,26 @@ class EventLog:
             step=message["step"],
             cause=message["why"],
             seconds=message["waited"],
-            decision="training goes on",
+            decision=Message("training goes on"),
         )
-        since = f"step {self._saved}" if self._saved else "the start of this command"
+        since = Message("step {saved}", saved=self._saved) if self._saved else Message("the start of this command")
         more = (
-            f"; {self._unsaved} saves in a row have failed, none since {since} is on disk" if self._unsaved > 1 else ""
+            Message(
+                "; {unsaved} saves in a row have failed, none since {since} is on disk",
+                unsaved=self._unsaved,
+                since=since,
+            )
+            if self._unsaved > 1
+            else ""
         )
-        self.note(f"no checkpoint at step {message['step']}: {message['why']}; training goes on{more}")
+        self.note(
+            Message(
+                "no checkpoint at step {step}: {why}; training goes on{more}",
+                step=message["step"],
+                why=message["why"],
+                more=more,
+            )
+        )
 
     def _recovered(self, now: float) -> None:
         assert self._decided is not None
@@ -198,7 +217,18 @@ class EventLog:
             seconds=seconds,
             parts={name: round(value, 6) for name, value in parts.items()},
         )
-        source = {"memory": "in-memory checkpoint", "disk": "checkpoint on disk", "": "step 0"}[event.source]
-        steps = f"{lost} step{'' if lost == 1 else 's'} lost"
-        self.note(f"restored from {source} in {show_seconds(seconds)}, {steps}")
+        source = {
+            "memory": Message("in-memory checkpoint"),
+            "disk": Message("checkpoint on disk"),
+            "": Message("step 0"),
+        }[event.source]
+        steps = Message("{lost} step lost" if lost == 1 else "{lost} steps lost", lost=lost)
+        self.note(
+            Message(
+                "restored from {source} in {seconds}, {steps}",
+                source=source,
+                seconds=show_seconds(seconds),
+                steps=steps,
+            )
+        )
         self._decided, self._parts = None, {}

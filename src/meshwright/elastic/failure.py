@@ -19,14 +19,25 @@ from pathlib import Path
 
 from meshwright.core.cgroup_limits import cgroup_memory_limit
 from meshwright.core.errors import InputError, MeshwrightError, translate_system_error
-from meshwright.core.units import show_bytes
+from meshwright.core.messages import Message, join_messages, mark_msgid
 
 MAX_REPORT_LINES = 12
 LOG_TAIL_BYTES = 1 << 18
 """Bytes at the end of a log that are searched for a stack."""
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 """The signals at which Python writes a stack."""
-OOM_KILL_CAUSE = "by the system for want of memory"
+SIGNAL_CAUSES = {
+    "SIGABRT": mark_msgid("killed by {signal}: a library gave up (gloo does so when ranks disagree on a size)"),
+    "SIGSEGV": mark_msgid(
+        "killed by {signal}: a native library read or wrote where it must not (under z3 such are weights read outside "
+        "of the module that holds them)"
+    ),
+    "SIGBUS": mark_msgid(
+        "killed by {signal}: a mapped file was cut, its disk (--offload-to) cannot be read any more, or that of "
+        "/dev/shm is full"
+    ),
+}
+"""Message ids of the likely cause of a signal."""
 _PEER_LOST_PATTERN = re.compile(
     r"connection (reset|closed|refused|was closed)|broken pipe|gloo/transport|peer closed|socket (timeout"
     r"|closed)|failed to recv"
@@ -53,6 +64,8 @@ class RankExit:
     words: str = ""
     kills: int = 0
     """OOM kills in the control group of this rank between the start of its generation and its end."""
+    oom: bool = False
+    """Whether `words` describe an OOM kill that the node of this rank has counted."""
     raised_by: int | None = None
     """The rank that raised the error first, if this rank only waited for that one."""
 
@@ -78,7 +91,7 @@ def is_oom(failure: RankExit) -> bool:
     if failure.error in ("OutOfMemory", "OutOfMemoryError", "MemoryError"):
         return True
     killed = failure.status == -signal.SIGKILL
-    return killed and (OOM_KILL_CAUSE in failure.words if failure.words else failure.kills > 0)
+    return killed and (failure.oom or (not failure.words and failure.kills > 0))
 
 
 def find_culprit(failures: Sequence[RankExit]) -> RankExit:
@@ -103,37 +116,38 @@ def failure_cause(failure: RankExit) -> str:
         name = (
             signal.Signals(-failure.status).name
             if -failure.status in list(signal.Signals)
-            else f"signal {-failure.status}"
+            else Message("signal {status}", status=-failure.status)
         )
-        hint = {
-            "SIGKILL": _kill_cause(failure.kills, cgroup_memory_limit()),
-            "SIGABRT": ": a library gave up (gloo does so when ranks disagree on a size)",
-            "SIGSEGV": (
-                ": a native library read or wrote where it must not (under z3 such are weights read "
-                "outside of the module that holds them)"
-            ),
-            "SIGBUS": (
-                ": a mapped file was cut, its disk (--offload-to) cannot be read any more, or that of /dev/shm is full"
-            ),
-        }.get(name, "")
-        return f"killed by {name}{hint}"
+        if name == "SIGKILL":
+            return _kill_cause(failure.kills, cgroup_memory_limit())
+        return Message(SIGNAL_CAUSES.get(name, mark_msgid("killed by {signal}")), signal=name)
     if failure.error:
         first = failure.message.strip().partition("\n")[0]
         return f"{failure.error}: {first}" if first != failure.error else failure.error
-    return f"ended with exit status {failure.status} and no message"
+    return Message("ended with exit status {status} and no message", status=failure.status)
 
 
 def _kill_cause(kills: int, limit: float) -> str:
     """Returns a description of a SIGKILL. `limit` is the memory limit of the control group in bytes.
 
     >>> _kill_cause(2, 2.0**30)  # doctest: +NORMALIZE_WHITESPACE
-    ': by the system for want of memory, of which its control group has 1.00 GiB (2 killed so far); rc-full and
-    off-optimizer-disk take less of it'
+    'killed by SIGKILL: by the system for want of memory, of which its control group has 1.00 GiB (2 killed so far);
+    rc-full and off-optimizer-disk take less of it'
     """
     if not kills:
-        return ": by someone's kill -9, or by the system for want of memory"
-    has = f", of which its control group has {show_bytes(limit)}" if limit != float("inf") else ""
-    return f": {OOM_KILL_CAUSE}{has} ({kills} killed so far); rc-full and off-optimizer-disk take less of it"
+        return Message("killed by SIGKILL: by someone's kill -9, or by the system for want of memory")
+    if limit == float("inf"):
+        return Message(
+            "killed by SIGKILL: by the system for want of memory ({kills} killed so far); rc-full and "
+            "off-optimizer-disk take less of it",
+            kills=kills,
+        )
+    return Message(
+        "killed by SIGKILL: by the system for want of memory, of which its control group has {limit:bytes} ({kills} "
+        "killed so far); rc-full and off-optimizer-disk take less of it",
+        kills=kills,
+        limit=limit,
+    )
 
 
 def log_tail(log: Path, count: int) -> list[str]:
@@ -173,45 +187,67 @@ def diagnose(
     `instead` names a plan that needs less memory."""
     first = find_culprit(failures)
     if first.known:
-        words = "; ".join(filter(None, (first.message, instead)))
+        words = Message("{reasons}", reasons=(first.message, instead)) if instead else first.message
         error = InputError(words) if first.status == InputError.exit_code else MeshwrightError(words)
         error.exit_code = first.status
         return error
-    who = f"rank {first.rank} of {world}" if first.rank >= 0 else f"all {world} ranks"
-    lines = [f"{who} on {socket.gethostname()}: {failure_cause(first)}"]
-    lines += [f"  {each}" for each in (why, instead) if each]
+    head = Message(
+        "rank {rank} of {world} on {host}: {cause}" if first.rank >= 0 else "all {world} ranks on {host}: {cause}",
+        rank=first.rank,
+        world=world,
+        host=socket.gethostname(),
+        cause=failure_cause(first),
+    )
+    lines: list[str] = [head]
+    lines += ["  " + each for each in (why, instead) if each]
     place = first.place or (
         crash_location(log_of(first.rank)) if first.rank >= 0 and -first.status in CRASH_SIGNALS else ""
     )
     if place:
-        lines.append(f"  at {place}")
+        lines.append(Message("  at {place}", place=place))
     elif first.rank >= 0 and (first.status < 0 or not first.error):
         lines += [f"  | {line}" for line in log_tail(log_of(first.rank), 3)]
     others = [failure for failure in failures if failure is not first]
-    for count, what in (
-        (sum(not other.innocent for other in others), "failed too"),
-        (sum(other.innocent for other in others), "lost the connection because of it"),
-    ):
-        if count:
-            lines.append(f"  {count} other rank{'s' if count > 1 else ''} {what}")
-    lines.append(f"  log: {log_of(max(first.rank, 0))}")
-    return RankFailed("\n".join(lines[:MAX_REPORT_LINES]))
+    innocent = sum(other.innocent for other in others)
+    if failed := len(others) - innocent:
+        many, one = mark_msgid("  {count} other ranks failed too"), mark_msgid("  {count} other rank failed too")
+        lines.append(Message(many if failed > 1 else one, count=failed))
+    if innocent:
+        many = mark_msgid("  {count} other ranks lost the connection because of it")
+        one = mark_msgid("  {count} other rank lost the connection because of it")
+        lines.append(Message(many if innocent > 1 else one, count=innocent))
+    lines.append(Message("  log: {path}", path=log_of(max(first.rank, 0))))
+    return RankFailed(join_messages("\n", lines[:MAX_REPORT_LINES]))
 
 
 def fork_server_error(status: int | None, log: Path) -> RankFailed:
     """Returns the error for a fork server that ended with `status`."""
-    how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
     said = [f"  | {line}" for line in log_tail(log, 1)]
     return RankFailed(
-        "\n".join([f"the process that starts ranks died ({how}); every rank ended with it", *said, f"  log: {log}"])
+        join_messages(
+            "\n",
+            [
+                _fork_server_cause(status),
+                *said,
+                Message("  log: {path}", path=log),
+            ],
+        )
     )
+
+
+def _fork_server_cause(status: int | None) -> str:
+    how = (
+        Message("signal {status}", status=-status)
+        if status is not None and status < 0
+        else Message("exit status {status}", status=status)
+    )
+    return Message("the process that starts ranks died ({how}); every rank ended with it", how=how)
 
 
 def fork_server_exit(status: int | None, log: Path) -> RankExit:
     """Returns the same as a failure of all ranks. An end by a signal is not deterministic, so it may be retried in the
     same step."""
-    words = str(fork_server_error(status, log)).partition("\n")[0]
-    return RankExit(-1, time.monotonic(), 1 if status is None else status, words=words)
+    return RankExit(-1, time.monotonic(), 1 if status is None else status, words=_fork_server_cause(status))
 
 
 def local_failure(error: Exception, rank: int, world: int) -> MeshwrightError:
@@ -221,5 +257,15 @@ def local_failure(error: Exception, rank: int, world: int) -> MeshwrightError:
         return found
     mine = RankExit(rank, 0.0, 1, type(error).__name__, str(error))
     if mine.innocent:
-        return RankFailed(f"rank {rank} of {world} lost the connection because of another rank")
-    return RankFailed(f"rank {rank} of {world} on {socket.gethostname()}: {failure_cause(mine)}")
+        return RankFailed(
+            Message("rank {rank} of {world} lost the connection because of another rank", rank=rank, world=world)
+        )
+    return RankFailed(
+        Message(
+            "rank {rank} of {world} on {host}: {cause}",
+            rank=rank,
+            world=world,
+            host=socket.gethostname(),
+            cause=failure_cause(mine),
+        )
+    )

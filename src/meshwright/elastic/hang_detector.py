@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from meshwright.core.heartbeat import WAIT_INCREMENT, HeartbeatField, RankPhase
+from meshwright.core.messages import Message, mark_msgid
 from meshwright.core.units import show_seconds
 from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
 from meshwright.elastic.shared_files import SharedFileStore
@@ -65,14 +66,14 @@ class StartupProgress:
         self._said = now
         phase, rank = min(zip(holdings.column(HeartbeatField.phase), range(holdings.world), strict=True))
         if phase < RankPhase.build:
-            words = "processes start and load torch"
+            words = Message("processes start and load torch")
         else:
             words = (
-                f"rank {rank} builds the model and opens its data"
+                Message("rank {rank} builds the model and opens its data", rank=rank)
                 if phase == RankPhase.build
-                else f"rank {rank} reads what it goes on from"
+                else Message("rank {rank} reads what it goes on from", rank=rank)
             )
-        self.note(f"starting, {show_seconds(now - self._began)}: {words}")
+        self.note(Message("starting, {now}: {words}", now=show_seconds(now - self._began), words=words))
 
 
 TIMEOUT_STEPS = 5
@@ -113,11 +114,11 @@ INDEPENDENT_PHASES = (RankPhase.start, RankPhase.build, RankPhase.sample)
 """The phases in which a rank waits for no other rank."""
 
 PHASE_TEXTS = {
-    RankPhase.join: "joining the others, ",
-    RankPhase.data: "reading its data, ",
-    RankPhase.prove: "proving its plan, ",
+    RankPhase.join: mark_msgid("hung: joining the others, no sign of life for {silent:seconds}"),
+    RankPhase.data: mark_msgid("hung: reading its data, no sign of life for {silent:seconds}"),
+    RankPhase.prove: mark_msgid("hung: proving its plan, no sign of life for {silent:seconds}"),
 }
-"""Descriptions of the phase in which a rank hangs, for the report."""
+"""Message templates of a hang, by the phase in which the rank hangs."""
 
 STOPPED_PROCESS_SECONDS = 0.8
 """Seconds of patience for a process that was stopped by a signal, so that its rank is named within one second."""
@@ -330,7 +331,7 @@ class HangDetector:
             return HangReport(
                 rank,
                 silent[rank],
-                f"hung: {self._why(rank, living[rank])}no sign of life for {show_seconds(silent[rank])}",
+                Message(self._hang_msgid(rank, living[rank]), silent=silent[rank]),
             )
         for start in overdue:
             path = [start]
@@ -338,8 +339,14 @@ class HangDetector:
                 path.append(following)
             circle = path[path.index(following) :] if following in path else []
             if circle and all(rank in overdue for rank in circle):
-                words = " waits for ".join(f"rank {rank}" for rank in (*circle, circle[0]))
-                return HangReport(circle[0], silent[circle[0]], f"hung: {words}: they are not in the same collective")
+                words: str = f"rank {circle[0]}"
+                for rank in (*circle[1:], circle[0]):
+                    words = Message("{ranks} waits for rank {rank}", ranks=words, rank=rank)
+                return HangReport(
+                    circle[0],
+                    silent[circle[0]],
+                    Message("hung: {words}: they are not in the same collective", words=words),
+                )
         return None
 
     def _behind(self, overdue: Set[int], silent: Mapping[int, float], living: Mapping[int, int]) -> HangReport | None:
@@ -352,11 +359,16 @@ class HangDetector:
             return HangReport(
                 first,
                 silent[first],
-                f"hung: {self._why(first, living[first])}no sign of life for {show_seconds(silent[first])}",
+                Message(self._hang_msgid(first, living[first]), silent=silent[first]),
             )
         shortest = min(silent.values())
         return HangReport(
-            -1, shortest, f"hung: no sign of life for {show_seconds(shortest)}, and no rank is behind the others"
+            -1,
+            shortest,
+            Message(
+                "hung: no sign of life for {shortest}, and no rank is behind the others",
+                shortest=show_seconds(shortest),
+            ),
         )
 
     def _makes_no_progress(self, rank: int, process: int) -> bool:
@@ -371,7 +383,8 @@ class HangDetector:
         pulse = self.holdings.pulse(rank)
         return pulse.read(HeartbeatField.step), pulse.read(HeartbeatField.phase)
 
-    def _why(self, rank: int, process: int) -> str:
+    def _hang_msgid(self, rank: int, process: int) -> str:
         if self.signs(process).state == "T":
-            return "stopped by a signal, "
-        return PHASE_TEXTS.get(RankPhase(self.holdings.pulse(rank).read(HeartbeatField.phase)), "")
+            return mark_msgid("hung: stopped by a signal, no sign of life for {silent:seconds}")
+        phase = RankPhase(self.holdings.pulse(rank).read(HeartbeatField.phase))
+        return PHASE_TEXTS.get(phase, mark_msgid("hung: no sign of life for {silent:seconds}"))

@@ -230,6 +230,7 @@ class NodeAgent:
             before, self._kills = self._kills, oom_kill_count()
             event["kills"] = self._kills - before
             if event["status"] == -signal.SIGKILL and event["kills"]:
+                event["oom"] = True
                 event["words"] = failure_cause(
                     RankExit(event["rank"], 0.0, event["status"], kills=event["kills"])
                 )  # with the memory limit of this node

@@ -19,13 +19,14 @@ from pathlib import Path
 
 from meshwright.core import storage
 from meshwright.core.errors import InputError, NothingFits
+from meshwright.core.messages import Message
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search.rank import search_plans
 from meshwright.spec.cluster import NodeGroup
-from meshwright.spec.constraints import diloco_violations
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 from meshwright.spec.workload import Workload
+from meshwright.spec.workload_constraints import diloco_violations
 
 RANKS_FILE = "ranks"
 MAX_MEMORY_FRACTION = 0.8
@@ -54,7 +55,12 @@ def plan_for_devices(
     for count in range(devices, 0, -1):
         if clock() > began + PLANNING_SECONDS:
             raise NothingFits(
-                f"no plan for {count + 1} to {devices} ranks was found in {PLANNING_SECONDS:.0f} s: ask for fewer"
+                Message(
+                    "no plan for {count} to {devices} ranks was found in {planning_seconds:.0f} s: ask for fewer",
+                    count=count + 1,
+                    devices=devices,
+                    planning_seconds=PLANNING_SECONDS,
+                )
             )
         if job is None:
             plan = Plan(dp_replicate=count, micro_batch=max(workload.exact, 1))
@@ -69,7 +75,9 @@ def plan_for_devices(
             return question, search_plans(question, 1, runnable=True).chosen.plan
         except (NothingFits, InputError):
             continue
-    raise NothingFits(f"no plan runs on {devices} or fewer ranks: the run cannot go on with them")
+    raise NothingFits(
+        Message("no plan runs on {devices} or fewer ranks: the run cannot go on with them", devices=devices)
+    )
 
 
 def resize_group(group: NodeGroup, count: int) -> NodeGroup:
@@ -101,7 +109,9 @@ def lower_memory_plan(job: Job | None, plan: Plan) -> Plan:
         for entry in search_plans(question, MAX_CANDIDATE_PLANS, runnable=True).plans:
             if entry.plan.world == plan.world and entry.estimate.memory.total <= most:
                 return entry.plan
-    raise NothingFits(f"no plan for {plan.world} ranks takes less memory than {plan.name}")
+    raise NothingFits(
+        Message("no plan for {world} ranks takes less memory than {plan}", world=plan.world, plan=plan.name)
+    )
 
 
 @dataclass
@@ -130,12 +140,24 @@ class RankCountRequest:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._say(f"the number of ranks that is asked for cannot be read: {storage.describe_failure(error)}")
+            self._say(
+                Message(
+                    "the number of ranks that is asked for cannot be read: {failure}",
+                    failure=storage.describe_failure(error),
+                )
+            )
             return None
         text = content.decode("ascii", errors="backslashreplace")
         wanted = int(text) if text.isdigit() and len(text) < MAX_RANKS_FILE_BYTES else 0
         if not 1 <= wanted <= most:
-            self._say(f"{path} asks for {text!r} ranks: a number from 1 to {most} is wanted here; goes on as before")
+            self._say(
+                Message(
+                    "{path} asks for {text!r} ranks: a number from 1 to {most} is wanted here; goes on as before",
+                    path=path,
+                    text=text,
+                    most=most,
+                )
+            )
             return None
         self._said = ""
         return wanted

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from meshwright.core.messages import Message
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.device_exclusion import ExclusionPolicy
 from meshwright.elastic.failure import RankExit, failure_cause, is_oom
@@ -51,7 +52,7 @@ class RestartPolicy:
     def count(self, failure: RankExit, step: int, starved: bool = False) -> str:
         """Records `failure`, which occurred after `step` had ended. Returns why a retry is hopeless, or an empty
         string."""
-        why = "want of memory" if starved else failure_cause(failure)
+        why = Message("want of memory") if starved else failure_cause(failure)
         is_sent = bool(failure.error or failure.message or failure.words) or failure.rank == self._rank
         same = step == self._step and why == self._cause and (starved or (failure.status >= 0 and is_sent))
         self.in_row = self.in_row + 1 if step == self._step else 1
@@ -59,11 +60,11 @@ class RestartPolicy:
         self._culprits.append(failure.rank)
         if same or self.in_row > self.retries:
             again = (
-                "the same error in the same step again"
+                Message("the same error in the same step again")
                 if same
-                else f"{self.in_row} failures without a step between them"
+                else Message("{in_row} failures without a step between them", in_row=self.in_row)
             )
-            return f"gave up after {again}: going on would not help; the last checkpoint stays"
+            return Message("gave up after {again}: going on would not help; the last checkpoint stays", again=again)
         return ""
 
     @property

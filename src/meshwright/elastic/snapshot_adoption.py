@@ -37,6 +37,7 @@ import xxhash
 from meshwright.core import storage
 from meshwright.core.files import write_atomically
 from meshwright.core.ipc import IpcMessage, parse_message
+from meshwright.core.messages import Message
 from meshwright.core.version import __version__
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.event_log import EventLog
@@ -132,16 +133,18 @@ class SnapshotAdoption:
         try:
             found, why = self._read(end, work, self._hold)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            found, why = None, f"cannot be read ({type(error).__name__}: {error})"
+            found, why = None, Message("cannot be read ({name}: {error})", name=type(error).__name__, error=error)
         if found is None:
-            self.note(f"the snapshots of the killed supervisor {why}: not adopted")
+            self.note(Message("the snapshots of the killed supervisor {why}: not adopted", why=why))
             with contextlib.suppress(OSError):
                 end.sendall(ADOPTED_REPLY)
             end.close()
             return None
         self._before, journal.last = end, last_step_of_run(self.folder)
         place = {**found.holdings.place(0), "rank": None, "generation": found.generation, "detection": found.seconds}
-        journal.fault(cause="the supervisor was killed", decision="another one adopts its snapshots", **place)
+        journal.fault(
+            cause=Message("the supervisor was killed"), decision=Message("another one adopts its snapshots"), **place
+        )
         return found
 
     def _reached(self) -> socket.socket | None:
@@ -161,23 +164,28 @@ class SnapshotAdoption:
     def _read(self, end: socket.socket, work: RankJob, hold: AdoptionPolicy) -> tuple[AdoptedSnapshots | None, str]:
         """Returns the adopted snapshots, or None and the reason."""
         if not is_same_user(end):
-            return None, "are those of another user"
+            return None, Message("are those of another user")
         if not hold.adopts:
-            return None, "are not wanted (run.restart)"
+            return None, Message("are not wanted (run.restart)")
         try:
             with end.makefile("rb") as lines:
                 line = lines.readline(MAX_STATE_BYTES)
         except ConnectionResetError:
             line = b""
         except TimeoutError:
-            return None, f"may still be written: not all of its processes have ended within {TERMINATION_SECONDS:.0f} s"
+            return None, Message(
+                "may still be written: not all of its processes have ended within {termination_seconds:.0f} s",
+                termination_seconds=TERMINATION_SECONDS,
+            )
         if not line:
-            return None, "were adopted by another process"
+            return None, Message("were adopted by another process")
         state = parse_message(line)
         if state["version"] != __version__:
-            return None, f"are of version {state['version']}, this is {__version__}"
+            return None, Message(
+                "are of version {version}, this is {version_2}", version=state["version"], version_2=__version__
+            )
         if state["job"] != hold.job:
-            return None, "are of another job"
+            return None, Message("are of another job")
         process = peer_credentials(end)[0]
         holdings = None
         for each in reversed(state["sets"]):  # the newest set is usable once all ranks have written to it
@@ -222,8 +230,11 @@ class SnapshotAdoption:
         if not self._is_reported:
             self._is_reported = True
             self.note(
-                "nothing holds the snapshots if this process is killed, which would cost the steps since the "
-                f"last checkpoint: {error}"
+                Message(
+                    "nothing holds the snapshots if this process is killed, which would cost the steps since the last "
+                    "checkpoint: {error}",
+                    error=error,
+                )
             )
 
     def _begin(self, hold: AdoptionPolicy) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 from meshwright.core.cgroup_limits import raise_open_file_limit
 from meshwright.core.errors import Interrupted, MeshwrightError
 from meshwright.core.ipc import IpcMessage
+from meshwright.core.messages import Message
 from meshwright.core.signals import stop_signal_handler
 from meshwright.core.storage import report_if_overdue
 from meshwright.elastic.attempt import PROBE_RANK, Attempt, RankJob
@@ -74,7 +75,7 @@ class Supervisor:
     care: FaultPolicy = field(default_factory=FaultPolicy)
     agent: LocalAgent | None = None
     """A ready agent that outlives this run. Without one the run creates its own."""
-    early: str = "before the first step"
+    early: str = Message("before the first step")
     """Describes the moment at which a stop request came before any rank began to train."""
     _stop_signals: list[str] = field(default_factory=list)
     _signals_sent: int = 0
@@ -151,8 +152,12 @@ class Supervisor:
             if self._agent.ended:
                 return False
             self.starting(self._holdings)
-        how = "while it recovered" if self._begun else self.early
-        raise Interrupted(f"stopped by {self._stop_signals[0]} {how}; the same command starts again")
+        how = Message("while it recovered") if self._begun else self.early
+        raise Interrupted(
+            Message(
+                "stopped by {reason} {early}; the same command starts again", reason=self._stop_signals[0], early=how
+            )
+        )
 
     # --- one generation
 
@@ -282,7 +287,12 @@ class Supervisor:
             return
         self._deadline = self._agent.outside.clock() + self.grace_period
         self.note(
-            f"{reason}: the step ends, then everything is saved (at most {self.grace_period:.0f} s); once more to stop at once"
+            Message(
+                "{reason}: the step ends, then everything is saved (at most {seconds:.0f} s); once more to stop at "
+                "once",
+                reason=reason,
+                seconds=self.grace_period,
+            )
         )
         now.tell(self._agent, {"stop": reason})
 
@@ -328,12 +338,16 @@ class Supervisor:
             self._journal.write(kind="verdict", decision=self._why, **place)
             return False
         decision = (
-            "ranks start again"
+            Message("ranks start again")
             if self._world is None
-            else f"it was the last {BAD_RANK_FAULTS} times too: goes on with {self._world} ranks"
+            else Message(
+                "it was the last {bad_rank_faults} times too: goes on with {world} ranks",
+                bad_rank_faults=BAD_RANK_FAULTS,
+                world=self._world,
+            )
         )
         if self._leaner is not None:
-            decision = "in the same step again: a plan that takes less memory"
+            decision = Message("in the same step again: a plan that takes less memory")
         self._journal.fault(decision=decision, **place)
         return True
 
@@ -368,7 +382,7 @@ class Supervisor:
             if why := self._retries.count(first, self._journal.last):
                 self._journal.write(kind="verdict", decision=why, **place)
                 raise diagnose([first], self.work.world, self.work.log, why)
-            self._journal.fault(decision="it starts again", **place)
+            self._journal.fault(decision=Message("it starts again"), **place)
             self._retries.rest(self._journal.part)
             self._agent.again()
         self._writer.ended(self._holdings)
@@ -378,7 +392,14 @@ class Supervisor:
         began, places = self._agent.outside.clock(), self._slots.free(self._agent.slots)
         if places is None or places >= self.work.world:
             return
-        self.note(f"room for {places} of {self.work.world} ranks: waiting {self.care.rejoin_timeout:.0f} s for a node")
+        self.note(
+            Message(
+                "room for {places} of {world} ranks: waiting {seconds:.0f} s for a node",
+                places=places,
+                world=self.work.world,
+                seconds=self.care.rejoin_timeout,
+            )
+        )
         while (places := self._slots.free(self._agent.slots) or 0) < self.work.world and not self._stop_signals:
             if self._agent.outside.clock() > began + self.care.rejoin_timeout and places >= self.care.min_ranks:
                 break
@@ -393,7 +414,7 @@ class Supervisor:
         assert self.care.replan is not None
         began, self._world = self._agent.outside.clock(), None
         try:
-            with report_if_overdue(lambda: self.note(f"still planning for {world} ranks")):
+            with report_if_overdue(lambda: self.note(Message("still planning for {world} ranks", world=world))):
                 work = self.care.replan(world)
         except MeshwrightError as error:
             self._journal.unplanned(world, str(error), self.generation)
@@ -439,7 +460,9 @@ def _run_attempts(run: Supervisor) -> Attempt:
                 run._recover(run._now)
             run._generate()
         except OSError as error:
-            run._now.failures[-1] = RankExit(-1, run._agent.outside.clock(), 1, words=f"the supervisor failed: {error}")
+            run._now.failures[-1] = RankExit(
+                -1, run._agent.outside.clock(), 1, words=Message("the supervisor failed: {error}", error=error)
+            )
         if not run._heals(run._now):
             return run._now
         recovers = True
@@ -458,8 +481,20 @@ def _finish(run: Supervisor, now: Attempt) -> None:
         instead = run.care.instead(run.work) if run._retries.hungry else ""
         raise diagnose(list(now.failures.values()), run.work.world, run.work.log, run._why, instead)
     if run._stop_signals and not run._begun:
-        raise Interrupted(f"stopped by {run._stop_signals[0]} {run.early}; the same command starts again")
+        raise Interrupted(
+            Message(
+                "stopped by {reason} {early}; the same command starts again",
+                reason=run._stop_signals[0],
+                early=run.early,
+            )
+        )
     if run._stop_signals and (now.failures or now.stopped or run._killed):  # else the last step was done all the same
         saved = len(now.stopped) == run.work.world
-        how = "everything is saved" if saved else "the step in progress was given up"
-        raise Interrupted(f"stopped by {run._stop_signals[0]}: {how}; the same command goes on where this one stopped")
+        how = Message("everything is saved") if saved else Message("the step in progress was given up")
+        raise Interrupted(
+            Message(
+                "stopped by {reason}: {how}; the same command goes on where this one stopped",
+                reason=run._stop_signals[0],
+                how=how,
+            )
+        )

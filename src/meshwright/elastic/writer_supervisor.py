@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from meshwright.core.heartbeat import HeartbeatField, RankPhase
 from meshwright.core.ipc import IpcMessage
+from meshwright.core.messages import Message
 from meshwright.core.units import show_seconds
 from meshwright.elastic.event_log import EventLog
 from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
@@ -55,7 +56,13 @@ class BlockedTraining:
         elif now - self.since > self.limit:
             self.limit *= 2
             step, waited = pulse.read(HeartbeatField.step), show_seconds(now - self.since)
-            note(f"step {step}: training has waited {waited} so far for a checkpoint to be written")
+            note(
+                Message(
+                    "step {step}: training has waited {waited} so far for a checkpoint to be written",
+                    step=step,
+                    waited=waited,
+                )
+            )
 
 
 @dataclass
@@ -106,12 +113,16 @@ class WriterSupervisor:
         if kind == "started":
             self._process, self._moved = event["pid"], self.clock()
         elif kind == "refused":
-            self._why = f"process {event['pid']}, which wrote one before, still waits for its disk and cannot be ended"
+            self._why = Message(
+                "process {pid}, which wrote one before, still waits for its disk and cannot be ended", pid=event["pid"]
+            )
             self._end(generation, holdings)
         elif kind == "said" and self._process:
             self._heed_words(event["message"], generation)
         elif kind == "ended" and self._process:
-            self._why = self._why or f"the process that writes it ended with status {event['status']}"
+            self._why = self._why or Message(
+                "the process that writes it ended with status {status}", status=event["status"]
+            )
             self._end(generation, holdings)
 
     def _heed_words(self, message: IpcMessage, generation: int) -> None:
@@ -138,13 +149,25 @@ class WriterSupervisor:
         step = self._request.get("step", 0)
         if silent > NO_PROGRESS_SECONDS and not self._said:
             self._said = True
-            state = {"T": ": a signal has stopped its process", "D": ": its disk does not answer"}.get(signs.state, "")
+            state = {
+                "T": Message(": a signal has stopped its process"),
+                "D": Message(": its disk does not answer"),
+            }.get(signs.state, "")
             self.note(
-                f"the checkpoint of step {step} has made no progress for {show_seconds(silent)}{state}; given "
-                f"up after {self.limit:.0f} s"
+                Message(
+                    "the checkpoint of step {step} has made no progress for {silent}{state}; given up after "
+                    "{limit:.0f} s",
+                    step=step,
+                    silent=show_seconds(silent),
+                    state=state,
+                    limit=self.limit,
+                )
             )
         if silent > self.limit and self._killed is None:
-            self._killed, self._why = now, f"the process that writes it made no progress for {show_seconds(silent)}"
+            self._killed, self._why = (
+                now,
+                Message("the process that writes it made no progress for {silent}", silent=show_seconds(silent)),
+            )
             self.command("signal", WRITER_RANK, signal=int(signal.SIGKILL))
         elif self._killed is not None and now > self._killed + KILL_SECONDS:
             self._end(generation, holdings)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.models.bert import Bert, BertConfig
 from meshwright.models.convnet import ConvNet, ConvNetConfig
 from meshwright.models.gpt2 import GPT2, GPT2Config
@@ -31,8 +32,6 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
     """
     given = {name: value for name, value in model.items() if value not in ("", None)}
     kind = str(given.get("kind") or reference_model_kind(given))
-    if kind not in MODEL_KINDS:
-        raise InputError(f"model kind {kind!r} is not one of {', '.join(MODEL_KINDS)}{did_you_mean(kind, MODEL_KINDS)}")
     _check_supported(given, kind)
     if kind == "convnet":
         return ConvNet(
@@ -49,10 +48,7 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
     head_dim = int(float(given.get("head_dim", 0)))
     if kind not in ("llama", "decoder") or not head_dim:  # the others have no size of a head of their own
         head_dim = head_dim or hidden // heads
-        if head_dim * heads != hidden:
-            raise InputError(
-                f"hidden ({hidden}) must be heads ({heads}) times head_dim ({head_dim}): choose heads that divide hidden"
-            )
+        _check_head_dim(hidden, heads, head_dim)
     tied = bool(int(given.get("tied", given.get("tied_embeddings", kind not in ("llama", "decoder")))))
     if kind == "gpt2":
         return GPT2(GPT2Config(layers, hidden, heads, ffn, vocab, _num_positions(given, seq), tied))
@@ -60,7 +56,9 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
         return Bert(BertConfig(layers, hidden, heads, ffn, vocab, _num_positions(given, seq), tied))
     kv_heads = int(given.get("kv_heads", heads))
     if heads % kv_heads:
-        raise InputError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
+        raise InputError(
+            Message("heads ({heads}) must be a multiple of kv_heads ({kv_heads})", heads=heads, kv_heads=kv_heads)
+        )
     bias = bool(int(given.get("qkv_bias", 0)))
     base = float(given.get("rope_base", LlamaConfig.rope_base))
     if not _optional_count(given, "experts"):
@@ -90,16 +88,48 @@ def reference_model_kind(sizes: Mapping[str, Any]) -> str:
     return "gpt2" if sizes.get("pos", "rope") == "learned" else "llama"
 
 
+def _check_head_dim(hidden: int, heads: int, head_dim: int) -> None:
+    if head_dim * heads != hidden:
+        raise InputError(
+            Message(
+                "hidden ({hidden}) must be heads ({heads}) times head_dim ({head_dim}): choose heads that divide "
+                "hidden",
+                hidden=hidden,
+                heads=heads,
+                head_dim=head_dim,
+            )
+        )
+
+
 def _check_supported(given: Mapping[str, Any], kind: str) -> None:
-    """What no model here has yet."""
+    """Raises InputError for a kind that does not exist and for sizes that no model here has yet."""
+    if kind not in MODEL_KINDS:
+        raise InputError(
+            Message(
+                "model kind {kind!r} is not one of {kinds}{hint}",
+                kind=kind,
+                kinds=", ".join(MODEL_KINDS),
+                hint=did_you_mean(kind, MODEL_KINDS),
+            )
+        )
     if _optional_count(given, "experts") and kind != "decoder":
-        raise InputError(f"experts ({given['experts']}): the reference model {kind!r} has no experts, 'decoder' has")
+        raise InputError(
+            Message(
+                "experts ({experts}): the reference model {kind!r} has no experts, 'decoder' has",
+                experts=given["experts"],
+                kind=kind,
+            )
+        )
     unsupported = next(
         (name for name in ("shared_experts", "dense_first_layers", "router_bias") if _optional_count(given, name)), None
     )
     if unsupported is not None:
         raise InputError(
-            f"{unsupported} ({given[unsupported]}): no reference model has them; name a Hugging Face folder or a module instead"
+            Message(
+                "{unsupported} ({given}): no reference model has them; name a Hugging Face folder or a module instead",
+                unsupported=unsupported,
+                given=given[unsupported],
+            )
         )
     if kind == "decoder" and not (
         _optional_count(given, "experts")
@@ -107,26 +137,36 @@ def _check_supported(given: Mapping[str, Any], kind: str) -> None:
         and given.get("mlp", "swiglu") == "swiglu"
     ):
         raise InputError(
-            "kind 'decoder': the reference model has experts, norm rms and mlp swiglu; name a Hugging Face folder or a module instead"
+            Message(
+                "kind 'decoder': the reference model has experts, norm rms and mlp swiglu; name a Hugging Face folder "
+                "or a module instead"
+            )
         )
     if given.get("mla") not in (None, 0, "0"):
-        raise InputError("mla: no reference model has latent attention; name a Hugging Face folder or a module instead")
+        raise InputError(
+            Message("mla: no reference model has latent attention; name a Hugging Face folder or a module instead")
+        )
     if given.get("qk_norm") not in (None, 0, "0"):
         raise InputError(
-            "qk_norm: no reference model norms queries and keys; name a Hugging Face folder or a module instead"
+            Message(
+                "qk_norm: no reference model norms queries and keys; name a Hugging Face folder or a module instead"
+            )
         )
     if given.get("pos") not in (None, "rope", "learned"):
         raise InputError(
-            f"pos {given['pos']!r} is not one of rope, learned; name a Hugging Face folder or a module instead"
+            Message(
+                "pos {pos!r} is not one of rope, learned; name a Hugging Face folder or a module instead",
+                pos=given["pos"],
+            )
         )
 
 
 def _required_size(given: Mapping[str, Any], name: str) -> int:
     if name not in given:
-        raise InputError(f"model needs {name!r}{did_you_mean(name, given)}")
+        raise InputError(Message("model needs {name!r}{hint}", name=name, hint=did_you_mean(name, given)))
     value = int(given[name])
     if value < 1:
-        raise InputError(f"{name} ({value}) must be at least 1")
+        raise InputError(Message("{name} ({value}) must be at least 1", name=name, value=value))
     return value
 
 

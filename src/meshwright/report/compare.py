@@ -16,7 +16,7 @@ from pydantic import Field
 
 from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError
-from meshwright.core.i18n.messages import make_message, make_term_message, render_message
+from meshwright.core.messages import Message, term, translate
 from meshwright.core.units import show_bytes, show_count, show_seconds
 from meshwright.report.run import PredictedMeasured, RunFolder, RunSummary, summarize_run
 from meshwright.report.text import align_columns
@@ -37,7 +37,7 @@ class RunComparison(StrictModel):
 def compare_runs(runs: Sequence[RunFolder]) -> RunComparison:
     """Compares several runs. Raises InputError for fewer than two."""
     if len(runs) < 2:
-        raise InputError(f"a comparison needs two runs or more, got {len(runs)}")
+        raise InputError(Message("a comparison needs two runs or more, got {count}", count=len(runs)))
     first = {record.step: record.loss for record in runs[0].records}
     shared: list[int] = []
     differences: list[float | None] = []
@@ -69,7 +69,7 @@ def _job_difference(first: RunFolder, other: RunFolder) -> str | None:
 
 def compare_text(comparison: RunComparison, language: str = "en") -> str:
     """What `meshwright report RUN RUN ...` prints."""
-    said = lambda key, **values: render_message(make_message(f"compare.{key}", **values), language)
+    say = lambda message: translate(message, language)
     runs = comparison.runs
     short = [Path(run.run).name for run in runs]
     called = short if len(set(short)) == len(short) else [run.run for run in runs]
@@ -79,31 +79,34 @@ def compare_text(comparison: RunComparison, language: str = "en") -> str:
         if any(cell != "-" for cell in cells):
             rows.append((head, *cells))
 
-    add(said("model"), [run.model or "-" for run in runs])
-    add(said("plan"), [run.plan or "-" for run in runs])
-    add(said("ranks"), [str(run.devices or "-") for run in runs])
-    add(said("steps"), [str(run.steps) for run in runs])
-    add(said("first"), [f"{run.loss.first.loss:.4f}" if run.loss else "-" for run in runs])
-    add(said("last"), [f"{run.loss.last.loss:.4f}" if run.loss else "-" for run in runs])
-    add(said("best"), [f"{run.loss.best.loss:.4f}" if run.loss else "-" for run in runs])
-    add(said("held"), [f"{run.held_out.last.loss:.4f}" if run.held_out else "-" for run in runs])
-    add(said("rate"), [_format_values(run.tokens_per_second, show_count) for run in runs])
-    add(said("step"), [_format_values(run.pair("time", "step"), show_seconds) for run in runs])
-    add(said("ratio"), [_format_ratio(run.pair("time", "step")) for run in runs])
+    add(say(Message("model")), [run.model or "-" for run in runs])
+    add(say(Message("plan")), [run.plan or "-" for run in runs])
+    add(say(Message("ranks")), [str(run.devices or "-") for run in runs])
+    add(say(Message("steps")), [str(run.steps) for run in runs])
+    add(say(Message("first loss")), [f"{run.loss.first.loss:.4f}" if run.loss else "-" for run in runs])
+    add(say(Message("last loss")), [f"{run.loss.last.loss:.4f}" if run.loss else "-" for run in runs])
+    add(say(Message("best loss")), [f"{run.loss.best.loss:.4f}" if run.loss else "-" for run in runs])
+    add(
+        say(Message("val loss")),
+        [f"{run.held_out.last.loss:.4f}" if run.held_out else "-" for run in runs],
+    )
+    add(say(Message("tokens/s")), [_format_values(run.tokens_per_second, show_count) for run in runs])
+    add(say(Message("seconds per step")), [_format_values(run.pair("time", "step"), show_seconds) for run in runs])
+    add(say(Message("measured/predicted")), [_format_ratio(run.pair("time", "step")) for run in runs])
     for kind in sorted({row.name for run in runs for row in run.time if row.name != "step" and row.measured}):
         add(
-            f"  {render_message(make_term_message('row', kind), language)}",
+            f"  {translate(term('row', kind), language)}",
             [_format_values(run.pair("time", kind), show_seconds) for run in runs],
         )
     for kind in dict.fromkeys(row.name for run in runs for row in run.memory if row.measured):
         add(
-            said("memory", kind=make_term_message("row", kind)),
+            say(Message("memory {kind}", kind=term("row", kind))),
             [_format_values(run.pair("memory", kind), show_bytes) for run in runs],
         )
-    add(said("skipped"), [str(len(run.skipped)) for run in runs])
-    add(said("apart"), [_format_loss_difference(comparison, at, said) for at in range(len(runs))])
+    add(say(Message("skipped steps")), [str(len(run.skipped)) for run in runs])
+    add(say(Message("loss difference")), [_format_loss_difference(comparison, at, say) for at in range(len(runs))])
     notes = [
-        said("another", one=called[at], other=called[0], what=words)
+        say(Message("{one} and {other} are different jobs: {what}", one=called[at], other=called[0], what=words))
         for at, words in enumerate(comparison.another_job)
         if words
     ]
@@ -118,8 +121,8 @@ def _format_ratio(pair: PredictedMeasured) -> str:
     return "-" if pair.ratio is None else f"{pair.ratio:.2f}"
 
 
-def _format_loss_difference(comparison: RunComparison, at: int, said: Callable[..., str]) -> str:
+def _format_loss_difference(comparison: RunComparison, at: int, say: Callable[[str], str]) -> str:
     difference = comparison.loss_difference[at]
     if at == 0 or difference is None:
         return "-"
-    return said("over", apart=f"{difference:.1e}", steps=comparison.shared_steps[at])
+    return say(Message("{apart} over {steps}", apart=f"{difference:.1e}", steps=comparison.shared_steps[at]))

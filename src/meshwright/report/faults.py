@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.core.codec import StrictModel
-from meshwright.core.i18n.line_patterns import translate_line
-from meshwright.core.i18n.messages import make_message, make_term_message, render_message
+from meshwright.core.messages import Message, mark_msgid, term, translate
 from meshwright.core.storage import read_text
 from meshwright.core.units import show_seconds
 from meshwright.report.text import align_columns
@@ -25,6 +24,17 @@ from meshwright.spec.record import StepRecord
 
 MAX_FAULTS_SHOWN = 12
 """Faults that are listed; of more the last ones."""
+
+
+LOST_TIME_TEXTS = {
+    "data": mark_msgid("waiting for data {seconds:seconds}"),
+    "skipped": mark_msgid("skipped steps {seconds:seconds}"),
+    "again": mark_msgid("repeated steps {seconds:seconds}"),
+    "saves": mark_msgid("saves {seconds:seconds}"),
+    "detection": mark_msgid("detecting hangs {seconds:seconds}"),
+    "recovery": mark_msgid("lost in restarts {seconds:seconds}"),
+}
+"""Message ids of the terms of the goodput."""
 
 
 class Goodput(StrictModel):
@@ -82,12 +92,10 @@ def goodput_text(found: Goodput, language: str = "en") -> str:
     '90.0% useful; saves 4.00 s, lost in restarts 6.00 s'
     """
     lost = [field for field in Goodput.model_fields if field not in ("share", "useful") and getattr(found, field) > 0]
-    terms = [
-        render_message(make_message(f"goodput.{field}", seconds=getattr(found, field)), language) for field in lost
-    ]
-    useful = render_message(make_message("goodput.useful", share=f"{found.share:.1%}"), language)
-    return render_message(make_message("list"), language).join(
-        [useful, *([render_message(make_message("parts"), language).join(terms)] if terms else [])]
+    terms = [translate(Message(LOST_TIME_TEXTS[field], seconds=getattr(found, field)), language) for field in lost]
+    useful = translate(Message("{share} useful", share=f"{found.share:.1%}"), language)
+    return translate(Message("; "), language).join(
+        [useful, *([translate(Message(", "), language).join(terms)] if terms else [])]
     )
 
 
@@ -150,7 +158,7 @@ def faults_text(events: Sequence[RunEvent], records: Sequence[StepRecord] = (), 
         return ""
     shown: list[tuple[str, ...]] = []
     for row in rows[-MAX_FAULTS_SHOWN:]:
-        said = (translate_line(words, language) for words in (row.phase, row.cause))
+        said = (translate(words, language) for words in (term("phase", row.phase), row.cause))
         shown.append(
             (
                 str(row.step),
@@ -161,22 +169,20 @@ def faults_text(events: Sequence[RunEvent], records: Sequence[StepRecord] = (), 
             )
         )
     more = (
-        [(render_message(make_message("broke.more", count=len(rows) - MAX_FAULTS_SHOWN), language),)]
+        [(translate(Message("... {count} earlier", count=len(rows) - MAX_FAULTS_SHOWN), language),)]
         if len(rows) > MAX_FAULTS_SHOWN
         else []
     )
     head = ("step", "rank", "phase", "cause", "noticed", "recovered", "lost", "again")
-    return align_columns(
-        [[render_message(make_term_message("broke", word), language) for word in head], *more, *shown], "  "
-    )
+    return align_columns([[translate(term("broke", word), language) for word in head], *more, *shown], "  ")
 
 
 def _recovery_cells(row: FaultRow, language: str) -> tuple[str, str, str]:
     if row.seconds is None:
         return "", "", ""
-    source = make_term_message("source", row.source or "beginning")
+    source = term("source", row.source or "beginning")
     return (
-        render_message(make_message("broke.from", seconds=row.seconds, source=source), language),
+        translate(Message("{seconds:seconds} from {source}", seconds=row.seconds, source=source), language),
         show_seconds(row.lost),
         str(row.again),
     )

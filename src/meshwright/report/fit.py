@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.core.i18n.messages import Message, make_message, make_term_message, render_message
+from meshwright.core.messages import Message, term, translate
 from meshwright.core.units import show_bytes, show_count
 from meshwright.report.plans import clip_text, table_heading
 from meshwright.report.text import align_columns, wrap_text
@@ -24,8 +24,9 @@ BAR_COLUMNS = 56
 def fit_conditions(cluster: Cluster, workload: Workload) -> Message:
     """Under which assumptions."""
     group = cluster.groups[0]
-    return make_message(
-        "fit.conditions",
+    return Message(
+        "on {device} ({memory:bytes}, {each} a node): {precision}, {optimizer}, {sequence} tokens, one sequence a "
+        "device, full recompute, a safety margin",
         device=group.device.name,
         memory=group.device.memory,
         each=group.devices,
@@ -52,9 +53,9 @@ def fit_chart_text(cluster: Cluster, workload: Workload, rows: Sequence[LargestM
     """A table of sizes by strategy and devices, and bars for the most devices."""
     if not rows:
         return (
-            wrap_text(render_message(fit_conditions(cluster, workload), language))
+            wrap_text(translate(fit_conditions(cluster, workload), language))
             + "\n\n"
-            + render_message(make_message("fit.nothing"), language)
+            + translate(Message("not even the smallest model fits"), language)
         )
     counts = sorted({row.devices for row in rows})[-MAX_DEVICE_COLUMNS:]
     table = {(row.strategy, row.devices): row for row in rows}
@@ -62,12 +63,12 @@ def fit_chart_text(cluster: Cluster, workload: Workload, rows: Sequence[LargestM
     lines = [[table_heading("devices", language), *(f"{count:,}" for count in counts)]]
     for strategy in strategies:
         cells = [show_count(row.parameters) if (row := table.get((strategy, count))) else "-" for count in counts]
-        lines.append([render_message(make_term_message("label", strategy), language), *cells])
+        lines.append([translate(term("label", strategy), language), *cells])
     most = counts[-1]
     longest = max(row.parameters for row in rows if row.devices == most)
     bars = [
         [
-            render_message(make_term_message("label", strategy), language),
+            translate(term("label", strategy), language),
             show_count(row.parameters),
             "█" * max(round(BAR_COLUMNS * row.parameters / longest), 1),
         ]
@@ -76,15 +77,15 @@ def fit_chart_text(cluster: Cluster, workload: Workload, rows: Sequence[LargestM
     ]
     wide = max(len(bar[1]) for bar in bars)
     drawn = align_columns([[bar[0], bar[1].rjust(wide) + "  " + bar[2].ljust(BAR_COLUMNS)] for bar in bars])
-    said = [wrap_text(render_message(sentence, language)) for sentence in chart_remarks(table, most)]
+    said = [wrap_text(translate(sentence, language)) for sentence in chart_remarks(table, most)]
     return "\n".join(
         [
-            wrap_text(render_message(fit_conditions(cluster, workload), language)),
+            wrap_text(translate(fit_conditions(cluster, workload), language)),
             "",
-            render_message(make_message("fit.largest"), language),
+            translate(Message("largest model, GPT-shaped, that fits on a number of devices"), language),
             align_columns(lines),
             "",
-            render_message(make_message("fit.bars", devices=most), language),
+            translate(Message("on {devices:count device}", devices=most), language),
             "\n".join(line.rstrip() for line in drawn.splitlines()),
             "",
             *said,
@@ -96,9 +97,22 @@ def chart_remarks(table: dict[tuple[str, int], LargestModel], most: int) -> list
     """What the chart shows, in words."""
     said = []
     if ("DDP", most) in table:
-        said.append(make_message("fit.ddp", parameters=table["DDP", most].parameters))
+        said.append(
+            Message(
+                "DDP fits {parameters:parameters} parameters on any number of devices: every device stores the whole "
+                "model with its gradients and optimizer states",
+                parameters=table["DDP", most].parameters,
+            )
+        )
     if ("ZeRO-3", most) in table and most > 1:
-        said.append(make_message("fit.zero", parameters=table["ZeRO-3", most].parameters, devices=most))
+        said.append(
+            Message(
+                "ZeRO-3 fits {parameters:parameters} parameters on {devices:count device}: every device stores one "
+                "shard",
+                parameters=table["ZeRO-3", most].parameters,
+                devices=most,
+            )
+        )
     return said
 
 
@@ -109,22 +123,27 @@ def smallest_cluster_text(
     lines = [[table_heading(head, language) for head in ("strategy", "devices", "nodes", "memory", "plan")]]
     said = []
     for row in rows:
-        called = render_message(make_term_message("label", row.strategy), language)
+        called = translate(term("label", row.strategy), language)
         if row.devices:
             cells = [f"{row.devices:,}", f"{row.nodes:,}", show_bytes(row.reserved), clip_text(row.plan, 40)]
         else:
             cells = ["-", "-", "-", table_heading("never", language)]
             said.append(
-                make_message(
-                    "fit.never" if row.floor > cluster.memory else "fit.beyond", strategy=called, floor=row.floor
+                Message(
+                    "{strategy} never fits: every rank stores {floor:bytes}, on any number of devices"
+                    if row.floor > cluster.memory
+                    else "{strategy} fits on no number of devices that was tried: in addition to {floor:bytes} a "
+                    "rank needs memory for activations and temp buffers",
+                    strategy=called,
+                    floor=row.floor,
                 )
             )
         lines.append([called, *cells])
     return "\n".join(
         [
-            render_message(
-                make_message(
-                    "question.model",
+            translate(
+                Message(
+                    "model    {model}: {parameters:parameters} parameters, {blocks} blocks, hidden {hidden}",
                     model=model.name,
                     parameters=model.parameters,
                     blocks=model.blocks,
@@ -132,11 +151,11 @@ def smallest_cluster_text(
                 ),
                 language,
             ),
-            wrap_text(render_message(fit_conditions(cluster, workload), language)),
+            wrap_text(translate(fit_conditions(cluster, workload), language)),
             "",
-            render_message(make_message("fit.smallest"), language),
+            translate(Message("fewest devices on which it fits"), language),
             align_columns(lines),
-            *(["", *(wrap_text(render_message(sentence, language)) for sentence in said)] if said else []),
+            *(["", *(wrap_text(translate(sentence, language)) for sentence in said)] if said else []),
         ]
     )
 

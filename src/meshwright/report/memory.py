@@ -14,7 +14,7 @@ from pathlib import Path
 
 from meshwright.core.codec import parse_text, validate_data
 from meshwright.core.errors import InputError
-from meshwright.core.i18n.messages import make_message, make_term_message, render_message
+from meshwright.core.messages import Message, term, translate
 from meshwright.core.storage import StorageFailed, describe_failure, list_names, read_text
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.report.run import RunFolder
@@ -44,7 +44,11 @@ def read_timelines(folder: Path) -> list[MemoryTimeline]:
     ]
     if not found:
         raise InputError(
-            f"run {str(folder)!r} has no memory timeline: ranks write one in the third step after each start; train it for three steps"
+            Message(
+                "run {folder!r} has no memory timeline: ranks write one in the third step after each start; train it "
+                "for three steps",
+                folder=str(folder),
+            )
         )
     return sorted(found, key=lambda timeline: (-timeline.total, timeline.rank))
 
@@ -75,15 +79,15 @@ def memory_text(
     run: RunFolder, timelines: list[MemoryTimeline], ranks: list[dict[str, float]], language: str = "en"
 ) -> str:
     """What `meshwright report RUN --memory` prints."""
-    said = lambda key, **values: render_message(make_message(f"timeline.{key}", **values), language)
-    place = lambda timeline: timeline.place or said("nowhere")
+    say = lambda message: translate(message, language)
+    place = lambda timeline: timeline.place or say(Message("outside of all modules"))
     peak_rank = timelines[0]
     kinds = {**peak_rank.resident, "activations": peak_rank.peak.activations, "buffers": peak_rank.peak.buffers}
     predicted = run.estimate.memory.model_dump() if run.estimate is not None else {}
     rows = [
         (
             KIND_LETTERS[kind] if size else "",
-            render_message(make_term_message("row", kind), language),
+            translate(term("row", kind), language),
             show_bytes(predicted[kind]) if kind in predicted else "-",
             show_bytes(size),
         )
@@ -94,39 +98,53 @@ def memory_text(
     rows.append(
         (
             "",
-            render_message(make_term_message("row", "total"), language),
+            translate(term("row", "total"), language),
             "-" if total is None else show_bytes(total),
             show_bytes(peak_rank.total),
         )
     )
     lines = [
-        said(
-            "head",
-            step=peak_rank.step,
-            rank=peak_rank.rank,
-            ranks=len(timelines),
-            size=peak_rank.total,
-            at=peak_rank.peak.at,
-            all=peak_rank.seconds,
+        say(
+            Message(
+                "memory of step {step} on rank {rank}, the peak rank of {ranks}: {size:bytes} at its peak, "
+                "{at:seconds} into {all:seconds}",
+                step=peak_rank.step,
+                rank=peak_rank.rank,
+                ranks=len(timelines),
+                size=peak_rank.total,
+                at=peak_rank.peak.at,
+                all=peak_rank.seconds,
+            )
         ),
-        said("place", place=place(peak_rank)),
+        say(Message("at the peak: {place}", place=place(peak_rank))),
         "",
         *memory_chart(peak_rank),
         "",
-        align_columns([("", *map(said, ("peak", "predicted", "measured"))), *rows], "  "),
+        align_columns(
+            [("", *(say(Message("at the peak")), say(Message("predicted")), say(Message("measured")))), *rows], "  "
+        ),
     ]
     if len(timelines) > 1:
-        others = ", ".join(said("other", rank=each.rank, size=each.total, place=place(each)) for each in timelines[1:5])
-        lines += ["", said("others", ranks=others) + (", ..." if len(timelines) > 5 else "")]
+        others = ", ".join(
+            say(Message("rank {rank} {size:bytes} ({place})", rank=each.rank, size=each.total, place=place(each)))
+            for each in timelines[1:5]
+        )
+        lines += ["", say(Message("others: {ranks}", ranks=others)) + (", ..." if len(timelines) > 5 else "")]
     if len(ranks) > 1:
-        columns = [kind for kind in MEMORY_KINDS if any(each.get(kind) for each in ranks)]
-        head = (said("rank"), *(render_message(make_term_message("row", kind), language) for kind in columns))
-        cells = [
-            (f"{each['rank']:.0f}", *(show_bytes(each[kind]) if kind in each else "-" for kind in columns))
-            for each in ranks
-        ]
-        lines += ["", said("ranks"), align_columns([head, *cells], "  ")]
+        title = say(Message("the peak of each rank over all steps:"))
+        lines += ["", title, _rank_table(ranks, language)]
     return "\n".join(lines)
+
+
+def _rank_table(ranks: list[dict[str, float]], language: str) -> str:
+    """Returns a table of the memory of each rank, with one column for each kind."""
+    columns = [kind for kind in MEMORY_KINDS if any(each.get(kind) for each in ranks)]
+    head = [translate(Message("rank"), language), *(translate(term("row", kind), language) for kind in columns)]
+    cells = [
+        (f"{each['rank']:.0f}", *(show_bytes(each[kind]) if kind in each else "-" for kind in columns))
+        for each in ranks
+    ]
+    return align_columns([head, *cells], "  ")
 
 
 def memory_chart(timeline: MemoryTimeline, width: int = CHART_COLUMNS, height: int = CHART_LINES) -> list[str]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.core.i18n.line_patterns import translate_line
-from meshwright.core.i18n.messages import Message, make_message, make_term_message, render_message
+from meshwright.core.messages import Message, term, translate
 from meshwright.core.units import show_bytes, show_count, show_seconds
 from meshwright.report.text import align_columns, display_width, terminal_width, wrap_text
 from meshwright.spec.constraints import is_supported, unsupported_parts
@@ -37,32 +36,34 @@ def job_text(job: Job, language: str = "en") -> str:
     )
     values = {"model": model.name, "parameters": model.parameters, "blocks": model.blocks, "hidden": model.hidden}
     lines = [
-        make_message("question.model", **values),
-        make_message("question.cluster", cluster=cluster.name, groups=groups),
-        make_message(
-            "question.work",
+        Message("model    {model}: {parameters:parameters} parameters, {blocks} blocks, hidden {hidden}", **values),
+        Message("cluster  {cluster}: {groups}", cluster=cluster.name, groups=groups),
+        Message(
+            "work     batch {batch} x {sequence} tokens, {precision}, {optimizer}",
             batch=work.batch,
             sequence=work.sequence,
             precision=work.precision,
             optimizer=work.optimizer.name,
         ),
     ]
-    return "\n".join(wrap_text(render_message(line, language)) for line in lines)
+    return "\n".join(wrap_text(translate(line, language)) for line in lines)
 
 
 def search_result_text(job: Job, answer: SearchResult, why: Sequence[Message], language: str = "en") -> str:
     """The ranked plans, why the first one, and what was rejected for what reason."""
     ranked = plan_table([(entry.plan, entry.estimate) for entry in answer.plans], language)
-    ranked += "".join(f"\n{wrap_text(render_message(remark, language))}" for remark in plan_only_messages(answer))
-    tally = make_message("answer.considered", count=answer.considered, seconds=answer.seconds)
-    lines = [render_message(make_message("answer.rejected", tally=tally) if answer.rejected else tally, language)]
+    ranked += "".join(f"\n{wrap_text(translate(remark, language))}" for remark in plan_only_messages(answer))
+    tally = Message(
+        "{count:count} plans considered in {seconds:seconds}", count=answer.considered, seconds=answer.seconds
+    )
+    lines = [translate(Message("{tally}, rejected:", tally=tally) if answer.rejected else tally, language)]
     if answer.rejected:
         width = max(len(f"{entry.count:,}") for entry in answer.rejected)
         for entry in answer.rejected:
-            example = f"{render_message(make_term_message('reason', entry.reason), language)} ({translate_line(entry.example, language)})"
+            example = f"{translate(term('reason', entry.reason), language)} ({translate(entry.example, language)})"
             lines.append(wrap_text(f"  {entry.count:>{width},}  {example}", indent=" " * (width + 6)))
     said = messages_text(
-        [*why, *(make_message("estimate.note", note=note) for note in answer.chosen.estimate.notes)], language
+        [*why, *(Message("note: {note}", note=note) for note in answer.chosen.estimate.notes)], language
     )
     return "\n\n".join([job_text(job, language), ranked, said, "\n".join(lines)])
 
@@ -77,16 +78,22 @@ def plan_only_messages(answer: SearchResult) -> list[Message]:
         "parts": ", ".join(dict.fromkeys(part for entry in answer.plans for part in unsupported_parts(entry.plan)))
     }
     if not able or answer.chosen.runs:
-        return [make_message("answer.planned", **values)]
+        return [Message("* plan-only: this version does not run {parts} yet", **values)]
     seconds, plan = min(able, key=lambda it: it[0])
     return [
-        make_message("answer.runs", **values, plan=plan.name, share=seconds / answer.chosen.estimate.time.step - 1.0)
+        Message(
+            "* plan-only: this version does not run {parts} yet; with --runnable the first is {plan} or better "
+            "({share:percent} slower at most)",
+            **values,
+            plan=plan.name,
+            share=seconds / answer.chosen.estimate.time.step - 1.0,
+        )
     ]
 
 
 def messages_text(said: Sequence[Message], language: str = "en") -> str:
     """Sentences, each on a line of its own that is folded."""
-    return "\n".join(wrap_text(render_message(sentence, language)) for sentence in said)
+    return "\n".join(wrap_text(translate(sentence, language)) for sentence in said)
 
 
 def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -> str:
@@ -160,7 +167,7 @@ def format_step(seconds: float) -> str:
 
 def table_heading(word: str, language: str) -> str:
     """A heading, in the language of the screen."""
-    return render_message(make_term_message("label", word), language)
+    return translate(term("label", word), language)
 
 
 def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en") -> str:
@@ -170,7 +177,7 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en"
     for field in MemoryBreakdown.model_fields:
         memory.append(
             [
-                render_message(make_term_message("memory", field), language),
+                translate(term("memory", field), language),
                 *(show_bytes(getattr(estimate.per_stage[stage], field)) for stage in shown),
             ]
         )
@@ -179,42 +186,42 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en"
     ]
     time += [
         [
-            render_message(make_term_message("time", field), language),
+            translate(term("time", field), language),
             show_seconds(value),
             step_fraction(value, estimate.time),
         ]
         for field in TimeBreakdown.model_fields
         if (value := getattr(estimate.time, field)) or field == "step"
     ]
-    head = make_message(
-        "estimate.plan",
+    head = Message(
+        "plan     {plan}: {verdict}; {reserved:bytes} of {limit:bytes} usable memory are reserved on the peak rank",
         plan=plan.name,
         verdict=fit_message(estimate),
         reserved=estimate.memory.reserved,
         limit=estimate.limit,
     )
     left_out = (
-        make_message("estimate.left_out", first=shown[-2], last=shown[-1])
+        Message("(pipeline ranks between {first} and {last} are omitted)", first=shown[-2], last=shown[-1])
         if len(shown) < len(estimate.per_stage)
         else None
     )
-    speed = make_message("estimate.speed", rate=estimate.tokens_per_second, mfu=f"{estimate.mfu:.1%}")
+    speed = Message("{rate:count} tokens/s, MFU {mfu}", rate=estimate.tokens_per_second, mfu=f"{estimate.mfu:.1%}")
     lines = [
         job_text(job, language),
-        wrap_text(render_message(head, language)),
+        wrap_text(translate(head, language)),
         "",
         align_columns(memory),
-        *([render_message(left_out, language)] if left_out is not None else []),
+        *([translate(left_out, language)] if left_out is not None else []),
         *(
-            [render_message(make_message("estimate.offloaded", size=estimate.offloaded), language)]
+            [translate(Message("plus {size:bytes} offloaded to CPU memory or NVMe", size=estimate.offloaded), language)]
             if estimate.offloaded
             else []
         ),
         "",
         align_columns(time),
         "",
-        render_message(speed, language),
-        *(wrap_text(render_message(make_message("estimate.note", note=text), language)) for text in estimate.notes),
+        translate(speed, language),
+        *(wrap_text(translate(Message("note: {note}", note=text), language)) for text in estimate.notes),
     ]
     return "\n".join(lines)
 
@@ -284,11 +291,19 @@ def layers_text(model: ModelSpec, precision: str, sequence: int, language: str =
     rows: list[tuple[str, ...]] = [tuple(table_heading(head, language) for head in LAYER_COLUMNS)]
     rows += [_layer_row(layer, size, sequence) for layer in model.layers]
     values = {"model": model.name, "parameters": model.parameters, "blocks": model.blocks, "hidden": model.hidden}
-    said = [render_message(make_message("question.model", **values), language)]
+    said = [
+        translate(
+            Message("model    {model}: {parameters:parameters} parameters, {blocks} blocks, hidden {hidden}", **values),
+            language,
+        )
+    ]
     said += [
-        render_message(
-            make_message(
-                "layers.token", sequence=sequence, precision=precision, divisible=_divisibility_message(model)
+        translate(
+            Message(
+                "a token  of {sequence}, in {precision}; divisible by tp: {divisible}",
+                sequence=sequence,
+                precision=precision,
+                divisible=_divisibility_message(model),
             ),
             language,
         ),
@@ -296,12 +311,12 @@ def layers_text(model: ModelSpec, precision: str, sequence: int, language: str =
         align_columns(rows),
         "",
     ]
-    said += [wrap_text(render_message(line, language)) for layer in model.layers for line in _weight_messages(layer)]
+    said += [wrap_text(translate(line, language)) for layer in model.layers for line in _weight_messages(layer)]
     if model.notes:
         said += [
             "",
-            render_message(make_message("layers.found"), language),
-            *(wrap_text(f"- {translate_line(note, language)}") for note in model.notes),
+            translate(Message("found by running it on the meta device:"), language),
+            *(wrap_text(f"- {translate(note, language)}") for note in model.notes),
         ]
     return "\n".join(said)
 
@@ -327,14 +342,15 @@ def _weight_messages(layer: LayerSpec) -> Iterator[Message]:
     whole."""
     shared = [f"{parameter.name}[{parameter.split}]" for parameter in layer.parameters if parameter.split is not None]
     whole = [parameter.name for parameter in layer.parameters if parameter.split is None]
-    for key, names in (("layers.shared", shared), ("layers.whole", whole)):
-        if names:
-            yield make_message(key, layer=layer.name, names=", ".join(names))
+    if shared:
+        yield Message("{layer}, sharded by tp: {names}", layer=layer.name, names=", ".join(shared))
+    if whole:
+        yield Message("{layer}, not sharded: {names}", layer=layer.name, names=", ".join(whole))
     if layer.tied and layer.parameters:
-        yield make_message("layers.tied", layer=layer.name, to=layer.tied, name=layer.parameters[0].name)
+        yield Message("{layer}, tied to {to}: {name}", layer=layer.name, to=layer.tied, name=layer.parameters[0].name)
 
 
 def _divisibility_message(model: ModelSpec) -> Message | str:
     if not model.tensor_parallel:
-        return make_message("layers.indivisible")
-    return ", ".join(f"{what} {number}" for what, number in model.divisible.items()) or make_message("layers.any")
+        return Message("nothing, no layer is sharded among tensor ranks")
+    return ", ".join(f"{what} {number}" for what, number in model.divisible.items()) or Message("any")

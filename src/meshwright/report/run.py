@@ -24,8 +24,9 @@ from statistics import median
 from pydantic import Field
 
 from meshwright.core import storage
-from meshwright.core.codec import StrictModel, StrictModelType, parse_text, validate_data
+from meshwright.core.codec import StrictModel, StrictModelType, TranslatableText, parse_text, validate_data
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.core.units import show_count
 from meshwright.report.faults import Goodput, compute_goodput, read_events
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
@@ -44,7 +45,7 @@ class SampleBalance(StrictModel):
     samples: int
     left_out: int = 0
     missing: int = Field(default=0, description="steps that ended and of which no record says what they read")
-    problems: tuple[str, ...] = ()
+    problems: tuple[TranslatableText, ...] = ()
 
 
 def check_sample_balance(
@@ -67,13 +68,29 @@ def check_sample_balance(
             while expected in left_out:
                 expected += 1
         if record.batch != expected:
-            what = "again" if record.batch < expected else f"and missed {record.batch - expected}"  # type: ignore[operator]
-            problems.append(f"step {record.step} read batch {record.batch} {what}, not batch {expected}")
+            missed = (record.batch or 0) - expected
+            problems.append(
+                Message(
+                    "step {step} read batch {batch} again, not batch {expected}"
+                    if missed < 0
+                    else "step {step} read batch {batch} and missed {missed}, not batch {expected}",
+                    step=record.step,
+                    batch=record.batch,
+                    expected=expected,
+                    missed=missed,
+                )
+            )
         expected, before = (record.batch or 0) + 1, record.step
         whole = digest_batch(record.batch or 0, rows)
         if record.samples and record.samples != whole.text:
             problems.append(
-                f"step {record.step} read {record.samples.partition(':')[0]} samples that are not the {rows} of batch {record.batch}"
+                Message(
+                    "step {step} read {samples} samples that are not the {rows} of batch {batch}",
+                    step=record.step,
+                    samples=record.samples.partition(":")[0],
+                    rows=rows,
+                    batch=record.batch,
+                )
             )
     proven = [record for record in steps if record.samples]
     return SampleBalance(
@@ -94,13 +111,29 @@ def sample_balance_text(found: SampleBalance) -> str:
     '200 samples in 25 steps, each once; 35 steps more have no record of what they read'
     """
     if found.problems:
-        more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
-        return f"DOES NOT BALANCE: {found.problems[0]}{more}"
-    words = f"{show_count(found.samples)} samples in {found.steps} steps, each once"
-    words += f"; proven for {found.proven} of them" if found.proven < found.steps else ""
+        more = len(found.problems) - 1
+        return Message(
+            "DOES NOT BALANCE: {problem} (and {more} more)" if more else "DOES NOT BALANCE: {problem}",
+            problem=found.problems[0],
+            more=more,
+        )
+    parts = [
+        Message("{samples} samples in {steps} steps, each once", samples=show_count(found.samples), steps=found.steps)
+    ]
+    if found.proven < found.steps:
+        parts.append(Message("proven for {proven} of them", proven=found.proven))
     if found.missing:
-        words += f"; {found.missing} step{'s' if found.missing > 1 else ''} more {'have' if found.missing > 1 else 'has'} no record of what they read"
-    return words + (f"; {found.left_out} batches left out" if found.left_out else "")
+        parts.append(
+            Message(
+                "{missing} steps more have no record of what they read"
+                if found.missing > 1
+                else "{missing} step more has no record of what they read",
+                missing=found.missing,
+            )
+        )
+    if found.left_out:
+        parts.append(Message("{left_out} batches left out", left_out=found.left_out))
+    return Message("{parts}", parts=parts)
 
 
 @dataclass(frozen=True)
@@ -218,16 +251,23 @@ def read_run(folder: Path | str) -> RunFolder:
     except OSError as error:
         raise storage.StorageFailed(storage.describe_failure(error, path)) from None
     if not is_run:
-        kind = (
-            "is a file; name the run's folder"
-            if exists
-            else "does not exist; name a folder that `meshwright train` has written"
+        raise InputError(
+            Message(
+                "run {path!r} is a file; name the run's folder{hint}"
+                if exists
+                else "run {path!r} does not exist; name a folder that `meshwright train` has written{hint}",
+                path=str(path),
+                hint=did_you_mean(str(path), siblings),
+            )
         )
-        raise InputError(f"run {str(path)!r} {kind}{did_you_mean(str(path), siblings)}")
     lines = path / "records.jsonl"
     text = storage.read_text(lines)
     if text is None:
-        raise InputError(f"run {str(path)!r} has no records.jsonl; name a folder that `meshwright train` has written")
+        raise InputError(
+            Message(
+                "run {path!r} has no records.jsonl; name a folder that `meshwright train` has written", path=str(path)
+            )
+        )
     records, cut = parse_records(text, lines)
     by_step = {record.step: record for record in records}
     return RunFolder(
@@ -274,7 +314,11 @@ def parse_records(text: str, path: Path) -> tuple[list[StepRecord], int]:
     if foreign or (len(cut) > 1 and not records):
         place = foreign[0] if foreign else cut[0][0]
         raise InputError(
-            f'{path}:{place}: not a step record; a line is one JSON object such as {{"step": 0, "loss": 5.5, ...}}'
+            Message(
+                '{path}:{place}: not a step record; a line is one JSON object such as {{"step": 0, "loss": 5.5, ...}}',
+                path=path,
+                place=place,
+            )
         )
     return records, len(cut)
 

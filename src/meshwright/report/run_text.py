@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from meshwright.core.i18n.line_patterns import translate_line
-from meshwright.core.i18n.messages import Message, make_message, make_term_message, render_message
+from meshwright.core.messages import Message, term, translate
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.report.faults import faults_text, goodput_text
 from meshwright.report.run import (
@@ -23,7 +22,7 @@ from meshwright.report.run import (
     summarize_run,
 )
 from meshwright.report.text import align_columns, align_facts, sparkline
-from meshwright.spec.event import RunEvent
+from meshwright.spec.event import RunEvent, device_names
 
 MAX_DECISIONS_SHOWN = 20
 """Decisions that are listed; of more the last ones."""
@@ -45,13 +44,24 @@ def list_decisions(events: Sequence[RunEvent]) -> list[RebalanceDecision]:
     for event in events:
         ranks = ", ".join(map(str, event.ranks))
         if event.kind == "slow":
-            words = f"{event.cause}: {event.decision}" if event.decision else event.cause
+            words = event.cause
+            if event.decision:
+                words = Message("{cause}: {decision}", cause=words, decision=event.decision)
             found.append(RebalanceDecision(event.step, ranks, words, event.predicted))
         elif event.kind == "rebalanced":
-            found.append(RebalanceDecision(event.step, ranks, f"{event.plan} from here on", event.predicted))
+            found.append(
+                RebalanceDecision(event.step, ranks, Message("{plan} from here on", plan=event.plan), event.predicted)
+            )
         elif event.kind == "device_readmitted":
-            devices = f"device{'s' if len(event.slots) > 1 else ''} {', '.join(map(str, event.slots))}"
-            found.append(RebalanceDecision(event.step, ranks, f"{devices} comes back: {event.cause}", event.predicted))
+            devices = device_names(event.slots)
+            found.append(
+                RebalanceDecision(
+                    event.step,
+                    ranks,
+                    Message("{devices} comes back: {cause}", devices=devices, cause=event.cause),
+                    event.predicted,
+                )
+            )
         elif event.kind == "rebalance_result":
             promised = [at for at, each in enumerate(found) if each.predicted == event.predicted and not each.measured]
             for at in promised[-1:]:
@@ -68,29 +78,24 @@ def decisions_text(events: Sequence[RunEvent], language: str = "en") -> str:
         (
             str(row.step),
             row.ranks,
-            translate_line(row.words, language),
+            translate(row.words, language),
             *(f"{gain:.2f}" if gain else "" for gain in (row.predicted, row.measured)),
         )
         for row in rows[-MAX_DECISIONS_SHOWN:]
     ]
     more = (
-        [(render_message(make_message("broke.more", count=len(rows) - MAX_DECISIONS_SHOWN), language),)]
+        [(translate(Message("... {count} earlier", count=len(rows) - MAX_DECISIONS_SHOWN), language),)]
         if len(rows) > MAX_DECISIONS_SHOWN
         else []
     )
-    head = [
-        render_message(make_term_message("broke", word), language)
-        for word in ("step", "rank", "slow", "faster", "measured")
-    ]
+    head = [translate(term("broke", word), language) for word in ("step", "rank", "slow", "faster", "measured")]
     return align_columns([head, *more, *shown], "  ")
 
 
 def run_text(run: RunFolder, language: str = "en") -> str:
     """What `meshwright report RUN` prints."""
     summary = summarize_run(run)
-    said = lambda *parts: render_message(make_message("parts"), language).join(
-        render_message(part, language) for part in parts
-    )
+    said = lambda *parts: translate(Message(", "), language).join(translate(part, language) for part in parts)
     facts = [("planned", said(*_plan_messages(run, summary))), ("trained", said(*_training_messages(summary)))]
     if summary.loss:
         facts.append(
@@ -98,7 +103,9 @@ def run_text(run: RunFolder, language: str = "en") -> str:
         )
     if summary.held_out:
         curve = [record.held_out_loss for record in run.records if record.held_out_loss is not None]
-        share = make_message("run.share", share=f"{summary.held_out.last.loss / summary.held_out.first.loss:.1%}")
+        share = Message(
+            " ({share} of the first)", share=f"{summary.held_out.last.loss / summary.held_out.first.loss:.1%}"
+        )
         facts.append(
             (
                 "held out",
@@ -109,58 +116,68 @@ def run_text(run: RunFolder, language: str = "en") -> str:
         (
             "skipped",
             said(
-                make_message("run.skipped", steps=_steps_message(summary.skipped))
+                Message("{steps}: a gradient was not finite", steps=_steps_message(summary.skipped))
                 if summary.skipped
-                else make_message("run.none")
+                else Message("none")
             ),
         )
     )
-    facts.append(
-        ("checkpoints", said(_steps_message(summary.checkpoints) if summary.checkpoints else make_message("run.none")))
-    )
+    facts.append(("checkpoints", said(_steps_message(summary.checkpoints) if summary.checkpoints else Message("none"))))
     if summary.ledger:
-        facts.append(("samples", translate_line(sample_balance_text(summary.ledger), language)))
+        facts.append(("samples", translate(sample_balance_text(summary.ledger), language)))
     if summary.goodput and run.events:
         facts.append(("goodput", goodput_text(summary.goodput, language)))
     parts = [
-        said(make_message("run.run", folder=summary.run)),
-        align_facts([(said(make_term_message("fact", word)), words) for word, words in facts], "  "),
+        said(Message("run {folder}", folder=summary.run)),
+        align_facts([(said(term("fact", word)), words) for word, words in facts], "  "),
     ]
     for table in (faults_text(run.events, run.steps, language), decisions_text(run.events, language)):
         if table:
             parts.append("\n" + table)
-    for title, rows, show in (("time", summary.time, show_seconds), ("memory", summary.memory, show_bytes)):
+    time, memory = Message("time per step"), Message("memory of the peak rank")
+    for title, rows, show in ((time, summary.time, show_seconds), (memory, summary.memory, show_bytes)):
         if rows:
-            head = [said(make_message(f"run.{word}")) for word in (title, "predicted", "measured", "ratio")]
+            head = [
+                said(word) for word in (title, Message("predicted"), Message("measured"), Message("measured/predicted"))
+            ]
             parts.append("\n" + align_columns([head, *(_format_pair(row, show, said) for row in rows)], "  "))
     return "\n".join(parts)
 
 
 def _plan_messages(run: RunFolder, summary: RunSummary) -> list[Message]:
     if run.plan is None:
-        return [make_message("run.unplanned")]
+        return [Message("unknown: the folder has no plan.json")]
     count = run.job.model.parameters if run.job else run.launch.parameters if run.launch else 0
-    parts = [make_message("run.plan", plan=run.plan.name, ranks=run.plan.world)]
+    parts = [Message("plan {plan} on {ranks:count rank}", plan=run.plan.name, ranks=run.plan.world)]
     if run.model:
-        parts.insert(0, make_message("run.model" if count else "run.named", model=run.model, parameters=count))
+        parts.insert(
+            0,
+            Message(
+                "{model} ({parameters:parameters} parameters)" if count else "{model}",
+                model=run.model,
+                parameters=count,
+            ),
+        )
     if summary.tokens_per_second.predicted:
-        parts.append(make_message("run.promised", rate=summary.tokens_per_second.predicted))
+        parts.append(Message("{rate:parameters} tokens/s predicted", rate=summary.tokens_per_second.predicted))
     return parts
 
 
 def _training_messages(summary: RunSummary) -> list[Message]:
     if not summary.steps:
-        return [make_message("run.begun")]
-    steps = make_message(
-        "run.steps.of" if summary.planned_steps else "run.steps.all", steps=summary.steps, planned=summary.planned_steps
+        return [Message("no step yet")]
+    steps = Message(
+        "{steps} of {planned} steps" if summary.planned_steps else "{steps} steps",
+        steps=summary.steps,
+        planned=summary.planned_steps,
     )
-    parts = [steps, make_message("run.tokens", tokens=summary.tokens)]
+    parts = [steps, Message("{tokens:parameters} tokens", tokens=summary.tokens)]
     if summary.tokens_per_second.measured:
-        parts.append(make_message("run.speed", rate=summary.tokens_per_second.measured))
+        parts.append(Message("{rate:parameters} tokens/s (median)", rate=summary.tokens_per_second.measured))
     if summary.repeated:
-        parts.append(make_message("run.again", steps=summary.repeated))
+        parts.append(Message("{steps} repeated after a restart", steps=summary.repeated))
     if summary.cut:
-        parts.append(make_message("run.cut", lines=summary.cut))
+        parts.append(Message("{lines} cut off by a kill and ignored", lines=summary.cut))
     return parts
 
 
@@ -170,25 +187,32 @@ def _loss_message(curve: LossCurve) -> Message:
         for place, point in (("first", curve.first), ("last", curve.last), ("best", curve.best))
         for field in ("loss", "step")
     }
-    return make_message("run.point" if curve.first == curve.last else "run.curve", **values)
+    return Message(
+        "{last_loss} at step {last_step}"
+        if curve.first == curve.last
+        else "{first_loss} at step {first_step}, {last_loss} at step {last_step}, best {best_loss} at step {best_step}",
+        **values,
+    )
 
 
 def _steps_message(steps: Sequence[int]) -> Message:
     """
-    >>> render_message(_steps_message((5,))), render_message(_steps_message((1, 2, 3, 4, 5, 6, 7, 8)))
+    >>> translate(_steps_message((5,))), translate(_steps_message((1, 2, 3, 4, 5, 6, 7, 8)))
     ('step 5', '8: steps 1, 2, 3, ... 8')
     """
     if len(steps) == 1:
-        return make_message("run.step", step=steps[0])
+        return Message("step {step}", step=steps[0])
     if len(steps) <= 6:
-        return make_message("run.steps", steps=", ".join(map(str, steps)))
-    return make_message("run.steps.many", count=len(steps), steps=", ".join(map(str, steps[:3])), last=steps[-1])
+        return Message("steps {steps}", steps=", ".join(map(str, steps)))
+    return Message(
+        "{count}: steps {steps}, ... {last}", count=len(steps), steps=", ".join(map(str, steps[:3])), last=steps[-1]
+    )
 
 
 def _format_pair(row: PredictedMeasured, show: Callable[[float], str], said: Callable[..., str]) -> tuple[str, ...]:
-    within = said(make_message("run.within", row=make_term_message("row", row.within)))
+    within = said(Message("in {row}", row=term("row", row.within)))
     return (
-        said(make_term_message("row", row.name)),
+        said(term("row", row.name)),
         "-" if row.predicted is None else show(row.predicted),
         within if row.within else "-" if row.measured is None else show(row.measured),
         "" if row.ratio is None else f"{row.ratio:.2f}",

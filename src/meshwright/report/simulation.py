@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from meshwright.core.units import show_bytes, show_seconds
+from meshwright.core.messages import Message, join_messages, term, translate
 from meshwright.planner.simulate.fleet import FleetOutcome, FleetTableCell, WallTimeFractions, spares_needed
 from meshwright.planner.simulate.run import RunWithFailures, SimulatedRankTime, SimulationResult
 from meshwright.planner.simulate.step import WAIT_REASONS
@@ -13,38 +13,43 @@ from meshwright.report.plans import job_text
 from meshwright.report.text import align_columns, wrap_text
 
 MAX_RANK_ROWS, MIN_FRACTION_SHOWN = 12, 1e-5
-WAIT_COLUMNS = dict(zip(WAIT_REASONS, ("before", "behind", "weights", "sums", "others", "host", "end"), strict=True))
-"""Heads of columns."""
-RUN_SECONDS_WORDS = {
-    "save": "to save",
-    "interrupted": "of steps that were cut short",
-    "rework": "of steps done again",
-    "detect": "to notice",
-    "rebuild": "to build up",
-    "restore": "to load",
-}
 SECONDS_PER_DAY = 86400.0
 
 
-def simulation_text(simulation: SimulationResult) -> str:
+def simulation_text(simulation: SimulationResult, language: str = "en") -> str:
     """Returns the step with its estimate, then what the ranks do and wait for."""
     plan, work = simulation.plan, simulation.job.workload
-    micro_batches = plan.micro_batches(work.batch)
+    count = plan.micro_batches(work.batch)
+    micro_batches = Message("{count:,} micro-batch" if count == 1 else "{count:,} micro-batches", count=count)
+    say = lambda message: translate(message, language)
     lines = [
-        job_text(simulation.job),
-        f"plan     {plan.name}: {count_phrase(plan.pp, 'pipeline rank')}, "
-        f"{count_phrase(micro_batches, 'micro-batch', 'micro-batches')}, {plan.schedule}",
-        *(f"fault    {words}" for words in fault_lines(simulation)),
+        job_text(simulation.job, language),
+        say(
+            Message(
+                "plan     {plan}: {ranks:count pipeline rank}, {micro_batches}, {schedule}",
+                plan=plan.name,
+                ranks=plan.pp,
+                micro_batches=micro_batches,
+                schedule=plan.schedule,
+            )
+        ),
+        *(say(Message("fault    {fault}", fault=line)) for line in fault_lines(simulation)),
         "",
         wrap_text(
-            f"step     {show_seconds(simulation.seconds)} simulated, {estimate_comparison(simulation)}; "
-            f"{simulation.tokens_per_second:,.0f} tokens/s"
+            say(
+                Message(
+                    "step     {seconds:seconds} simulated, {comparison}; {tokens:,.0f} tokens/s",
+                    seconds=simulation.seconds,
+                    comparison=estimate_comparison(simulation),
+                    tokens=simulation.tokens_per_second,
+                )
+            )
         ),
-        wrap_text(f"waiting  {waiting_line(simulation)}"),
-        *(wrap_text(line) for line in failure_lines(simulation.stretch)),
+        wrap_text(say(Message("waiting  {line}", line=waiting_line(simulation)))),
+        *(wrap_text(say(line)) for line in failure_lines(simulation.stretch)),
         "",
-        rank_table(simulation),
-        *(f"note: {text}" for text in simulation_notes(simulation)),
+        rank_table(simulation, language),
+        *(say(Message("note: {text}", text=text)) for text in simulation_notes(simulation)),
     ]
     return "\n".join(lines)
 
@@ -53,38 +58,50 @@ def simulation_notes(simulation: SimulationResult) -> list[str]:
     """What the estimate says of itself, and that the plan cannot run where it does not fit."""
     estimate = simulation.estimate
     short = (
-        f"it needs {show_bytes(estimate.crowded)} more host memory for offload"
+        Message("it needs {size:bytes} more host memory for offload", size=estimate.crowded)
         if estimate.is_crowded
-        else f"{show_bytes(estimate.memory.reserved)} on the peak rank of {show_bytes(simulation.job.cluster.memory)}"
+        else Message(
+            "{size:bytes} on the peak rank of {memory:bytes}",
+            size=estimate.memory.reserved,
+            memory=simulation.job.cluster.memory,
+        )
     )
-    return [*([] if estimate.fits else [f"the plan does not fit: {short}"]), *estimate.notes]
-
-
-def count_phrase(number: int, one: str, several: str = "") -> str:
-    """Returns a number with its word in the singular or plural."""
-    return f"{number:,} {one if number == 1 else several or one + 's'}"
+    return [*([] if estimate.fits else [Message("the plan does not fit: {short}", short=short)]), *estimate.notes]
 
 
 def fault_lines(simulation: SimulationResult) -> Iterable[str]:
     """Yields a line for each fault."""
     for slow in simulation.faults.slow:
-        yield f"rank {slow.rank} computes {slow.factor:g} times as long"
+        yield Message("rank {rank} computes {factor:g} times as long", rank=slow.rank, factor=slow.factor)
     for link in simulation.faults.link:
-        when = "" if link.seconds is None else f" for {show_seconds(link.seconds)} from {show_seconds(link.start)}"
-        yield (
-            f"rank {link.rank} has {link.share:.0%} of its bandwidth left{when}"
-            if link.share
-            else f"rank {link.rank} has no link{when}"
+        when = (
+            ""
+            if link.seconds is None
+            else Message(" for {seconds:seconds} from {start:seconds}", seconds=link.seconds, start=link.start)
+        )
+        yield Message(
+            "rank {rank} has {share} of its bandwidth left{when}" if link.share else "rank {rank} has no link{when}",
+            rank=link.rank,
+            share=f"{link.share:.0%}",
+            when=when,
         )
 
 
 def estimate_comparison(simulation: SimulationResult) -> str:
     """Returns the simulated time compared with the estimate, and the effect of faults."""
     estimate = simulation.estimate.time.step
-    words = f"{show_seconds(estimate)} by the estimate ({simulation.healthy / estimate - 1.0:+.1%})"
+    words = Message(
+        "{estimate:seconds} by the estimate ({change})",
+        estimate=estimate,
+        change=f"{simulation.healthy / estimate - 1.0:+.1%}",
+    )
     if simulation.faults.ranks:
-        healthy = show_seconds(simulation.healthy)
-        return f"{simulation.seconds / simulation.healthy - 1.0:+.1%} by the faults; without them {healthy}, {words}"
+        return Message(
+            "{change} by the faults; without them {healthy:seconds}, {words}",
+            change=f"{simulation.seconds / simulation.healthy - 1.0:+.1%}",
+            healthy=simulation.healthy,
+            words=words,
+        )
     return words
 
 
@@ -97,9 +114,10 @@ def waiting_line(simulation: SimulationResult) -> str:
     }
     idle = sum(shares.values())
     if idle < 0.0005:
-        return "negligible: ranks compute all the time"
+        return Message("negligible: ranks compute all the time")
     worst = sorted(((share, reason) for reason, share in shares.items() if share >= 0.0005), reverse=True)
-    return f"{idle:.1%} of all device time: " + ", ".join(f"{share:.1%} for {reason}" for share, reason in worst)
+    parts = [Message("{share} for {reason}", share=f"{share:.1%}", reason=term("wait", name)) for share, name in worst]
+    return Message("{idle} of all device time: {parts}", idle=f"{idle:.1%}", parts=join_messages(", ", parts))
 
 
 def failure_lines(run: RunWithFailures) -> Iterable[str]:
@@ -107,41 +125,46 @@ def failure_lines(run: RunWithFailures) -> Iterable[str]:
     if run.steps == 1 and not run.deaths:
         return
     lost = [
-        f"{show_seconds(seconds)} {RUN_SECONDS_WORDS[name]}"
+        Message("{seconds:seconds} {purpose}", seconds=seconds, purpose=term("spent", name))
         for name, seconds in run.spent._asdict().items()
         if seconds and name != "progress"
     ]
-    words = f"; {', '.join(lost)}" if lost else ""
-    yield (
-        f"run      {count_phrase(run.steps, 'step')} in {show_seconds(run.seconds)}, "
-        f"{run.spent.progress / run.seconds:.1%} of it progress{words}"
+    yield Message(
+        "run      {steps:count step} in {seconds:seconds}, {share} of it progress{lost}",
+        steps=run.steps,
+        seconds=run.seconds,
+        share=f"{run.spent.progress / run.seconds:.1%}",
+        lost=Message("; {lost}", lost=join_messages(", ", lost)) if lost else "",
     )
     for death in run.deaths:
-        who = (
-            f"rank {death.ranks[0]} dies" if len(death.ranks) == 1 else f"ranks {', '.join(map(str, death.ranks))} die"
+        who = Message(
+            "rank {ranks} dies" if len(death.ranks) == 1 else "ranks {ranks} die",
+            ranks=", ".join(map(str, death.ranks)),
         )
         back = (
-            f"back to the end of step {death.step - 1 - death.again}"
+            Message("back to the end of step {step}", step=death.step - 1 - death.again)
             if death.step - 1 > death.again
-            else "back to the start"
+            else Message("back to the start")
         )
         state = (
-            f"{count_phrase(death.holders, 'other rank')} can restore the state"
+            Message("{ranks:count other rank} can restore the state", ranks=death.holders)
             if death.holders
-            else f"no other rank has the state: {back}"
+            else Message("no other rank has the state: {back}", back=back)
         )
-        yield f"death    in step {death.step} {who}; {state}"
+        yield Message("death    in step {step} {who}; {state}", step=death.step, who=who, state=state)
 
 
-def rank_table(simulation: SimulationResult) -> str:
+def rank_table(simulation: SimulationResult, language: str = "en") -> str:
     """One pipeline rank of one lane a line, lanes with faults first; times in one unit, so that they compare."""
-    unit, factor = ("seconds", 1.0) if simulation.seconds >= 1.0 else ("milliseconds", 1e3)
+    say = lambda message: translate(message, language)
+    unit, factor = (Message("seconds"), 1.0) if simulation.seconds >= 1.0 else (Message("milliseconds"), 1e3)
     shown = shown_ranks(simulation)
     least = MIN_FRACTION_SHOWN * simulation.seconds
     reasons = [
         reason for reason in WAIT_REASONS if any(time.waiting.get(reason, 0.0) > least for time in simulation.ranks)
     ]
-    rows = [("rank", "of", "identical", "computes", *(WAIT_COLUMNS[reason] for reason in reasons), "idle")]
+    heads = ("rank", "of", "identical", "computes", *reasons, "idle")
+    rows = [tuple(say(term("wait column", head)) for head in heads)]
     for time in shown:
         rows.append(
             (
@@ -157,11 +180,11 @@ def rank_table(simulation: SimulationResult) -> str:
             )
         )
     omitted = len(simulation.ranks) - len(shown)
-    lines = [f"{unit} that ranks compute and wait, by what for", align_columns(rows)]
+    lines = [say(Message("{unit} that ranks compute and wait, by what for", unit=unit)), align_columns(rows)]
     if any(time.faulty for time in shown):
-        lines.append("* has a fault")
+        lines.append(say(Message("* has a fault")))
     if omitted:
-        lines.append(f"({omitted} other kinds of ranks are omitted; --json lists all)")
+        lines.append(say(Message("({count} other kinds of ranks are omitted; --json lists all)", count=omitted)))
     return "\n".join(lines)
 
 
@@ -212,42 +235,55 @@ def simulation_data(simulation: SimulationResult) -> dict[str, Any]:
 
 # --- fleets
 
-WALL_TIME_WORDS = {
-    "progress": "progress",
-    "save": "saving",
-    "rework": "repeated steps",
-    "detect": "detecting failures",
-    "rebuild": "restarting ranks",
-    "restore": "loading the state",
-    "waiting": "waiting for nodes",
-}
 
-
-def fleet_text(outcome: FleetOutcome, whose: str) -> str:
+def fleet_text(outcome: FleetOutcome, whose: str, language: str = "en") -> str:
     """A fleet over its days: every part of the wall time, played and by formula."""
     fleet, policy = outcome.fleet, outcome.policy
     nodes = -(-fleet.devices // fleet.devices_per_node)
-    mean = fleet.mean_between_failures
-    chosen = "as given" if policy.interval is not None else "Daly's optimum"
-    reserve = "always a spare node" if fleet.spares is None else count_phrase(fleet.spares, "spare node")
-    parts = [f"{show_seconds(seconds)} to {what}" for what, seconds in recovery_parts(outcome) if seconds]
-    lines = [
-        f"fleet    {count_phrase(fleet.devices, 'device')} in {count_phrase(nodes, 'node')}, "
-        f"a failure every {show_seconds(mean)}",
-        wrap_text(f"rate     {fleet.failures_per_device_hour:.3g} failures a device hour, {whose}"),
-        wrap_text(
-            f"saves    every {show_seconds(outcome.interval)} of training ({chosen}), each stops it for {show_seconds(policy.save)} "
-            f"and can be restored {show_seconds(policy.durable)} later"
-        ),
-        f"recovery {', '.join(parts) or 'at once'}",
-        f"reserve  {reserve}, {show_seconds(fleet.repair)} to repair a node; "
-        f"{count_phrase(spares_needed(fleet), 'spare')} suffice 99.9% of the time",
-        f"time     {outcome.seconds / SECONDS_PER_DAY:g} days, {outcome.failures:,.0f} failures, "
-        f"mean of {count_phrase(outcome.runs, 'simulation')}",
-        "",
-        wall_time_table(outcome),
+    reserve = (
+        Message("always a spare node")
+        if fleet.spares is None
+        else Message("{nodes:count spare node}", nodes=fleet.spares)
+    )
+    parts = [
+        Message("{seconds:seconds} to {purpose}", seconds=seconds, purpose=term("recovery", name))
+        for name, seconds in recovery_parts(outcome)
+        if seconds
     ]
-    return "\n".join(lines)
+    lines = [
+        Message(
+            "fleet    {devices:count device} in {nodes:count node}, a failure every {mean:seconds}",
+            devices=fleet.devices,
+            nodes=nodes,
+            mean=fleet.mean_between_failures,
+        ),
+        Message(
+            "rate     {rate:.3g} failures a device hour, {source}", rate=fleet.failures_per_device_hour, source=whose
+        ),
+        Message(
+            "saves    every {interval:seconds} of training ({chosen}), each stops it for {save:seconds} and can be "
+            "restored {durable:seconds} later",
+            interval=outcome.interval,
+            chosen=Message("as given") if policy.interval is not None else Message("Daly's optimum"),
+            save=policy.save,
+            durable=policy.durable,
+        ),
+        Message("recovery {parts}", parts=join_messages(", ", parts) if parts else Message("at once")),
+        Message(
+            "reserve  {reserve}, {repair:seconds} to repair a node; {spares:count spare} suffice 99.9% of the time",
+            reserve=reserve,
+            repair=fleet.repair,
+            spares=spares_needed(fleet),
+        ),
+        Message(
+            "time     {days:g} days, {failures:,.0f} failures, mean of {runs:count simulation}",
+            days=outcome.seconds / SECONDS_PER_DAY,
+            failures=outcome.failures,
+            runs=outcome.runs,
+        ),
+    ]
+    wrapped = (wrap_text(translate(line, language)) for line in lines)
+    return "\n".join((*wrapped, "", wall_time_table(outcome, language)))
 
 
 def recovery_parts(outcome: FleetOutcome) -> list[tuple[str, float]]:
@@ -256,16 +292,17 @@ def recovery_parts(outcome: FleetOutcome) -> list[tuple[str, float]]:
     return [("detect", policy.detect), ("restart", policy.rebuild), ("load", policy.restore)]
 
 
-def wall_time_table(outcome: FleetOutcome) -> str:
+def wall_time_table(outcome: FleetOutcome, language: str = "en") -> str:
     """Returns the parts of the wall time, simulated and by formula."""
-    rows = [("of the wall time", "simulated", "by formula", "days simulated")]
+    say = lambda word: translate(term("wall time", word), language)
+    rows = [tuple(say(word) for word in ("of the wall time", "simulated", "by formula", "days simulated"))]
     for field in WallTimeFractions._fields:
         played, formula = getattr(outcome.shares, field), getattr(outcome.expected, field)
         if played or formula:
             spread = f" +-{100 * outcome.deviation:.1f}" if field == "progress" else ""
             rows.append(
                 (
-                    WALL_TIME_WORDS[field],
+                    say(field),
                     f"{played:.2%}{spread}",
                     f"{formula:.2%}",
                     f"{played * outcome.seconds / SECONDS_PER_DAY:.2f}",
@@ -293,18 +330,22 @@ def fleet_data(outcome: FleetOutcome, whose: str) -> dict[str, Any]:
     }
 
 
-def fleet_table_text(cells: Sequence[FleetTableCell]) -> str:
+def fleet_table_text(cells: Sequence[FleetTableCell], language: str = "en") -> str:
     """Progress in percent of the wall time, played and (by formula), by policy and devices."""
     policies, sizes = (
         list(dict.fromkeys(cell.policy for cell in cells)),
         list(dict.fromkeys(cell.devices for cell in cells)),
     )
     found = {(cell.policy, cell.devices): cell.outcome for cell in cells}
-    rows: list[Sequence[str]] = [("progress, % of the wall time (by formula)", *(f"{size:,}" for size in sizes))]
+    head = translate(Message("progress, % of the wall time (by formula)"), language)
+    rows: list[Sequence[str]] = [(head, *(f"{size:,}" for size in sizes))]
     for policy in policies:
         outcomes = [found[policy, size] for size in sizes]
         rows.append(
-            (policy, *(f"{100 * one.shares.progress:.1f} ({100 * one.expected.progress:.1f})" for one in outcomes))
+            (
+                translate(policy, language),
+                *(f"{100 * one.shares.progress:.1f} ({100 * one.expected.progress:.1f})" for one in outcomes),
+            )
         )
     return align_columns(rows)
 

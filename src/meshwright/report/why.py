@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.core.i18n.messages import make_message, make_term_message, render_message
+from meshwright.core.messages import Message, mark_msgid, term, translate
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.report.plans import format_step, plan_data, table_heading, wrap_plan_names
 from meshwright.report.text import align_columns, round_to_sum, wrap_text
@@ -24,10 +24,36 @@ STEP_DIGITS = 4
 """Of a step, in tables of differences."""
 
 
+OUTCOME_TEXTS = {
+    "chosen": mark_msgid("{plan} is the chosen plan"),
+    "slower": (mark_msgid("{plan} is slower than {chosen} by {gap:seconds} a step ({share:percent}); {verdict}")),
+    "unmeasured": (
+        mark_msgid(
+            "{plan} is faster than {chosen} by {gap:seconds} a step ({share:percent}), but its host link is not "
+            "profiled: the gain is too small to rely on (`meshwright probe --save` measures the link)"
+        )
+    ),
+    "tight": (
+        mark_msgid(
+            "{plan} is faster than {chosen} by {gap:seconds} a step ({share:percent}), but it is {verdict}: too "
+            "little for a run that must not fail"
+        )
+    ),
+    "faster": (
+        mark_msgid(
+            "{plan} is faster than {chosen} by {gap:seconds} a step ({share:percent}); {verdict}; the search does not "
+            "try it, or ranks by another objective"
+        )
+    ),
+    "unfit": mark_msgid("{plan} {verdict}"),
+}
+"""Message ids of the outcomes of a comparison with the chosen plan."""
+
+
 def plan_comparison_text(answer: SearchResult, found: PlanComparison, language: str = "en") -> str:
     """The verdict in one sentence, then the two plans item by item."""
     chosen = answer.chosen
-    lines = [wrap_text(render_message(sentence, language)) for sentence in _outcome_messages(answer, found)]
+    lines = [wrap_text(translate(sentence, language)) for sentence in _outcome_messages(answer, found)]
     if found.estimate is not None and found.plan is not None and found.plan != chosen.plan:
         lines += [
             "",
@@ -41,7 +67,7 @@ def plan_comparison_text(answer: SearchResult, found: PlanComparison, language: 
 def _outcome_messages(answer: SearchResult, found: PlanComparison) -> list[Any]:
     """What the answer is, in a sentence or two."""
     if found.estimate is None or found.plan is None:
-        return [make_message("against.illegal", asked=found.name, faults=found.faults)]
+        return [Message("{asked} cannot run: {faults}", asked=found.name, faults=found.faults)]
     chosen, priced = answer.chosen, found.estimate
     step = chosen.estimate.time.step
     values: dict[str, Any] = {
@@ -51,18 +77,23 @@ def _outcome_messages(answer: SearchResult, found: PlanComparison) -> list[Any]:
         "share": abs(priced.time.step / step - 1.0),
         "verdict": fit_message(priced),
     }
-    said = [make_message(f"against.{found.outcome}", **values)]
+    said = [Message(OUTCOME_TEXTS[found.outcome], **values)]
     if priced.is_crowded:
-        said.append(make_message("estimate.note", note=priced.notes[-1]))
+        said.append(Message("note: {note}", note=priced.notes[-1]))
     elif found.outcome == "unfit":
         kind, size = largest_memory_kind(priced.memory)
         largest_kind = (
-            make_message("against.alone", kind=kind, size=size)
+            Message("{kind} alone take {size:bytes}", kind=kind, size=size)
             if size > priced.limit
-            else make_message("against.most", kind=kind, size=size)
+            else Message("most of it: {kind}, {size:bytes}", kind=kind, size=size)
         )
         said.append(
-            make_message("against.memory", reserved=priced.memory.reserved, limit=priced.limit, alone=largest_kind)
+            Message(
+                "it needs {reserved:bytes} on the peak rank of {limit:bytes} usable memory; {alone}",
+                reserved=priced.memory.reserved,
+                limit=priced.limit,
+                alone=largest_kind,
+            )
         )
     return said
 
@@ -104,7 +135,7 @@ def time_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
     for item, mine, theirs_of_it in (*zip(items, ours, theirs, strict=True), ("step", sum(ours), sum(theirs))):
         rows.append(
             [
-                render_message(make_term_message("time", item), language),
+                translate(term("time", item), language),
                 shown(mine),
                 shown(theirs_of_it),
                 shown(theirs_of_it - mine, "+"),
@@ -124,14 +155,7 @@ def memory_table(chosen: Estimate, other: Estimate, language: str = "en") -> str
     for kind in (*MEMORY_KINDS, "total", "reserved"):
         mine, theirs = getattr(chosen.memory, kind), getattr(other.memory, kind)
         difference = f"{'+' if theirs >= mine else '-'}{show_bytes(abs(theirs - mine))}"
-        rows.append(
-            [
-                render_message(make_term_message("memory", kind), language),
-                show_bytes(mine),
-                show_bytes(theirs),
-                difference,
-            ]
-        )
+        rows.append([translate(term("memory", kind), language), show_bytes(mine), show_bytes(theirs), difference])
     return align_columns(rows)
 
 
@@ -140,7 +164,7 @@ def families_text(answer: SearchResult, families: Sequence[PlanComparison], lang
     from meshwright.planner.search.explain import family_name
 
     if not families:
-        return render_message(make_message("why.alone"), language)
+        return translate(Message("no other family of plans is legal for this job"), language)
     rows = [[table_heading(head, language) for head in ("family", "best plan", "verdict", "takes", "loss", "by")]]
     step = answer.chosen.estimate.time.step
     for found in families:
@@ -150,12 +174,12 @@ def families_text(answer: SearchResult, families: Sequence[PlanComparison], lang
         most = max(found.terms, key=lambda term: term.seconds, default=None)
         rows.append(
             [
-                render_message(family_name(found.name), language),
+                translate(family_name(found.name), language),
                 found.plan.name,
                 table_heading(str(priced.verdict), language),
                 format_step(priced.time.step) if fits else show_bytes(priced.memory.reserved),
                 f"{priced.time.step / step - 1.0:+.0%}" if fits else "-",
-                f"{render_message(make_term_message('time', most.name), language)} +{show_seconds(most.seconds)}"
+                f"{translate(term('time', most.name), language)} +{show_seconds(most.seconds)}"
                 if fits and most and most.seconds > 0
                 else "-",
             ]

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.analysis.remat.tape import RECOMPUTABLE_OPS
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.pipeline.block_wrapper import BlockWrapper
 from meshwright.spec.plan import Plan
@@ -47,7 +48,7 @@ def check_compiler(plan: Plan, device: torch.device) -> None:
     if compiler_backend() != "inductor":
         return
     if obstacle := backend_of(device).compile_obstacle():
-        raise InputError(f"plan {plan.name}: compile needs {obstacle}")
+        raise InputError(Message("plan {plan}: compile needs {obstacle}", plan=plan.name, obstacle=obstacle))
 
 
 def compiler_backend() -> str:
@@ -149,4 +150,8 @@ def compile_seconds() -> float:
 
 def first_step_message(took: float) -> str:
     """Returns the message after a run's first step, which took `took` seconds."""
-    return f"compiled blocks: {compile_seconds():.1f} s for the compiler up to the end of the first step, which took {took:.1f} s"
+    return Message(
+        "compiled blocks: {compiler:.1f} s for the compiler up to the end of the first step, which took {step:.1f} s",
+        compiler=compile_seconds(),
+        step=took,
+    )

@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 
 EMPTY_OPS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
@@ -211,7 +212,11 @@ class DeferredInit(TorchDispatchMode):
         known = self.notes.given.get(key)
         if known is not None and not known[2].expired():
             if known[0]() is not parameter:
-                raise InputError(f"{type(module).__name__}.{name} shares its memory with another parameter")
+                raise InputError(
+                    Message(
+                        "{type}.{name} shares its memory with another parameter", type=type(module).__name__, name=name
+                    )
+                )
             return known[1]
         shape = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         origin = StorageRecipe(shape.untyped_storage().nbytes() // shape.element_size(), shape.dtype, _geometry(shape))
@@ -264,11 +269,11 @@ class DeferredInit(TorchDispatchMode):
         drawn = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             if not written and not func._schema.name.endswith("_like"):
-                raise InputError(f"{func} draws numbers that depend on a parameter")
+                raise InputError(Message("{func} draws numbers that depend on a parameter", func=func))
             drawn = self._draw(func, args, kwargs)
         own = {_storage_key(tensor) for tensor in written}
         if len(own) > 1:
-            raise InputError(f"{func} writes to several parameters at once")
+            raise InputError(Message("{func} writes to several parameters at once", func=func))
         given = tree_map(lambda value: self._frozen(value, own), (args, kwargs))
         result = func(*args, **kwargs)
         step = RecordedOp(func, given[0], given[1], drawn, func._schema.name in OVERWRITING_OPS)
@@ -288,7 +293,7 @@ class DeferredInit(TorchDispatchMode):
             self.notes.untouched.pop(_storage_key(tensor), None)
             known = self.notes.given.get(_storage_key(tensor))
             if known is not None and not known[2].expired():
-                raise InputError(f"{func} writes to a parameter past the module that holds it")
+                raise InputError(Message("{func} writes to a parameter past the module that holds it", func=func))
         result = func(*args, **kwargs)
         if func._schema.name in EMPTY_OPS:
             self.notes.untouched[_storage_key(result)] = StorageWeakRef(result.untyped_storage())
@@ -299,7 +304,7 @@ class DeferredInit(TorchDispatchMode):
         chosen = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Generator)]
         generator = chosen[0] if chosen else torch.default_generator
         if not backend_of(generator.device).memory_is_host:
-            raise InputError(f"{func} draws numbers on {generator.device}")
+            raise InputError(Message("{func} draws numbers on {device}", func=func, device=generator.device))
         state = generator.get_state()
         self.notes.digest.update(state.numpy().tobytes())
 
@@ -325,7 +330,14 @@ class DeferredInit(TorchDispatchMode):
         numel = tensor.untyped_storage().nbytes() // tensor.element_size()
         before = self.notes.origin(tensor) or StorageRecipe(numel, tensor.dtype)
         if before.dtype != tensor.dtype:
-            raise InputError(f"{step.operation} writes {tensor.dtype} to a parameter of {before.dtype}")
+            raise InputError(
+                Message(
+                    "{operation} writes {dtype} to a parameter of {parameter_dtype}",
+                    operation=step.operation,
+                    dtype=tensor.dtype,
+                    parameter_dtype=before.dtype,
+                )
+            )
         others = [
             value
             for value in tree_leaves((step.args[1:], step.kwargs))
@@ -477,6 +489,10 @@ def check_unchanged_after_recording(model: nn.Module, later: DeferredInit) -> No
         if lost or parameter._version != version:
             what = f"became {str(parameter.dtype).removeprefix('torch.')}" if lost else "was written to"
             raise InputError(
-                f"{name} {what} behind `with deferred_init()`, where nothing is followed any more: do that inside the block "
-                "(model.double() too), or leave it to parallelize, whose `precision` says the type"
+                Message(
+                    "{name} {what} behind `with deferred_init()`, where nothing is followed any more: do that inside "
+                    "the block (model.double() too), or leave it to parallelize, whose `precision` says the type",
+                    name=name,
+                    what=what,
+                )
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import CUBLAS_WORKSPACE, accelerators, backend_of
 
 
@@ -46,7 +47,10 @@ def unused_accelerator_warning(found: torch.device | None) -> str:
     return (
         ""
         if found is None
-        else f"this machine has an accelerator of the kind {found.type}, which is not used: training runs on its cores"
+        else Message(
+            "this machine has an accelerator of the kind {type}, which is not used: training runs on its cores",
+            type=found.type,
+        )
     )
 
 

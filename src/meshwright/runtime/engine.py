@@ -20,6 +20,7 @@ from meshwright.analysis.batch_coupling import find_batch_norm
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.remat.tape import saved_tensor_state
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.context_parallel.blocks import ContextState
 from meshwright.runtime.expert_parallel.groups import EpGroups
 from meshwright.runtime.expert_parallel.load_balancing import ROUTER_LOGITS_FLAG, AuxLoss
@@ -59,10 +60,15 @@ def check_batch_norm(path: str, plan: Plan, passes: int) -> None:
     """
     if path and plan.dp * passes > 1:
         raise InputError(
-            f"plan {plan.name}: {path} is a norm with statistics of the batch, and {plan.dp} x {passes} parts of the "
-            "batch have other statistics than the whole: "
-            "use dp1 with the batch as one micro-batch (tp stays exact), a norm without them (GroupNorm), or put it in "
-            "eval mode, where its statistics are fixed"
+            Message(
+                "plan {plan}: {path} is a norm with statistics of the batch, and {dp} x {passes} parts of the batch "
+                "have other statistics than the whole: use dp1 with the batch as one micro-batch (tp stays exact), a "
+                "norm without them (GroupNorm), or put it in eval mode, where its statistics are fixed",
+                plan=plan.name,
+                path=path,
+                dp=plan.dp,
+                passes=passes,
+            )
         )
 
 
@@ -234,15 +240,22 @@ class StageExecutor:
         plan = self.mesh.plan
         if any(unit.wgrad_queue is not None and unit.wgrad_queue.is_open for unit in self.reducer.units):
             raise InputError(
-                f"plan {plan.name}: a block takes gradients inside of its forward, where zero-bubble schedules put "
-                "those of weights off: use 1f1b or interleaved"
+                Message(
+                    "plan {plan}: a block takes gradients inside of its forward, where zero-bubble schedules put "
+                    "those of weights off: use 1f1b or interleaved",
+                    plan=plan.name,
+                )
             )
         block = self.cursor.uneven()
         if block is not None and (plan.zero == 3 or plan.stages > 1):
             raise InputError(
-                f"plan {plan.name}: {self.anatomy.block(block)} runs in some passes and not in others (layers dropped "
-                "at random?): ZeRO 3 and pipelines need every block of a stage in every pass: turn it off "
-                "(layerdrop 0) or use z2 at most on pp1"
+                Message(
+                    "plan {plan}: {block} runs in some passes and not in others (layers dropped at random?): ZeRO 3 "
+                    "and pipelines need every block of a stage in every pass: turn it off (layerdrop 0) or use z2 at "
+                    "most on pp1",
+                    plan=plan.name,
+                    block=self.anatomy.block(block),
+                )
             )
 
 

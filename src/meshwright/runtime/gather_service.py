@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.engine import Engine
@@ -171,7 +172,13 @@ class GatherService:
             if failed := int(bucket[-1]):
                 said = f": {failure}" if failure else ""
                 raise InputError(
-                    f"{failed} of {self.engine.mesh.plan.world} ranks cannot give their parts of {ranges[window.spans[0].tensor].name}{said}"
+                    Message(
+                        "{failed} of {world} ranks cannot give their parts of {ranges}{reason}",
+                        failed=failed,
+                        world=self.engine.mesh.plan.world,
+                        ranges=ranges[window.spans[0].tensor].name,
+                        reason=said,
+                    )
                 )
             at = 0
             for index, start, stop in window.spans:

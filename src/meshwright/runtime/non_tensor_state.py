@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.shard.optimizer_shard import ScalarState, scalar_type
 
 StateDescription = dict[str, Any]
@@ -70,8 +71,12 @@ def describe_state(value: Any, name: str) -> StateDescription:
     if type(value) in (list, tuple):
         return {type(value).__name__: [describe_state(part, name) for part in value]}
     raise InputError(
-        f"a checkpoint cannot hold the optimizer's state of {name}, which has a {type(value).__name__}: keep tensors, "
-        "numbers, and lists and dicts of them there"
+        Message(
+            "a checkpoint cannot hold the optimizer's state of {name}, which has a {type}: keep tensors, numbers, and "
+            "lists and dicts of them there",
+            name=name,
+            type=type(value).__name__,
+        )
     )
 
 
@@ -145,8 +150,12 @@ def serializable_extra_states(model: nn.Module, keys: Sequence[str]) -> dict[str
             same = False
         if not same:
             raise InputError(
-                f"a checkpoint cannot hold {name}, which is a {type(value).__name__}: let get_extra_state give "
-                "numbers, words, and lists and dicts of them, or keep tensors as buffers"
+                Message(
+                    "a checkpoint cannot hold {name}, which is a {type}: let get_extra_state give numbers, words, and "
+                    "lists and dicts of them, or keep tensors as buffers",
+                    name=name,
+                    type=type(value).__name__,
+                )
             )
     return states
 

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime import state_dict
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
@@ -57,7 +58,10 @@ def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> It
     names = _parameter_names(engine, module)
     if engine.recipe.local is not None and write:
         raise InputError(
-            "full_parameters: replicas that make local steps have weights of their own: read them, or write a checkpoint and load it"
+            Message(
+                "full_parameters: replicas that make local steps have weights of their own: read them, or write a "
+                "checkpoint and load it"
+            )
         )
     engine.zero.external_writes.sync(engine)
     engine.zero.quiesce()
@@ -72,7 +76,10 @@ def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> It
     if not write:
         if changed:
             raise InputError(
-                f"full_parameters: {changed[0]} was changed, and the change is lost: call full_parameters(write=True)"
+                Message(
+                    "full_parameters: {changed} was changed, and the change is lost: call full_parameters(write=True)",
+                    changed=changed[0],
+                )
             )
         return
     _check_identical(engine, after)
@@ -85,7 +92,7 @@ def _parameter_names(engine: Engine, module: nn.Module | None) -> list[str]:
         path for path, each in engine.model.named_modules(remove_duplicate=False) if module is None or each is module
     ]
     if not paths:
-        raise InputError(f"full_parameters: {type(module).__name__} is no module of this model")
+        raise InputError(Message("full_parameters: {type} is no module of this model", type=type(module).__name__))
     names = [*engine.shapes, *engine.extra_state.shared_names]
     inside = [name for name in names if any(not path or name.startswith(f"{path}.") for path in paths)]
     return list(dict.fromkeys(engine.extra_state.shared_names.get(name, name) for name in inside))
@@ -157,11 +164,22 @@ def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int
         for name, (shape, bits) in other.items():
             if shape != tuple(engine.shapes[name]):
                 raise InputError(
-                    f"full_parameters: {name} of shape {tuple(engine.shapes[name])} was given shape {shape} on rank {rank}"
+                    Message(
+                        "full_parameters: {name} of shape {shapes} was given shape {shape} on rank {rank}",
+                        name=name,
+                        shapes=tuple(engine.shapes[name]),
+                        shape=shape,
+                        rank=rank,
+                    )
                 )
             if (shape, bits) != found[0][name]:
                 raise InputError(
-                    f"full_parameters: {name} was changed in another way on rank {rank} than on rank 0: make the same change on every rank"
+                    Message(
+                        "full_parameters: {name} was changed in another way on rank {rank} than on rank 0: make the "
+                        "same change on every rank",
+                        name=name,
+                        rank=rank,
+                    )
                 )
 
 
@@ -201,18 +219,36 @@ def _check_load(plan: str, module: nn.Module, given: dict[str, Any], prefix: str
     for name in [name for name in given if isinstance(module, StagePlaceholder) and name.startswith(prefix)]:
         if "." not in name.removeprefix(prefix) and name.removeprefix(prefix) not in own:
             raise InputError(
-                f"plan {plan}: load_state_dict: {name} is on another pipeline stage than this rank's: {way}"
+                Message(
+                    "plan {plan}: load_state_dict: {name} is on another pipeline stage than this rank's: {way}",
+                    plan=plan,
+                    name=name,
+                    way=way,
+                )
             )
     for leaf, tensor in own.items():
         name, value = f"{prefix}{leaf}", given.get(f"{prefix}{leaf}")
         if isinstance(tensor, InaccessibleTensor):
             raise InputError(
-                f"plan {plan}: load_state_dict: this rank holds a shard of {name} {tuple(tensor.shape)} alone: {way}"
+                Message(
+                    "plan {plan}: load_state_dict: this rank holds a shard of {name} {shape} alone: {way}",
+                    plan=plan,
+                    name=name,
+                    shape=tuple(tensor.shape),
+                    way=way,
+                )
             )
         if isinstance(value, torch.Tensor) and tensor is not None and value.shape != tensor.shape:
             raise InputError(
-                f"plan {plan}: load_state_dict: {name} has shape {tuple(value.shape)} in the given state, this rank holds {tuple(tensor.shape)}: "
-                f"give the state of this model; under tensor parallelism {way}"
+                Message(
+                    "plan {plan}: load_state_dict: {name} has shape {shape} in the given state, this rank holds "
+                    "{stored}: give the state of this model; under tensor parallelism {way}",
+                    plan=plan,
+                    name=name,
+                    shape=tuple(value.shape),
+                    stored=tuple(tensor.shape),
+                    way=way,
+                )
             )
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects, interruptible_wait
@@ -323,8 +324,12 @@ def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: d
     """
     if saved["groups"] and len(saved["groups"]) != len(optimizer.param_groups):
         raise InputError(
-            f"the checkpoint's optimizer has {len(saved['groups'])} groups of parameters, this one has {len(optimizer.param_groups)}, so that rates and decays "
-            "would be those of other parameters: make the groups that were saved"
+            Message(
+                "the checkpoint's optimizer has {stored} groups of parameters, this one has {count}, so that rates "
+                "and decays would be those of other parameters: make the groups that were saved",
+                stored=len(saved["groups"]),
+                count=len(optimizer.param_groups),
+            )
         )
     stateless, skipped, states = engine.zero.stateless, saved.get("skipped", {}), saved.get("states")
     scalars, others = _typed_scalars(saved["scalars"], saved), {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from meshwright.core.codec import OneLine, StrictModel
-from meshwright.core.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
+from meshwright.core.quantities import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
 
 MAX_CLUSTER_NODES = 2**20
 """Maximum number of nodes, or of devices of one node. No real cluster is larger."""

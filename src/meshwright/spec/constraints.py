@@ -16,11 +16,12 @@ The planner also estimates plans that are not supported and marks them; `train` 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.enums import (
     ACTIVATION_OFFLOADS,
@@ -30,23 +31,13 @@ from meshwright.spec.enums import (
     PARAMETER_OFFLOADS,
     ContextParallelMethod,
     Offload,
-    offloads_states,
-    offloads_weights,
 )
 from meshwright.spec.job import Job
-from meshwright.spec.model import LayerSpec
 from meshwright.spec.plan import Plan, round_equation, shares_equation
 from meshwright.spec.plan_name import offload_name_parts
-from meshwright.spec.precision import DilocoConfig, Recipe
 from meshwright.spec.schedules.schedule_registry import schedule_names
-from meshwright.spec.workload import Workload
-
-
-class Violation(NamedTuple):
-    """The reason why a plan cannot run. `reason` groups plans; `message` is the line for this plan."""
-
-    reason: str
-    message: str
+from meshwright.spec.violation import Violation
+from meshwright.spec.workload_constraints import workload_violations
 
 
 def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
@@ -59,13 +50,26 @@ def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
         ]
         product = " * ".join(f"{axis}({degree})" for axis, degree in factors)
         yield Violation(
-            "degrees do not multiply to the devices", f"{product} = {plan.world} but the cluster has {devices} devices"
+            "degrees do not multiply to the devices",
+            Message(
+                "{product} = {world} but the cluster has {devices} devices",
+                product=product,
+                world=plan.world,
+                devices=devices,
+            ),
         )
     inner = plan.dp_shard * plan.cp * plan.tp
     if inner % plan.ep:
         yield Violation(
             "ep does not divide",
-            f"ep({plan.ep}) does not divide dp_shard({plan.dp_shard}) * cp({plan.cp}) * tp({plan.tp}) = {inner}",
+            Message(
+                "ep({ep}) does not divide dp_shard({dp_shard}) * cp({cp}) * tp({tp}) = {inner}",
+                ep=plan.ep,
+                dp_shard=plan.dp_shard,
+                cp=plan.cp,
+                tp=plan.tp,
+                inner=inner,
+            ),
         )
 
 
@@ -75,15 +79,27 @@ def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
     for group in sorted(set(plan.placement)):
         if group >= len(cluster.groups):
             yield Violation(
-                "no such group", f"placement names group {group}, the cluster has groups 0 to {len(cluster.groups) - 1}"
+                "no such group",
+                Message(
+                    "placement names group {group}, the cluster has groups 0 to {count}",
+                    group=group,
+                    count=len(cluster.groups) - 1,
+                ),
             )
             continue
         devices, ranks = cluster.groups[group].nodes * cluster.groups[group].devices, plan.placement.count(group)
         if ranks * each != devices:
             yield Violation(
                 "ranks do not fill a group",
-                f"{ranks} pipeline ranks of {each} devices on group {group} = {ranks * each} but it has {devices} "
-                "devices",
+                Message(
+                    "{ranks} pipeline ranks of {each} devices on group {group} = {ranks_2} but it has {devices} "
+                    "devices",
+                    ranks=ranks,
+                    each=each,
+                    group=group,
+                    ranks_2=ranks * each,
+                    devices=devices,
+                ),
             )
 
 
@@ -96,25 +112,36 @@ def tensor_parallel_violations(
         return
     if not tensor_parallel:
         yield Violation(
-            "the model has no tensor-parallel form", f"tp({plan.tp}): no rule shards the layers of this model; use tp 1"
+            "the model has no tensor-parallel form",
+            Message("tp({tp}): no rule shards the layers of this model; use tp 1", tp=plan.tp),
         )
         return
     for what, size in divisible.items():
         if size % plan.tp and not (what == "kv_heads" and plan.tp % size == 0):
-            yield Violation(f"tp does not divide {what}", f"tp({plan.tp}) does not divide {what}({size})")
+            yield Violation(
+                f"tp does not divide {what}",
+                Message("tp({tp}) does not divide {what}({size})", tp=plan.tp, what=what, size=size),
+            )
     if 0 < vocabulary <= -(-vocabulary // plan.tp) * (plan.tp - 1):
         yield Violation(
             "a tensor rank has none of the vocabulary",
-            f"tp({plan.tp}) leaves the last tensor rank none of the vocabulary({vocabulary}): use a smaller tp",
+            Message(
+                "tp({tp}) leaves the last tensor rank none of the vocabulary({vocabulary}): use a smaller tp",
+                tp=plan.tp,
+                vocabulary=vocabulary,
+            ),
         )
 
 
 def expert_parallel_violations(plan: Plan, experts: int) -> Iterator[Violation]:
     """Checks that ep divides the number of experts. A dense model has none."""
     if plan.ep > 1 and not experts:
-        yield Violation("the model has no experts", f"ep({plan.ep}): the model has no experts; use ep 1")
+        yield Violation("the model has no experts", Message("ep({ep}): the model has no experts; use ep 1", ep=plan.ep))
     elif plan.ep > 1 and experts % plan.ep:
-        yield Violation("ep does not divide the experts", f"ep({plan.ep}) does not divide experts({experts})")
+        yield Violation(
+            "ep does not divide the experts",
+            Message("ep({ep}) does not divide experts({experts})", ep=plan.ep, experts=experts),
+        )
 
 
 def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Iterator[Violation]:
@@ -123,7 +150,13 @@ def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Ite
     if plan.context == ContextParallelMethod.ulysses and heads % ranks:
         yield Violation(
             "ulysses does not divide heads",
-            f"ulysses({plan.ulysses_ranks}) * tp({plan.tp}) = {ranks} does not divide heads({heads})",
+            Message(
+                "ulysses({ulysses_ranks}) * tp({tp}) = {ranks} does not divide heads({heads})",
+                ulysses_ranks=plan.ulysses_ranks,
+                tp=plan.tp,
+                ranks=ranks,
+                heads=heads,
+            ),
         )
 
 
@@ -133,15 +166,20 @@ def offload_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
         if what in DISK_OFFLOADS and not cluster.storage_bandwidth:
             yield Violation(
                 "no disk",
-                f"off-{what}: the cluster names no storage_bandwidth of its nodes; `meshwright probe --save` measures "
-                "this machine's",
+                Message(
+                    "off-{what}: the cluster names no storage_bandwidth of its nodes; `meshwright probe --save` "
+                    "measures this machine's",
+                    what=what,
+                ),
             )
         elif what not in DISK_OFFLOADS and not cluster.host_bandwidth:
             yield Violation(
                 "no link to the host",
-                f"off-{what}: the cluster names no host_bandwidth between its devices and their hosts (a core's "
-                "memory is the host's); "
-                "off-optimizer-disk needs none",
+                Message(
+                    "off-{what}: the cluster names no host_bandwidth between its devices and their hosts (a core's "
+                    "memory is the host's); off-optimizer-disk needs none",
+                    what=what,
+                ),
             )
 
 
@@ -151,19 +189,33 @@ def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Vio
     if plan.stages > 1 and against:
         yield Violation(
             "the model cannot be cut between its blocks",
-            f"pp({plan.pp}): {against}, and stages are left and entered between blocks: use pp1",
+            Message(
+                "pp({pp}): {against}, and stages are left and entered between blocks: use pp1",
+                pp=plan.pp,
+                against=against,
+            ),
         )
     if plan.layers_per_stage and sum(plan.layers_per_stage) != blocks:
         total = sum(plan.layers_per_stage)
         yield Violation(
             "stages miss blocks",
-            f"layers_per_stage {list(plan.layers_per_stage)} sums to {total}, the model has {blocks} blocks",
+            Message(
+                "layers_per_stage {list} sums to {total}, the model has {blocks} blocks",
+                list=list(plan.layers_per_stage),
+                total=total,
+                blocks=blocks,
+            ),
         )
     elif plan.stages > 1 and blocks < plan.stages:
         yield Violation(
             "more stages than blocks",
-            f"pp({plan.pp}) * virtual({plan.virtual_stages}) = {plan.stages} stages need as many blocks, the model "
-            f"has {blocks}",
+            Message(
+                "pp({pp}) * virtual({virtual_stages}) = {stages} stages need as many blocks, the model has {blocks}",
+                pp=plan.pp,
+                virtual_stages=plan.virtual_stages,
+                stages=plan.stages,
+                blocks=blocks,
+            ),
         )
 
 
@@ -179,7 +231,12 @@ def block_count_violations(plan: Plan, blocks: int) -> Iterator[Violation]:
         if count > most:
             yield Violation(
                 "more blocks are counted than a stage has",
-                f"{named} counts blocks of a stage, which has {most} at most: write {what} for all of them",
+                Message(
+                    "{named} counts blocks of a stage, which has {most} at most: write {what} for all of them",
+                    named=named,
+                    most=most,
+                    what=what,
+                ),
             )
 
 
@@ -188,31 +245,60 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
     does not support that number."""
     rows, each = plan.rows_per_round, round_equation(plan).partition(" = ")[0]
     if plan.shares and plan.uneven_batch != batch:
-        yield Violation("shares are of another batch", f"shares: {shares_equation(plan)} but the batch is {batch}")
+        yield Violation(
+            "shares are of another batch",
+            Message(
+                "shares: {shares_equation} but the batch is {batch}", shares_equation=shares_equation(plan), batch=batch
+            ),
+        )
         return
     if plan.shares:
         return
     if batch % rows:
-        yield Violation("batch does not divide", f"batch {batch} is not a multiple of {round_equation(plan)}")
+        yield Violation(
+            "batch does not divide",
+            Message(
+                "batch {batch} is not a multiple of {round_equation}", batch=batch, round_equation=round_equation(plan)
+            ),
+        )
         return
     rules, count = plan.schedule_rules, batch // rows
     if count % (multiple := rules.multiple_of(plan.pp)):
         named = f"pp({multiple})" if rules.in_rounds else multiple
         yield Violation(
             "interleaving does not divide",
-            f"{rules.name}: {count} micro-batches are not a multiple of {named}; "
-            f"a batch of {rows * multiple} sequences or a multiple of it would be",
+            Message(
+                "{rules}: {count} micro-batches are not a multiple of {named}; a batch of {rows} sequences or a "
+                "multiple of it would be",
+                rules=rules.name,
+                count=count,
+                named=named,
+                rows=rows * multiple,
+            ),
         )
     elif count < (least := rules.min_micro_batches(plan.pp)):
         yield Violation(
             "schedule needs more micro-batches",
-            f"{rules.name}: {count} micro-batches are fewer than the {least} that pp({plan.pp}) needs; "
-            f"{DEFAULT_SCHEDULE} takes any number",
+            Message(
+                "{rules}: {count} micro-batches are fewer than the {least} that pp({pp}) needs; {default_schedule} "
+                "takes any number",
+                rules=rules.name,
+                count=count,
+                least=least,
+                pp=plan.pp,
+                default_schedule=DEFAULT_SCHEDULE,
+            ),
         )
     elif not rules.accepts(plan.pp, count):
         yield Violation(
             "the actions order another batch",
-            f"its actions order {rules.ordered_micro_batches} micro-batches, batch {batch} / ({each}) is {count}",
+            Message(
+                "its actions order {ordered_micro_batches} micro-batches, batch {batch} / ({each}) is {count}",
+                ordered_micro_batches=rules.ordered_micro_batches,
+                batch=batch,
+                each=each,
+                count=count,
+            ),
         )
 
 
@@ -220,140 +306,10 @@ def batch_split_violations(plan: Plan, batch: int, against: str) -> Iterator[Vio
     """Checks that a batch whose rows depend on each other is not divided. `against` is the reason for the
     dependence; empty if rows are independent."""
     if against and (plan.dp > 1 or plan.micro_batch < batch):
-        yield Violation("rows of a batch see each other", f"a batch must not be divided: {against}; use dp1.mb{batch}")
-
-
-def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
-    """Checks that exact sums use micro-batches of one size, the one that the workload names."""
-    if exact and plan.micro_batch_sizes:
         yield Violation(
-            "exact sums are of micro-batches of one size",
-            f"micro-batch sizes {list(plan.micro_batch_sizes)} are not workload.exact({exact}); use mb{exact}",
+            "rows of a batch see each other",
+            Message("a batch must not be divided: {against}; use dp1.mb{batch}", against=against, batch=batch),
         )
-    elif exact and plan.micro_batch != exact:
-        yield Violation(
-            "exact sums are of other micro-batches",
-            f"micro_batch({plan.micro_batch}) is not workload.exact({exact}); use mb{exact}",
-        )
-
-
-def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violation]:
-    """Checks that the DiLoCo replicas are the state replicas of the plan."""
-    if local is None:
-        return
-    if plan.dp_replicate != local.replicas:
-        yield Violation(
-            "replicas are of another number",
-            f"dp_replicate({plan.dp_replicate}) is not workload.local.replicas({local.replicas}); use "
-            f"dp{local.replicas}, or dp{local.replicas}xN.z1",
-        )
-    other = [
-        name
-        for name, there in (
-            ("ep", plan.ep > 1),
-            ("ga", plan.shares),
-            ("mb of unlike sizes", plan.micro_batch_sizes),
-            *((f"off-{what}", True) for what in offloaded_state_names(plan)),
-            ("z0 with cp", plan.cp > 1 and not plan.zero),
-        )
-        if there
-    ]
-    if other:
-        yield Violation(
-            "replicas of their own do not go with it",
-            f"workload.local does not go with {', '.join(other)}; leave it out",
-        )
-
-
-def offloaded_state_names(plan: Plan) -> tuple[str, ...]:
-    """Returns the offloaded kinds of state that an optimizer update reads and writes.
-
-    >>> from meshwright.spec.plan import parse_plan
-    >>> offloaded_state_names(parse_plan("dp2.z1.off-optimizer-disk.off-activations"))
-    ('optimizer-disk',)
-    """
-    return tuple(str(what) for what in plan.offload if what not in ACTIVATION_OFFLOADS)
-
-
-class UpdateProperties(NamedTuple):
-    """The properties of the optimizer update: the precision recipe, whether some or all tensors are updated as a
-    whole, and which expert tensors are. `on_cores` means that the devices are CPU cores, whose memory is the
-    host's."""
-
-    recipe: Recipe
-    whole: bool = False
-    on_cores: bool = True
-    experts: tuple[str, ...] = ()
-
-    @property
-    def there(self) -> bool:
-        """Whether offloaded weights are updated on the host. This is the case on an accelerator without main
-        weights: the weights themselves are updated, and the device cannot reach them while they are offloaded."""
-        return not (self.on_cores or self.recipe.master)
-
-    @classmethod
-    def of(cls, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()) -> UpdateProperties:
-        """Returns the properties for a workload, a cluster and, where known, the layers of the model."""
-        rule = workload.optimizer
-        on_cores = all(group.device.name.lower().startswith("cpu") for group in cluster.groups)
-        values = [(layer, each) for layer in layers for each in layer.parameters if each.experts and not each.frozen]
-        experts = tuple(f"{layer.name}.{each.name}" for layer, each in values if rule.updates_whole(each.shape, True))
-        return cls(workload.recipe, rule.whole, on_cores, experts)
-
-
-def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violation]:
-    """Checks the update against precision types and against rules that update whole tensors."""
-    recipe, offloaded = update.recipe, offloaded_state_names(plan)
-    if recipe.products == "fp8" and (plan.tp > 1 or any(plan.splits_backward(stage) for stage in range(plan.stages))):
-        yield Violation(
-            "float8 layers multiply whole weights in one action",
-            "fp8 runs without tensor parallelism and zero-bubble schedules: use tp1 and 1f1b, or bf16",
-        )
-    if recipe.compression is not None and plan.shard_weights:
-        yield Violation(
-            "compressed gradients go in equal parts",
-            "compressed gradients go in equal parts: leave shards out, or compression",
-        )
-    if update.there and offloads_weights(plan.offload) and not offloads_states(plan.offload):
-        yield Violation(
-            "weights that wait on the host are updated there",
-            f"in {recipe.name} what is updated is the weights themselves, which wait on the host: add off-optimizer, "
-            "so that they are updated there, or use bf16",
-        )
-    elif update.there and offloads_weights(plan.offload) and plan.offload_share < plan.weights_share:
-        yield Violation(
-            "weights that wait on the host are updated there",
-            f"in {recipe.name} what is updated is the weights themselves: of the states at least the share of the "
-            "weights must wait on the host "
-            f"({plan.weights_share}, not {plan.offload_share}), so that those which wait are updated there; or use "
-            "bf16",
-        )
-    if offloaded and (update.whole or recipe.rounds or recipe.eight):
-        what = (
-            "an optimizer of whole tensors"
-            if update.whole
-            else f"precision {recipe.name}"
-            if recipe.rounds
-            else "states of 8 bits"
-        )
-        yield Violation(
-            "such states cannot wait elsewhere",
-            f"{what} cannot wait elsewhere: leave off-{offloaded[0]} out, or use AdamW with bf16",
-        )
-    if plan.ep > 1 and update.experts:
-        yield Violation(
-            "experts that are dealt are nowhere whole",
-            f"the optimizer needs {update.experts[0]} whole, of which ep deals the experts to ranks: use ep1, or AdamW",
-        )
-
-
-def workload_violations(
-    plan: Plan, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()
-) -> Iterator[Violation]:
-    """Checks every rule of a workload except those of its batch. `layers` are those of the model, if they are known."""
-    yield from update_violations(plan, UpdateProperties.of(workload, cluster, layers))
-    yield from exact_sum_violations(plan, workload.exact)
-    yield from diloco_violations(plan, workload.local)
 
 
 def check_batch_size(plan: Plan) -> int:
@@ -382,22 +338,45 @@ def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: st
     `against` is the reason why the model's layers cannot work on a piece of the sequence; empty if they can.
     """
     if plan.sequence_parallel and against:
-        yield Violation("sequence parallelism would be wrong", f"sp: {against}; leave sequence parallelism out")
+        yield Violation(
+            "sequence parallelism would be wrong",
+            Message("sp: {against}; leave sequence parallelism out", against=against),
+        )
     if plan.sequence_parallel and plan.cp == 1 and sequence % plan.tp:
-        yield Violation("tp does not divide the sequence", f"sp: tp({plan.tp}) does not divide sequence({sequence})")
+        yield Violation(
+            "tp does not divide the sequence",
+            Message("sp: tp({tp}) does not divide sequence({sequence})", tp=plan.tp, sequence=sequence),
+        )
     if plan.sequence_parallel and plan.cp > 1 and sequence % (plan.tp * plan.cp):
         product = plan.tp * plan.cp
         yield Violation(
             "tp does not divide the sequence",
-            f"sp: tp({plan.tp}) * cp({plan.cp}) = {product} does not divide sequence({sequence})",
+            Message(
+                "sp: tp({tp}) * cp({cp}) = {product} does not divide sequence({sequence})",
+                tp=plan.tp,
+                cp=plan.cp,
+                product=product,
+                sequence=sequence,
+            ),
         )
     if plan.cp > 1 and sequence % (2 * plan.cp):
         yield Violation(
-            "cp does not divide the sequence", f"2 * cp({plan.cp}) = {2 * plan.cp} does not divide sequence({sequence})"
+            "cp does not divide the sequence",
+            Message(
+                "2 * cp({cp}) = {value} does not divide sequence({sequence})",
+                cp=plan.cp,
+                value=2 * plan.cp,
+                sequence=sequence,
+            ),
         )
     if context and sequence > context:
         yield Violation(
-            "the sequence is too long", f"sequence {sequence} is longer than the {context} positions that the model has"
+            "the sequence is too long",
+            Message(
+                "sequence {sequence} is longer than the {value} positions that the model has",
+                sequence=sequence,
+                value=context,
+            ),
         )
 
 
@@ -423,7 +402,7 @@ def plan_violations(job: Job, plan: Plan) -> Iterator[Violation]:
 def validate_plan(job: Job, plan: Plan) -> None:
     """Raises InputError with the first rule that `plan` breaks for `job`."""
     for fault in plan_violations(job, plan):
-        raise InputError(f"plan {plan.name}: {fault.message}")
+        raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=fault.message))
 
 
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {

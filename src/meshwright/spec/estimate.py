@@ -10,8 +10,8 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from meshwright.core.codec import StrictModel
-from meshwright.core.i18n.messages import Message, make_message, make_term_message
+from meshwright.core.codec import StrictModel, TranslatableText
+from meshwright.core.messages import Message, term
 
 
 class MemoryBreakdown(StrictModel):
@@ -71,7 +71,9 @@ class Estimate(StrictModel):
     first: float = Field(
         default=0.0, description="seconds that the first step of a launch takes besides: blocks are compiled"
     )
-    notes: tuple[str, ...] = Field(default=(), description="what the estimate leaves out or assumes for this plan")
+    notes: tuple[TranslatableText, ...] = Field(
+        default=(), description="what the estimate leaves out or assumes for this plan"
+    )
 
     def over(self, steps: int) -> float:
         """Returns the mean seconds of a step over `steps` steps, with the extra time of the first step distributed
@@ -97,11 +99,20 @@ def fit_message(estimate: Estimate) -> Message:
     margin = abs(estimate.spare)
     values = {"spare": margin, "share": margin / estimate.limit if estimate.limit else 0.0}
     if estimate.is_crowded:
-        return make_message("verdict.crowded", **values, over=estimate.crowded)
-    return make_message(f"verdict.{estimate.verdict}", **values)
+        return Message(
+            "does not fit, needs {over:bytes} more host memory for offload; {spare:bytes} ({share:percent}) headroom "
+            "on the device",
+            **values,
+            over=estimate.crowded,
+        )
+    if estimate.verdict == FitStatus.no:
+        return Message("does not fit, {spare:bytes} ({share:percent}) too much", **values)
+    if estimate.verdict == FitStatus.tight:
+        return Message("tight, {spare:bytes} ({share:percent}) headroom", **values)
+    return Message("fits, {spare:bytes} ({share:percent}) headroom", **values)
 
 
 def largest_memory_kind(memory: MemoryBreakdown) -> tuple[Message, float]:
     """Returns the kind of memory that takes the most, and its bytes."""
     kind = max(MEMORY_KINDS, key=lambda kind: getattr(memory, kind))
-    return make_term_message("memory", kind), getattr(memory, kind)
+    return term("memory", kind), getattr(memory, kind)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from pydantic import Field
 
-from meshwright.core.codec import StrictModel
+from meshwright.core.codec import StrictModel, TranslatableText
+from meshwright.core.messages import Message, pack_messages, unpack_messages
 
 EVENTS_FILE_NAME = "events.jsonl"
 
@@ -41,13 +42,13 @@ class RunEvent(StrictModel):
     at: float = Field(description="when it was noticed, in seconds since 1970")
     generation: int = 0
     rank: int | None = Field(default=None, description="the failed or slow rank")
-    cause: str = ""
+    cause: TranslatableText = ""
     phase: str = Field(default="", description="what that rank was doing")
     step: int = Field(default=0, description="the step in progress; of a recovery: the last step that was not lost")
     detection: float = Field(
         default=0.0, description="seconds between the last heartbeat of that rank and the decision"
     )
-    decision: str = ""
+    decision: TranslatableText = ""
     batches: tuple[int, int] | None = Field(
         default=None, description="of a spike: the skipped range [first, stop) in the order of the data"
     )
@@ -72,11 +73,28 @@ class RunEvent(StrictModel):
     measured: float = Field(default=0.0, description="of rebalance_result: the measured speed-up")
     node: str = Field(default="", description="the node that joined, was lost, or leaves")
 
+    def to_line(self) -> str:
+        """Returns the event as a line of the file. `messages` of the line has the templates and fields of `cause` and
+        `decision`, so that a report in another language can translate them."""
+        texts = {"cause": self.cause, "decision": self.decision}
+        messages = {name: pack_messages(text) for name, text in texts.items() if isinstance(text, Message)}
+        event = self.model_dump(exclude_defaults=True) | ({"messages": messages} if messages else {})
+        return json.dumps(event, separators=(",", ":"))
+
+
+def device_names(slots: Sequence[int], name: Callable[[int], str] = str) -> Message:
+    """Returns the names of the devices in `slots`, such as "device 2"."""
+    names = ", ".join(map(name, slots))
+    return Message("devices {names}" if len(slots) > 1 else "device {names}", names=names)
+
 
 def parse_events(text: str) -> Iterator[RunEvent]:
     """Yields the events of the lines of a log. Skips a line that is incomplete, or that another version wrote."""
     for line in text.splitlines():
         try:
-            yield RunEvent.model_validate(json.loads(line))
-        except ValueError:  # invalid JSON or invalid fields
+            event = json.loads(line)
+            messages = event.pop("messages", {})
+            texts = {name: unpack_messages(messages[name]) for name in messages.keys() & {"cause", "decision"}}
+            yield RunEvent.model_validate(event | texts)
+        except (ValueError, AttributeError):  # invalid JSON or invalid fields
             continue

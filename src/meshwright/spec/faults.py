@@ -15,7 +15,8 @@ from pydantic import Field, model_validator
 
 from meshwright.core.codec import StrictModel, validate_data
 from meshwright.core.errors import InputError
-from meshwright.core.units import Seconds
+from meshwright.core.messages import Message
+from meshwright.core.quantities import Seconds
 
 
 class _RankFault(StrictModel):
@@ -28,7 +29,14 @@ class _RankFault(StrictModel):
     def _from_values(cls, data: Any) -> Any:
         if isinstance(data, list | tuple):
             if len(data) > len(cls.model_fields):
-                raise ValueError(f"{cls.form()} has at most {len(cls.model_fields)} values, got {len(data)}")
+                raise ValueError(
+                    Message(
+                        "{form} has at most {count} values, got {given}",
+                        form=cls.form(),
+                        count=len(cls.model_fields),
+                        given=len(data),
+                    )
+                )
             return dict(zip(cls.model_fields, data))
         return data
 
@@ -82,19 +90,30 @@ class Faults(StrictModel):
             faults = getattr(self, name)
             for fault in faults:
                 if fault.rank >= world:
-                    raise InputError(f"{name}: rank {fault.rank} is not one of the {world} ranks, 0 to {world - 1}")
+                    raise InputError(
+                        Message(
+                            "{name}: rank {rank} is not one of the {world} ranks, 0 to {last}",
+                            name=name,
+                            rank=fault.rank,
+                            world=world,
+                            last=world - 1,
+                        )
+                    )
             twice = [
                 fault.rank
                 for at, fault in enumerate(faults)
                 if name != "kill" and fault.rank in [one.rank for one in faults[:at]]
             ]
             if twice:
-                raise InputError(f"{name}: rank {twice[0]} is named twice")
+                raise InputError(Message("{name}: rank {twice} is named twice", name=name, twice=twice[0]))
         for fault in self.link:
             if fault.share == 0 and fault.seconds is None:
                 raise InputError(
-                    f"link: rank {fault.rank} has no bandwidth left for good, so no step ends; "
-                    f"say for how long, such as {fault.rank}:0:2s, or kill the rank"
+                    Message(
+                        "link: rank {rank} has no bandwidth left for good, so no step ends; say for how long, such as "
+                        "{rank}:0:2s, or kill the rank",
+                        rank=fault.rank,
+                    )
                 )
         return self
 
@@ -116,7 +135,13 @@ def _parse_fault(kind: type[FaultType], text: str, where: str) -> FaultType:
     needed = sum(field.is_required() for field in kind.model_fields.values())
     if not needed <= len(values) <= len(kind.model_fields):
         raise InputError(
-            f"{where} {text!r} is not {kind.form()}; write it like {where} {_FAULT_EXAMPLES[kind.__name__]}"
+            Message(
+                "{where} {text!r} is not {form}; write it like {where} {fault_examples}",
+                where=where,
+                text=text,
+                form=kind.form(),
+                fault_examples=_FAULT_EXAMPLES[kind.__name__],
+            )
         )
     for at, (value, field) in enumerate(zip(values, kind.model_fields.values())):
         if field.annotation in (int, float):
@@ -124,8 +149,13 @@ def _parse_fault(kind: type[FaultType], text: str, where: str) -> FaultType:
                 values[at] = field.annotation(value)
             except ValueError:
                 raise InputError(
-                    f"{where} {text!r}: {value!r} is not a number; write it like {where} "
-                    f"{_FAULT_EXAMPLES[kind.__name__]}"
+                    Message(
+                        "{where} {text!r}: {value!r} is not a number; write it like {where} {fault_examples}",
+                        where=where,
+                        text=text,
+                        value=value,
+                        fault_examples=_FAULT_EXAMPLES[kind.__name__],
+                    )
                 ) from None
     return validate_data(kind, values, f"{where} {text!r}")
 

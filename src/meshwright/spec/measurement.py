@@ -21,7 +21,8 @@ from typing import NamedTuple
 from pydantic import Field
 
 from meshwright.core.codec import StrictModel
-from meshwright.core.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
+from meshwright.core.messages import Message
+from meshwright.core.quantities import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
 
 MAX_BUSY_PROCESSORS = 0.15
 """Maximum number of processors that other programs may use before a measurement counts as disturbed."""
@@ -172,21 +173,33 @@ def _describe_slow_links(pairs: Sequence[LinkSample], odd: float) -> list[str]:
         return []
     middle = sorted(pair.bandwidth for pair in pairs)[len(pairs) * 2 // 3]
     slow = [pair for pair in pairs if pair.bandwidth < odd * middle]
-    said, named = [], set()
+    said: list[str] = []
+    named: set[int] = set()
     for rank in sorted({rank for pair in slow for rank in (pair.first, pair.second)}):
         own = [pair for pair in pairs if rank in (pair.first, pair.second)]
         if len(own) > 1 and all(pair in slow for pair in own):
             rate = median(pair.bandwidth for pair in own)
             said.append(
-                f"all links of rank {rank} carry {rate / middle:.0%} of what the others do ({show_rate(rate)} of "
-                f"{show_rate(middle)})"
+                Message(
+                    "all links of rank {rank} carry {rate:.0f} % of what the others do ({rate_2} of {middle})",
+                    rank=rank,
+                    rate=100 * rate / middle,
+                    rate_2=show_rate(rate),
+                    middle=show_rate(middle),
+                )
             )
             named.add(rank)
     for pair in slow:
         if not named & {pair.first, pair.second}:
-            share = pair.bandwidth / middle
+            share = 100 * pair.bandwidth / middle
             said.append(
-                f"the link between ranks {pair.first} and {pair.second} carries {share:.0%} of what the others do "
-                f"({show_rate(pair.bandwidth)})"
+                Message(
+                    "the link between ranks {first} and {second} carries {share:.0f} % of what the others do "
+                    "({bandwidth})",
+                    first=pair.first,
+                    second=pair.second,
+                    share=share,
+                    bandwidth=show_rate(pair.bandwidth),
+                )
             )
-    return [line.replace("%", " %") for line in said]
+    return said

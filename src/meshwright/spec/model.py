@@ -14,7 +14,7 @@ import math
 
 from pydantic import Field
 
-from meshwright.core.codec import StrictModel
+from meshwright.core.codec import StrictModel, TranslatableText
 
 
 class ParameterSpec(StrictModel):
@@ -186,7 +186,7 @@ class ModelSpec(StrictModel):
         default="", description="why stages cannot be cut between its blocks; empty where they can"
     )
     vocabulary: int = Field(default=0, ge=0)
-    notes: tuple[str, ...] = Field(
+    notes: tuple[TranslatableText, ...] = Field(
         default=(), description="what was found of a traced model, and what was not understood"
     )
 

@@ -26,26 +26,22 @@ from pydantic import Field, model_validator
 
 from meshwright.core.codec import StrictModel, validate_data
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.spec.enums import (
-    ACTIVATION_OFFLOADS,
     DEFAULT_BUCKET_BYTES,
     DEFAULT_SCHEDULE,
-    EXCLUSIVE_OFFLOADS,
     MESH_AXES,
-    PARAMETER_OFFLOADS,
-    PER_BLOCK_RECOMPUTE,
     ContextParallelMethod,
     MeshAxis,
     Offload,
     Recompute,
     ScheduleName,
-    offloads_states,
-    offloads_weights,
     upgrade_offload_fields,
 )
+from meshwright.spec.plan_checks import PLAN_CHECKS
 from meshwright.spec.plan_name import parse_plan_name, plan_name
 from meshwright.spec.schedules.schedule import Schedule, stage_to_rank
-from meshwright.spec.schedules.schedule_registry import find_schedule, offered_schedules
+from meshwright.spec.schedules.schedule_registry import find_schedule
 
 
 class Plan(StrictModel):
@@ -128,7 +124,7 @@ class Plan(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Plan:
-        for check in _CHECKS:
+        for check in PLAN_CHECKS:
             check(self)
         return self
 
@@ -191,11 +187,23 @@ class Plan(StrictModel):
         """
         if self.shares:
             if self.uneven_batch != batch:
-                raise InputError(f"shares: {shares_equation(self)} but the batch is {batch}")
+                raise InputError(
+                    Message(
+                        "shares: {shares_equation} but the batch is {batch}",
+                        shares_equation=shares_equation(self),
+                        batch=batch,
+                    )
+                )
             return max(self.shares) if replica is None else self.shares[replica]
         count, rest = divmod(batch, self.rows_per_round)
         if rest or not count:
-            raise InputError(f"batch {batch} is not a multiple of {round_equation(self)}")
+            raise InputError(
+                Message(
+                    "batch {batch} is not a multiple of {round_equation}",
+                    batch=batch,
+                    round_equation=round_equation(self),
+                )
+            )
         return count
 
     @property
@@ -235,14 +243,24 @@ class Plan(StrictModel):
         if self.layers_per_stage:
             if sum(self.layers_per_stage) != blocks:
                 raise InputError(
-                    f"layers_per_stage {list(self.layers_per_stage)} sums to {sum(self.layers_per_stage)}, the model "
-                    f"has {blocks} blocks"
+                    Message(
+                        "layers_per_stage {list} sums to {total}, the model has {blocks} blocks",
+                        list=list(self.layers_per_stage),
+                        total=sum(self.layers_per_stage),
+                        blocks=blocks,
+                    )
                 )
             return self.layers_per_stage
         if blocks < self.stages and self.stages > 1:
             raise InputError(
-                f"pp({self.pp}) * virtual({self.virtual_stages}) = {self.stages} stages need as many blocks, the "
-                f"model has {blocks}"
+                Message(
+                    "pp({pp}) * virtual({virtual_stages}) = {stages} stages need as many blocks, the model has "
+                    "{blocks}",
+                    pp=self.pp,
+                    virtual_stages=self.virtual_stages,
+                    stages=self.stages,
+                    blocks=blocks,
+                )
             )
         each, rest = divmod(blocks, self.stages)
         return tuple(each + (stage < rest) for stage in range(self.stages))
@@ -286,194 +304,3 @@ def shares_equation(plan: Plan) -> str:
     else:
         parts = f"({'+'.join(map(str, plan.shares))}) * micro_batch({plan.micro_batch})"
     return f"{parts} = {plan.uneven_batch}"
-
-
-def _check_micro_batch_sizes(plan: Plan) -> None:
-    """Checks the sizes of micro-batches of unequal replicas."""
-    sizes = plan.micro_batch_sizes
-    if not sizes:
-        return
-    if len(sizes) != plan.dp or plan.dp < 2 or min(sizes) < 1:
-        raise ValueError(
-            f"micro-batch sizes {list(sizes)} give each of dp({plan.dp}) replicas at least one sequence, of two "
-            "replicas or more"
-        )
-    if max(sizes) != plan.micro_batch or min(sizes) == plan.micro_batch:
-        raise ValueError(
-            f"micro-batch sizes {list(sizes)}: micro_batch({plan.micro_batch}) is the largest of unlike sizes; where "
-            "all are equal write it alone"
-        )
-    if plan.ep > 1:
-        raise ValueError(
-            "micro-batch sizes: experts on unlike replicas would wait for unlike numbers of tokens; use ep1"
-        )
-
-
-def _check_recompute(plan: Plan) -> None:
-    """Checks which blocks recompute."""
-    if plan.recompute_layers and plan.recompute not in PER_BLOCK_RECOMPUTE:
-        raise ValueError(
-            f"recompute_layers {plan.recompute_layers} counts blocks that recompute as a whole or by operation: write "
-            "recompute layer or operations"
-        )
-    whole = plan.recompute == Recompute.full and plan.recompute_layers > 0
-    if plan.recompute_rest not in ((Recompute.none, Recompute.sac) if whole else (Recompute.none,)):
-        raise ValueError(
-            f"recompute_rest {plan.recompute_rest} is of the blocks behind the first ones that recompute as a whole: "
-            "write rc-full8+sac"
-        )
-
-
-def _check_offload(plan: Plan) -> None:
-    """Checks what is offloaded, and of how many blocks."""
-    if list(plan.offload) != sorted(set(plan.offload), key=list(Offload).index):
-        raise ValueError(
-            f"offload {[str(what) for what in plan.offload]} names each of {', '.join(Offload)} at most once, in this "
-            "order"
-        )
-    for what, places in EXCLUSIVE_OFFLOADS.items():
-        if set(places) <= set(plan.offload):
-            raise ValueError(f"offload names {what} twice: on the host, or in files")
-    offloaded = [what for what in plan.offload if what in PARAMETER_OFFLOADS]
-    if offloaded and plan.zero < 3:
-        raise ValueError(
-            f"off-{offloaded[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one "
-            "rank "
-            "too: dp1.z3)"
-        )
-    if Offload.gradients in plan.offload and (plan.zero < 2 or not offloads_states(plan.offload)):
-        raise ValueError(
-            "off-gradients: their sums wait where the update is, each rank's own: write z2 or z3 and off-optimizer "
-            "beside it (dp1.z2.off-optimizer.off-gradients)"
-        )
-    sent = next((what for what in plan.offload if what in ACTIVATION_OFFLOADS), None)
-    if plan.offload_layers and sent is None:
-        raise ValueError(
-            f"offload_layers {plan.offload_layers} counts blocks whose activations wait: write "
-            f"off-activations{plan.offload_layers}"
-        )
-    if plan.offload_layers and plan.recompute_layers not in (0, plan.offload_layers):
-        raise ValueError(
-            f"off-{sent}{plan.offload_layers}: of a stage the same first blocks recompute and send activations away, "
-            f"not {plan.recompute_layers} and {plan.offload_layers}; recompute all alike, or as many"
-        )
-
-
-def _check_offload_percent(plan: Plan) -> None:
-    """Checks the percentages of offloaded states and weights."""
-    if plan.offload_share < 100 and not offloads_states(plan.offload):
-        raise ValueError(
-            f"offload_share {plan.offload_share} is of the optimizer's states: write "
-            f"off-optimizer{plan.offload_share}, or with -disk"
-        )
-    if plan.weights_share < 100 and not offloads_weights(plan.offload):
-        raise ValueError(
-            f"weights_share {plan.weights_share} is of the weights: write off-parameters{plan.weights_share}, or with "
-            "-disk"
-        )
-
-
-def _check_degrees(plan: Plan) -> None:
-    """Checks ZeRO stage and sequence parallelism against the degrees."""
-    if plan.zero == 0 and plan.dp_shard > 1:
-        raise ValueError(f"ZeRO 0 shards nothing: write dp{plan.dp} without a shard group, or z1 to z3")
-    if plan.sequence_parallel and plan.tp == 1:
-        raise ValueError("sequence parallelism (sp) splits activations over tensor ranks and needs tp > 1")
-
-
-def _check_stages(plan: Plan) -> None:
-    """Checks the schedule, its stages and the blocks of each."""
-    rules = plan.schedule_rules
-    least = rules.stages_per_rank
-    if plan.virtual_stages < least or (plan.virtual_stages > least and not rules.any_stages_per_rank):
-        needs = f"{least} or more" if rules.any_stages_per_rank else least
-        raise ValueError(f"schedule {plan.schedule} with {plan.virtual_stages} virtual stages: it needs {needs}")
-    if plan.virtual_stages > 1 and plan.pp == 1:
-        raise ValueError("virtual stages need pp > 1")
-    if rules.listed != bool(plan.actions) or (plan.actions and len(plan.actions) != plan.pp):
-        raise ValueError(
-            f"schedule {plan.schedule} with the actions of {len(plan.actions)} of pp({plan.pp}) ranks: "
-            "schedule actions lists all"
-        )
-    if plan.layers_per_stage and len(plan.layers_per_stage) != plan.stages:
-        raise ValueError(
-            f"layers_per_stage names {len(plan.layers_per_stage)} stages, the plan has pp({plan.pp}) * "
-            f"virtual({plan.virtual_stages}) = {plan.stages}"
-        )
-    if plan.layers_per_stage and min(plan.layers_per_stage) < 1:
-        raise ValueError("every stage needs at least one block")
-
-
-def _check_axes(plan: Plan) -> None:
-    """Checks context parallelism, the placement on groups of nodes, and the order of axes."""
-    if plan.context == ContextParallelMethod.ulysses and plan.cp == 1:
-        raise ValueError("ulysses says how context ranks attend and needs cp > 1")
-    if plan.ulysses and (
-        plan.context == ContextParallelMethod.ring
-        or plan.ulysses < 2
-        or plan.cp % plan.ulysses
-        or plan.ulysses == plan.cp
-    ):
-        raise ValueError(
-            f"ulysses{plan.ulysses}: ranks that exchange heads are a part of cp({plan.cp}), 2 or more that divide it"
-        )
-    if plan.placement and (len(plan.placement) != plan.pp or not plan.schedule_rules.heterogeneous):
-        allowed = " or ".join(rules.name for rules in offered_schedules() if rules.heterogeneous)
-        raise ValueError(
-            f"placement names {len(plan.placement)} ranks of pp({plan.pp}); each has its group, in {allowed}"
-        )
-    if sorted(plan.axes) != sorted(MESH_AXES):
-        raise ValueError(f"axes {list(plan.axes)} must name each of {', '.join(MESH_AXES)} once")
-    if plan.placement and plan.axes[0] != "pp":
-        raise ValueError(
-            f"placement gives a group's devices to whole pipeline ranks: axes {list(plan.axes)} must begin with pp"
-        )
-
-
-def _check_uneven_micro_batches(plan: Plan) -> None:
-    """[Note: uneven accumulation] Checks replicas with unequal numbers of micro-batches: they synchronize once a step.
-
-    A collective in each micro-batch would wait forever.
-    """
-    if not plan.shares:
-        return
-    if len(plan.shares) != plan.dp or plan.dp < 2 or min(plan.shares) < 1:
-        raise ValueError(
-            f"shares {list(plan.shares)} give each of dp({plan.dp}) replicas at least one micro-batch, of two "
-            "replicas or more"
-        )
-    if plan.zero > 1 or plan.ep > 1:
-        raise ValueError(
-            "shares: replicas of unlike numbers of micro-batches may meet once a step only: use z0 or z1, and ep1"
-        )
-    if not plan.schedule_rules.accepts_any:
-        *first, last = (rules.name for rules in offered_schedules() if rules.accepts_any)
-        raise ValueError(
-            f"shares: {plan.schedule} orders one number of micro-batches; {', '.join(first)} and {last} order any"
-        )
-
-
-def _check_shard_weights(plan: Plan) -> None:
-    """Checks the weights of unequal ZeRO shards."""
-    weights = plan.shard_weights
-    if weights and (len(weights) != plan.shards or plan.shards < 2 or min(weights) < 1):
-        raise ValueError(
-            f"shard weights {list(weights)} give each of the {plan.shards} ranks of a shard group at least 1, of two "
-            "ranks or more at z1 to z3"
-        )
-    if weights and plan.ep > 1:
-        raise ValueError("shard weights: experts on unlike ranks have shard groups of their own; use ep1")
-
-
-_CHECKS = (
-    _check_micro_batch_sizes,
-    _check_recompute,
-    _check_offload,
-    _check_offload_percent,
-    _check_degrees,
-    _check_stages,
-    _check_axes,
-    _check_uneven_micro_batches,
-    _check_shard_weights,
-)
-"""The checks in the order in which a plan reports errors."""

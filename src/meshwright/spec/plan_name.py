@@ -31,6 +31,7 @@ from itertools import groupby
 from typing import Any
 
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.spec.enums import (
     DEFAULT_SCHEDULE,
     MESH_AXES,
@@ -150,7 +151,9 @@ def parse_plan_name(name: str) -> dict[str, Any]:
 
     def put(field: str, value: object, part: str) -> None:
         if field in fields:
-            raise InputError(f"plan {name!r}: {part!r} says {field} a second time")
+            raise InputError(
+                Message("plan {name!r}: {part!r} says {field} a second time", name=name, part=part, field=field)
+            )
         fields[field] = value
 
     for part in name.split("."):
@@ -165,7 +168,11 @@ def parse_plan_name(name: str) -> dict[str, Any]:
                 put(OFFLOAD_AMOUNT_FIELDS[Offload(match[1])], int(match[2]), part)
         elif part.startswith(CUSTOM_NAME_PREFIX):
             raise InputError(
-                f"plan {name!r}: the actions behind {part!r} stand in a plan's file, not in its name: give the file"
+                Message(
+                    "plan {name!r}: the actions behind {part!r} stand in a plan's file, not in its name: give the file",
+                    name=name,
+                    part=part,
+                )
             )
         elif stated := _schedule_fields(part) or _part_fields(part):
             field, *more = stated
@@ -173,8 +180,13 @@ def parse_plan_name(name: str) -> dict[str, Any]:
             fields |= {field: stated[field] for field in more}
         else:
             raise InputError(
-                f"plan {name!r}: part {part!r} is not understood{did_you_mean(part, _EXAMPLE_TOKENS)}; "
-                f"parts are such as {', '.join(_EXAMPLE_TOKENS)}"
+                Message(
+                    "plan {name!r}: part {part!r} is not understood{hint}; parts are such as {example_tokens}",
+                    name=name,
+                    part=part,
+                    hint=did_you_mean(part, _EXAMPLE_TOKENS),
+                    example_tokens=", ".join(_EXAMPLE_TOKENS),
+                )
             )
     fields.pop("dp", None)
     if dp[1] is not None:

@@ -34,6 +34,7 @@ from pydantic import Field
 
 from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 
 INT8_BLOCK_NUMEL = 256
 """Elements with a common scale in int8."""
@@ -135,20 +136,41 @@ def recipe(name: str, reduce: str | None = None, state: str | None = None) -> Re
     (4, 8)
     """
     if name not in RECIPES:
-        raise InputError(f"precision {name!r} is not one of {', '.join(RECIPES)}{did_you_mean(name, RECIPES)}")
+        raise InputError(
+            Message(
+                "precision {name!r} is not one of {recipes}{hint}",
+                name=name,
+                recipes=", ".join(RECIPES),
+                hint=did_you_mean(name, RECIPES),
+            )
+        )
     found = RECIPES[name]
     if state is not None:
         if state != "8bit" or found.rounds or name == "fp64":
             raise InputError(
-                f"states of {state} do not go with precision {name}: '8bit' goes with fp32, tf32, bf16, fp16 and fp8"
+                Message(
+                    "states of {state} do not go with precision {name}: '8bit' goes with fp32, tf32, bf16, fp16 and "
+                    "fp8",
+                    state=state,
+                    name=name,
+                )
             )
         found = found.but(eight=True)
     if reduce is None:
         return found
     if reduce not in REDUCE_DTYPE_BYTES:
         raise InputError(
-            f"reduce {reduce!r} is not one of {', '.join(REDUCE_DTYPE_BYTES)}{did_you_mean(reduce, REDUCE_DTYPE_BYTES)}"
+            Message(
+                "reduce {reduce!r} is not one of {reduce_dtype_bytes}{hint}",
+                reduce=reduce,
+                reduce_dtype_bytes=", ".join(REDUCE_DTYPE_BYTES),
+                hint=did_you_mean(reduce, REDUCE_DTYPE_BYTES),
+            )
         )
     if name == "fp64" or (name == "fp16" and reduce == "bf16"):
-        raise InputError(f"reduce {reduce} would lose what precision {name} keeps: leave reduce out")
+        raise InputError(
+            Message(
+                "reduce {reduce} would lose what precision {name} keeps: leave reduce out", reduce=reduce, name=name
+            )
+        )
     return found.but(reduced=0 if REDUCE_DTYPE_BYTES[reduce] == found.size else REDUCE_DTYPE_BYTES[reduce])

@@ -8,8 +8,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from meshwright.core.codec import StrictModel
+from meshwright.core.codec import StrictModel, TranslatableText
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 ProofMode = Annotated[int, Field(ge=1)] | Literal["auto", "start", "never"]
 """`start`: before the first update and on a sparse schedule after it. `auto`: the same if that is cheap. A number:
@@ -56,7 +57,7 @@ class ProofResult(StrictModel):
     extra: tuple[str, ...] = Field(default=(), description="parameters that a loss reaches under the plan alone")
     first: str = Field(default="", description="where it is not equal: the first module that differs, and in what")
     contents: tuple[str, ...] = Field(default=(), description="the batches that were compared")
-    notes: tuple[str, ...] = Field(default=(), description="what was not proven, and why")
+    notes: tuple[TranslatableText, ...] = Field(default=(), description="what was not proven, and why")
     rows: int = 0
     seconds: float = 0.0
     bytes: int = Field(default=0, description="gathered on rank 0 for one device's side")
@@ -105,4 +106,6 @@ def validate_proof_mode(mode: ProofMode) -> ProofMode:
     """Returns `mode`. Raises InputError if it is invalid."""
     if mode in ("auto", "start", "never") or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):
         return mode
-    raise InputError(f"prove {mode!r} is not one of 'auto', 'start', 'never' or a number of steps: use 'auto'")
+    raise InputError(
+        Message("prove {mode!r} is not one of 'auto', 'start', 'never' or a number of steps: use 'auto'", mode=mode)
+    )

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from meshwright.core.codec import StrictModel
-from meshwright.core.units import Bytes, Seconds
+from meshwright.core.quantities import Bytes, Seconds
 
 RECORDS_FILE_NAME = "records.jsonl"
 

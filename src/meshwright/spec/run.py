@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from meshwright.core.codec import OneLine, StrictModel
+from meshwright.core.messages import Message
 from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.model import TpRule
 from meshwright.spec.plan import Plan
@@ -118,7 +119,7 @@ class ModelSource(StrictModel):
     @model_validator(mode="after")
     def _one(self) -> ModelSource:
         if sum(map(bool, (self.sizes, self.folder, self.module))) != 1:
-            raise ValueError("a model is built from sizes, from a folder or by a module: exactly one of them")
+            raise ValueError(Message("a model is built from sizes, from a folder or by a module: exactly one of them"))
         return self
 
 
@@ -169,7 +170,9 @@ def job_difference(mine: LaunchSpec, theirs: LaunchSpec) -> str:
     here, there = mine.result(), theirs.result()
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
-            return f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
+            return Message(
+                "{name} is {there!r} there and {here!r} here", name=name, there=there.get(name), here=here.get(name)
+            )
     return ""
 
 
@@ -187,6 +190,15 @@ def describe_extension(mine: LaunchSpec, theirs: LaunchSpec) -> str:
     if steps <= before:
         return ""
     if mine.workload.optimizer.schedule == "constant":
-        return f"goes on to step {steps} instead of {before}"
-    rate = f"from here on the learning rate follows the {mine.workload.optimizer.schedule} over {steps} steps"
-    return f"goes on to step {steps} instead of {before}: {rate}, the steps so far followed that over {before}"
+        return Message("goes on to step {steps} instead of {before}", steps=steps, before=before)
+    rate = Message(
+        "from here on the learning rate follows the {schedule} over {steps} steps",
+        schedule=mine.workload.optimizer.schedule,
+        steps=steps,
+    )
+    return Message(
+        "goes on to step {steps} instead of {before}: {rate}, the steps so far followed that over {before}",
+        steps=steps,
+        before=before,
+        rate=rate,
+    )

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from meshwright.core.codec import StrictModel
 from meshwright.core.errors import did_you_mean
+from meshwright.core.messages import Message
 from meshwright.spec.precision import DilocoConfig, GradientCompression, Recipe, recipe
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adafactor": 1}
@@ -75,24 +76,39 @@ class OptimizerConfig(StrictModel):
     def _named(cls, name: str) -> str:
         if name not in OPTIMIZER_STATES and not USER_FUNCTION_PATTERN.fullmatch(name):
             raise ValueError(
-                f"{name!r} is not one of {', '.join(OPTIMIZER_STATES)}, nor "
-                f"package.module:function{did_you_mean(name, OPTIMIZER_STATES)}"
+                Message(
+                    "{name!r} is not one of {optimizer_states}, nor package.module:function{hint}",
+                    name=name,
+                    optimizer_states=", ".join(OPTIMIZER_STATES),
+                    hint=did_you_mean(name, OPTIMIZER_STATES),
+                )
             )
         return name
 
     @model_validator(mode="after")
     def _known(self) -> OptimizerConfig:
         if self.state is not None and self.name not in ("adamw", "adam", "sgd-momentum"):
-            raise ValueError(f"{self.name} has no states of 8 bits; adamw, adam and sgd-momentum have: leave state out")
+            raise ValueError(
+                Message(
+                    "{name} has no states of 8 bits; adamw, adam and sgd-momentum have: leave state out", name=self.name
+                )
+            )
         requested = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
         for name, rules in OPTIMIZERS_BY_FIELD.items():
             if name in requested and self.name not in rules:
-                raise ValueError(f"{name} is of {', '.join(rules)}; {self.name} has none: leave it out")
+                raise ValueError(
+                    Message(
+                        "{name} is of {rules}; {value} has none: leave it out",
+                        name=name,
+                        rules=", ".join(rules),
+                        value=self.name,
+                    )
+                )
         if "cooldown" in requested and self.schedule != "warmup-stable-decay":
-            raise ValueError("cooldown is of the schedule warmup-stable-decay: leave it out, or choose that")
+            raise ValueError(Message("cooldown is of the schedule warmup-stable-decay: leave it out, or choose that"))
         if "final_lr" in requested and self.schedule == "constant":
             raise ValueError(
-                "final_lr is of schedules that fall, which constant does not: leave it out, or choose another"
+                Message("final_lr is of schedules that fall, which constant does not: leave it out, or choose another")
             )
         return self
 
@@ -200,31 +216,52 @@ class Workload(StrictModel):
         chosen = self.recipe
         if self.compression is not None and (self.exact or self.precision == "fp16"):
             what = (
-                "exact sums lose nothing"
+                Message("exact sums lose nothing")
                 if self.exact
-                else "what fp16 keeps back for the next step has another loss scale there"
+                else Message("what fp16 keeps back for the next step has another loss scale there")
             )
             raise ValueError(
-                f"compression {self.compression.kind}: {what}: leave compression out, or choose another precision"
+                Message(
+                    "compression {kind}: {what}: leave compression out, or choose another precision",
+                    kind=self.compression.kind,
+                    what=what,
+                )
             )
         if chosen.exact and chosen.loss_scaling:
             raise ValueError(
-                f"exact: {chosen.name} scales its loss, so that gradients are not of their own size: use bf16 or fp32"
+                Message(
+                    "exact: {chosen} scales its loss, so that gradients are not of their own size: use bf16 or fp32",
+                    chosen=chosen.name,
+                )
             )
         if chosen.exact and self.reduce is not None:
-            raise ValueError(f"exact adds gradients as integers, reduce {self.reduce} as numbers: leave one out")
+            raise ValueError(
+                Message(
+                    "exact adds gradients as integers, reduce {reduce} as numbers: leave one out", reduce=self.reduce
+                )
+            )
         if chosen.rounds and self.optimizer.whole:
             raise ValueError(
-                f"precision {chosen.name} rounds states of an element for each weight, which {self.optimizer.name} "
-                "has not: use bf16"
+                Message(
+                    "precision {chosen} rounds states of an element for each weight, which {optimizer} has not: use "
+                    "bf16",
+                    chosen=chosen.name,
+                    optimizer=self.optimizer.name,
+                )
             )
         if self.local is not None and (self.exact or self.batch % self.local.replicas):
             what = (
-                "sums of replicas that meet rarely are not exact"
+                Message("sums of replicas that meet rarely are not exact")
                 if self.exact
-                else f"batch {self.batch} is not a multiple of its replicas"
+                else Message("batch {batch} is not a multiple of its replicas", batch=self.batch)
             )
-            raise ValueError(f"local.replicas {self.local.replicas}: {what}: choose another number, or leave local out")
+            raise ValueError(
+                Message(
+                    "local.replicas {replicas}: {what}: choose another number, or leave local out",
+                    replicas=self.local.replicas,
+                    what=what,
+                )
+            )
         return self
 
     @property
@@ -290,7 +327,7 @@ class DataConfig(StrictModel):
     @classmethod
     def _named(cls, source: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not source or not all(source):
-            raise ValueError("names no file: write 'stdlib', a path, or a list of paths")
+            raise ValueError(Message("names no file: write 'stdlib', a path, or a list of paths"))
         return source
 
     @property

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from meshwright.core.ipc import IpcMessage
+from meshwright.core.messages import Message
 from meshwright.core.printable_text import escape_terminal_controls
 from meshwright.core.units import show_bytes, show_count, show_seconds
 from meshwright.spec.record import StepRecord
@@ -54,7 +55,7 @@ class RunConsole:
         if kind in self._heeded:
             self._heeded[kind](message)
         elif kind not in SILENT_KINDS:
-            self.note(f"a rank says {kind!r}, which this version does not know: passed over")
+            self.note(Message("a rank says {kind!r}, which this version does not know: passed over", kind=kind))
 
     def note(self, line: str) -> None:
         """Prints a permanent line, translated."""
@@ -87,16 +88,19 @@ class RunConsole:
             return  # the ranks have restarted: the supervisor has reported that
         self.note(message["data"])
         if self.first >= self.steps:
-            self.note(f"all {self.steps} steps are done")
+            self.note(Message("all {steps} steps are done", steps=self.steps))
         elif self.first and message.get("source") == "memory":
-            self.note(f"goes on from the snapshots of step {self.first}")
+            self.note(Message("goes on from the snapshots of step {first}", first=self.first))
         elif self.first:
-            self.note(f"goes on from the checkpoint of step {self.first}")
+            self.note(Message("goes on from the checkpoint of step {first}", first=self.first))
         if self.console.is_terminal and not self.quiet and self.first < self.steps:
             whole = Column(
                 no_wrap=True, min_width=len(f"step {self.steps}/{self.steps}")
             )  # a narrow screen cuts the later columns
-            step = TextColumn(self.words("step {task.completed}/{task.total}"), table_column=whole)
+            step = TextColumn(
+                self.words(Message("step {step}/{steps}", step="{task.completed}", steps="{task.total}")),
+                table_column=whole,
+            )
             columns = (step, BarColumn(), TextColumn("{task.description}"))
             self._progress = Progress(*columns, console=self.console, transient=True)
             self._task = self._progress.add_task("", total=self.steps, completed=self.first)
@@ -113,36 +117,48 @@ class RunConsole:
         notable = record.held_out_loss is not None or record.skipped or record.step == self.steps
         if notable or (self._progress is None and now - self._shown > LINE_INTERVAL_SECONDS):
             self._shown = now
-            self.show(f"{self.words(f'step {record.step}/{self.steps}')}  {self._words(record)}")
+            step = self.words(Message("step {step}/{steps}", step=record.step, steps=self.steps))
+            self.show(f"{step}  {self._words(record)}")
         waited = record.exposed.get("offload", 0.0)
         if record.step == self.first + WARMUP_STEPS and waited > record.seconds / 2:
             self.note(
-                f"step {record.step} waited {show_seconds(waited)} of {show_seconds(record.seconds)} for offloaded "
-                "data: "
-                "a folder on a faster disk (--offload-to), or a smaller offload fraction (off-optimizer-disk50, "
-                "off-activations-disk8), waits less"
+                Message(
+                    "step {step} waited {waited} of {seconds} for offloaded data: a folder on a faster disk "
+                    "(--offload-to), or a smaller offload fraction (off-optimizer-disk50, off-activations-disk8), "
+                    "waits less",
+                    step=record.step,
+                    waited=show_seconds(waited),
+                    seconds=show_seconds(record.seconds),
+                )
             )
 
     def _words(self, record: StepRecord) -> str:
-        words = [f"loss {record.loss:.4f}"] if record.tokens else []
+        words = [Message("loss {loss:.4f}", loss=record.loss)] if record.tokens else []
         if record.held_out_loss is not None:
-            words.append(f"val loss {record.held_out_loss:.4f}")
+            words.append(Message("val loss {held_out_loss:.4f}", held_out_loss=record.held_out_loss))
         if record.skipped:
-            words.append("skipped: the gradient was not finite")
+            words.append(Message("skipped: the gradient was not finite"))
         if record.tokens:
-            words.append(f"{show_count(record.tokens_per_second)} tokens/s")
+            words.append(
+                Message("{tokens_per_second} tokens/s", tokens_per_second=show_count(record.tokens_per_second))
+            )
             kind = (
                 "reserved" if "reserved" in record.memory else "resident"
             )  # ranks of one host that use shared memory count it together
-            words.append(f"{show_bytes(record.memory.get(kind, 0.0))} on the peak rank")
+            words.append(Message("{memory} on the peak rank", memory=show_bytes(record.memory.get(kind, 0.0))))
         done = record.step - self.first
         if done > 0 and record.step < self.steps:
-            words.append(f"{show_seconds((time.monotonic() - self._began) / done * (self.steps - record.step))} left")
+            words.append(
+                Message(
+                    "{time} left",
+                    time=show_seconds((time.monotonic() - self._began) / done * (self.steps - record.step)),
+                )
+            )
         return "  ".join(map(self.words, words))
 
     def _saved(self, message: IpcMessage) -> None:
         if message["step"] == self.steps or self._progress is None:
-            self.note(f"checkpoint {message['path']}")
+            self.note(Message("checkpoint {path}", path=message["path"]))
 
     def _stopped(self, message: IpcMessage) -> None:
         self.close()
@@ -150,10 +166,10 @@ class RunConsole:
     def _sample(self, message: IpcMessage) -> None:
         self.close()
         if "why" in message:
-            self.note(f"no sample: {message['why']}")
+            self.note(Message("no sample: {why}", why=message["why"]))
             return
         self.sample = message["text"]
-        self.note("a sample of what it writes:")
+        self.note(Message("a sample of what it writes:"))
         for line in self.sample.splitlines():
             self.show(f"  | {line}")
 

@@ -48,6 +48,7 @@ from typing import NoReturn
 
 from meshwright.core.connection_listener import ConnectionListener
 from meshwright.core.ipc import IpcMessage, MessageReader, write_message
+from meshwright.core.messages import Message
 from meshwright.core.rendezvous_store import RendezvousStore, store_key_prefix
 from meshwright.core.secure_channel import collective_environment
 from meshwright.core.signals import STOP_SIGNALS
@@ -100,8 +101,8 @@ def fork_obstacle(opened: Iterable[str], initialized: bool) -> str:
     '/dev/nvidia-uvm is open'
     """
     if CUDA_DEVICE_FILE in opened:
-        return f"{CUDA_DEVICE_FILE} is open"
-    return "torch has initialized CUDA" if initialized else ""
+        return Message("{cuda_device_file} is open", cuda_device_file=CUDA_DEVICE_FILE)
+    return Message("torch has initialized CUDA") if initialized else ""
 
 
 def open_file_paths() -> list[str]:

@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.messages import Message
 from meshwright.spec.record import StepRecord
 
 MEDIAN_WINDOW_STEPS = 32
@@ -97,14 +98,21 @@ class LossSpikeDetector:
         self.back[to] = self.back.get(to, 0) + 1
         if self.back[to] > MAX_ROLLBACKS:
             raise MeshwrightError(
-                f"the loss has risen again after step {to}, and {MAX_ROLLBACKS} times leaving out batches did not "
-                "help: a smaller learning rate may; "
-                "workload.spikes=keep trains on"
+                Message(
+                    "the loss has risen again after step {to}, and {max_rollbacks} times leaving out batches did not "
+                    "help: a smaller learning rate may; workload.spikes=keep trains on",
+                    to=to,
+                    max_rollbacks=MAX_ROLLBACKS,
+                )
             )
         self._leave_out(left_out, batches)
-        return (
-            f"step {step}: the loss has risen: back to the checkpoint of step {to}, without batches {batches[0]} to "
-            f"{batches[1] - 1}"
+        return Message(
+            "step {step}: the loss has risen: back to the checkpoint of step {to}, without batches {batches} to "
+            "{batches_2}",
+            step=step,
+            to=to,
+            batches=batches[0],
+            batches_2=batches[1] - 1,
         )
 
     def _leave_out(self, left_out: list[tuple[int, int]], batches: tuple[int, int]) -> None:

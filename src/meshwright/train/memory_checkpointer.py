@@ -36,6 +36,7 @@ from meshwright.checkpoint.memory_checkpoint import (
 from meshwright.checkpoint.save import RankExchange
 from meshwright.core.cgroup_limits import cgroup_memory_available
 from meshwright.core.heartbeat import Heartbeat, HeartbeatField
+from meshwright.core.messages import Message
 from meshwright.core.snapshots import SNAPSHOT_SLOTS
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.runtime.backend import backend_of
@@ -114,7 +115,7 @@ MAX_WAIT_FRACTION, MIN_MEASURED_STEPS = 0.1, 10
 """The largest fraction of the time that overlapped copies may stall training without a warning, and the steps of that
 measurement."""
 
-PEER_OUT_OF_MEMORY_TEXT = (
+PEER_OUT_OF_MEMORY_TEXT = Message(
     "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last "
     "checkpoint"
 )
@@ -207,7 +208,7 @@ class MemoryCheckpointer:
 
     def _refusal(self, layout: SnapshotLayout) -> str:
         if self.trainer.mesh.state_swapper is not None and self.trainer.mesh.state_swapper.swap_file is not None:
-            return (
+            return Message(
                 "no copies in memory of what the plan keeps in files; a rank that fails costs the steps since the "
                 "last checkpoint"
             )
@@ -218,10 +219,11 @@ class MemoryCheckpointer:
         free = min(psutil.virtual_memory().available, cgroup_memory_available())
         if needs <= MAX_FREE_MEMORY_FRACTION * free:
             return ""
-        return (
-            f"no copies in memory: they would take {show_bytes(needs)} of the {show_bytes(free)} that this machine "
-            "has left; "
-            "a rank that fails costs the steps since the last checkpoint"
+        return Message(
+            "no copies in memory: they would take {needs} of the {free} that this machine has left; a rank that fails "
+            "costs the steps since the last checkpoint",
+            needs=show_bytes(needs),
+            free=show_bytes(free),
         )
 
 
@@ -236,10 +238,11 @@ def overhead_warning(waited: float, seconds: float, steps: int) -> str:
     """
     if steps < MIN_MEASURED_STEPS or waited <= MAX_WAIT_FRACTION * seconds:
         return ""
-    return (
-        f"copies in memory make each step wait {show_seconds(waited / steps)} of its {show_seconds(seconds / steps)}: "
-        "--set run.memory_checkpoints=false trains without them, and a rank that fails costs the steps since the "
-        "last checkpoint"
+    return Message(
+        "copies in memory make each step wait {waited} of its {seconds}: --set run.memory_checkpoints=false trains "
+        "without them, and a rank that fails costs the steps since the last checkpoint",
+        waited=show_seconds(waited / steps),
+        seconds=show_seconds(seconds / steps),
     )
 
 

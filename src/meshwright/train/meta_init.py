@@ -34,6 +34,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from meshwright.checkpoint.hf_weights import BUFFER_PREFIX, WEIGHT_PREFIX, HfWeights, WeightSource, load_weights
 from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime import state_dict
 from meshwright.runtime.engine import Engine
 
@@ -107,9 +108,13 @@ def _build_source(weights: HfWeights, rule: Any, parts: dict[str, list[str]]) ->
     where = [step.dim for step in rule.operations] == [0, 1][: len(steps)] if plain else False
     if not where or len(rule.target_patterns) > 1 or len({len(column) for column in columns}) > 1:
         raise InputError(
-            f"{weights.path}: {first!r} is laid in a way that is not read here ({', '.join(steps)}); once, by "
-            "transformers: "
-            "from_pretrained(...).save_pretrained(..., save_original_format=False)"
+            Message(
+                "{path}: {first!r} is laid in a way that is not read here ({steps}); once, by transformers: "
+                "from_pretrained(...).save_pretrained(..., save_original_format=False)",
+                path=weights.path,
+                first=first,
+                steps=", ".join(steps),
+            )
         )
     rows = tuple(zip(*columns, strict=True)) if stacked else (tuple(key for column in columns for key in column),)
     return WeightSource(rows, stacked)
@@ -198,7 +203,13 @@ def _load_buffers(engine: Engine, weights: HfWeights) -> None:
             continue
         if tuple(found.shape) != piece.shape:
             raise InputError(
-                f"{weights.path}: {name} has shape {list(found.shape)}, this model's is {list(piece.shape)}"
+                Message(
+                    "{path}: {name} has shape {shape}, this model's is {model_shape}",
+                    path=weights.path,
+                    name=name,
+                    shape=list(found.shape),
+                    model_shape=list(piece.shape),
+                )
             )
         if piece.split is not None:
             found = torch.cat(

@@ -31,6 +31,7 @@ import xxhash
 
 from meshwright.core.append_file import AppendOnlyFile
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.messages import Message
 from meshwright.core.storage import StorageFailed, describe_failure, read_file, read_text
 from meshwright.data.loader import SampleRange, TensorBatch
 from meshwright.runtime.comm.async_collectives import all_reduce
@@ -109,8 +110,13 @@ def combine_accounts(by_rank: Sequence[Sequence[float]], grid: RankGrid, step: i
             if lines[rank] != usual:
                 other = next(other for other in ranks if lines[other] == usual)
                 raise MeshwrightError(
-                    f"step {step}: rank {rank} and rank {other} share their rows and read different bytes: "
-                    "a data file, its cache or the memory of one of them is damaged"
+                    Message(
+                        "step {step}: rank {rank} and rank {other} share their rows and read different bytes: a data "
+                        "file, its cache or the memory of one of them is damaged",
+                        step=step,
+                        rank=rank,
+                        other=other,
+                    )
                 )
     firsts = [lines[ranks[0]] for ranks in replicas.values()]
     counts, squares = (
@@ -148,7 +154,13 @@ def _append_proof(path: Path, proof: RecordedProof, say: Callable[[str], None]) 
     lines = AppendOnlyFile(path)
     error = lines.append(proof.to_json()) or lines.close()
     if error is not None:
-        say(f"a proof is not in {PROOFS_FILE}: {describe_failure(error)}; training goes on")
+        say(
+            Message(
+                "a proof is not in {proofs_file}: {failure}; training goes on",
+                proofs_file=PROOFS_FILE,
+                failure=describe_failure(error),
+            )
+        )
 
 
 def _last_equal(path: Path, plan: str) -> RecordedProof | None:
@@ -166,12 +178,18 @@ def _last_equal(path: Path, plan: str) -> RecordedProof | None:
 def launch_notes(launch: LaunchSpec, trainer: Trainer, parameters: int) -> Iterator[str]:
     """Yields lines for the user about what of a launch is not as expected. `parameters`: of the model."""
     if (expected := launch.parameters) and expected != parameters:
-        yield f"the model has {parameters:,} parameters, the planner counted {expected:,}: its estimates are off"
+        yield Message(
+            "the model has {parameters:,} parameters, the planner counted {expected:,}: its estimates are off",
+            parameters=parameters,
+            expected=expected,
+        )
     if launch.run.sdc_check_every and (why := recompute_obstacle(trainer)):
-        yield f"run.sdc_check_every: gradients are not computed twice: {why}"
+        yield Message("run.sdc_check_every: gradients are not computed twice: {why}", why=why)
     requested, units = launch.workload.compression, trainer.engine.zero.trainable
     if requested is not None and not any(way is not None for unit in units for way in unit.compressors):
-        yield f"compression {requested.kind}: no gradients leave this machine, so that nothing is compressed"
+        yield Message(
+            "compression {kind}: no gradients leave this machine, so that nothing is compressed", kind=requested.kind
+        )
 
 
 LogFunction = Callable[[str], None]
@@ -244,9 +262,15 @@ class RecordWriter:
         """Appends a record, or buffers it where the disk is full."""
         error = self._lines.append(json.dumps(record.model_dump(exclude_none=True), separators=(",", ":")))
         if error is not None and not self._waits_since:
-            self.say(f"records wait in memory from step {record.step} on: {describe_failure(error)}; training goes on")
+            self.say(
+                Message(
+                    "records wait in memory from step {step} on: {failure}; training goes on",
+                    step=record.step,
+                    failure=describe_failure(error),
+                )
+            )
         elif error is None and self._waits_since:
-            self.say(f"the records from step {self._waits_since} on are written")
+            self.say(Message("the records from step {waits_since} on are written", waits_since=self._waits_since))
         self._waits_since = (self._waits_since or record.step) if error is not None else 0
         if self._writer is not None:
             with contextlib.suppress(OSError):  # if there is no space for a record, there is none for events
@@ -266,7 +290,14 @@ class RecordWriter:
         """Closes the files and reports records that could not be written."""
         error = self._lines.close()
         if error is not None:
-            self.say(f"{self._lines.lost} records from step {self._waits_since} on are lost: {describe_failure(error)}")
+            self.say(
+                Message(
+                    "{lost} records from step {waits_since} on are lost: {failure}",
+                    lost=self._lines.lost,
+                    waits_since=self._waits_since,
+                    failure=describe_failure(error),
+                )
+            )
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 self._writer.close()

@@ -36,6 +36,7 @@ from meshwright.analysis.lora import lora_layers
 from meshwright.analysis.run_conditions import MAX_RANDOM_PARAMS, random_weights
 from meshwright.checkpoint.hf_weights import has_weights
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.data.dataset import DataObjective, Dataset, open_dataset
 from meshwright.data.loader import BatchLoader
 from meshwright.models.registry import build_reference_model
@@ -58,11 +59,25 @@ def load_user_function(name: str, what: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
             raise
-        raise InputError(f"{what} {name!r}: there is no module {error.name!r} here or installed") from None
+        raise InputError(
+            Message(
+                "{what} {name!r}: there is no module {error!r} here or installed",
+                what=what,
+                name=name,
+                error=error.name,
+            )
+        ) from None
     found: Callable[..., Any] | None = getattr(module, function, None)
     if found is None:
         raise InputError(
-            f"{what} {name!r}: module {module_name!r} has no {function!r}{did_you_mean(function, vars(module))}"
+            Message(
+                "{what} {name!r}: module {module_name!r} has no {function!r}{hint}",
+                what=what,
+                name=name,
+                module_name=module_name,
+                function=function,
+                hint=did_you_mean(function, vars(module)),
+            )
         )
     return found
 
@@ -73,7 +88,7 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     try:
         import peft
     except ImportError:
-        raise InputError("LoRA needs peft: pip install 'meshwright[peft]'") from None
+        raise InputError(Message("LoRA needs peft: pip install 'meshwright[peft]'")) from None
     layers = [
         path
         for path, module in model.named_modules()
@@ -83,8 +98,12 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     for target in lora.target:
         if target.rpartition(".")[2] not in known:
             raise InputError(
-                f"lora.target {target!r} is no layer of this model{did_you_mean(target, known)}; it has "
-                f"{', '.join(sorted(known))}"
+                Message(
+                    "lora.target {target!r} is no layer of this model{hint}; it has {known}",
+                    target=target,
+                    hint=did_you_mean(target, known),
+                    known=", ".join(sorted(known)),
+                )
             )
     config = peft.LoraConfig(
         r=lora.rank,
@@ -98,7 +117,7 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
             warnings.simplefilter("ignore")  # peft warns about the orientation of a weight, which it detects itself
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise InputError(f"lora: {str(error).partition(chr(10))[0][:200]}") from error
+        raise InputError(Message("lora: {error}", error=str(error).partition(chr(10))[0][:200])) from error
     random = torch.Generator().manual_seed(seed)
     for layer in lora_layers(model).values():
         for one in ("lora_A", "lora_B"):
@@ -169,14 +188,21 @@ def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
         import transformers
     except ImportError:
         raise InputError(
-            f"model folder {str(folder)!r} needs transformers: pip install 'meshwright[huggingface]'"
+            Message(
+                "model folder {folder!r} needs transformers: pip install 'meshwright[huggingface]'", folder=str(folder)
+            )
         ) from None
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0][:200]
         raise InputError(
-            f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: {reason}"
+            Message(
+                "{folder}: transformers {version} cannot read it: {reason}",
+                folder=folder / "config.json",
+                version=transformers.__version__,
+                reason=reason,
+            )
         ) from error
     names = list(getattr(config, "architectures", None) or [])
     usual = (
@@ -187,11 +213,19 @@ def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
     kind: Any = getattr(transformers, names[0], None) if names else usual
     if kind is None:
         raise InputError(
-            f"{folder / 'config.json'}: transformers {transformers.__version__} has no architecture {names[0]!r}"
+            Message(
+                "{folder}: transformers {version} has no architecture {names!r}",
+                folder=folder / "config.json",
+                version=transformers.__version__,
+                names=names[0],
+            )
         )
     if filled and getattr(config, "quantization_config", None):
         raise InputError(
-            f"{folder / 'config.json'}: its weights are quantized and cannot be trained: undo the quantization first"
+            Message(
+                "{folder}: its weights are quantized and cannot be trained: undo the quantization first",
+                folder=folder / "config.json",
+            )
         )
     if not names:
         return lambda: kind.from_config(copy.deepcopy(config), dtype=torch.float32)
@@ -201,7 +235,9 @@ def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
 def _user_model(name: str) -> nn.Module:
     model = load_user_function(name, "model")()
     if not isinstance(model, nn.Module):
-        raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
+        raise InputError(
+            Message("model {name!r} returned a {type}, not a torch.nn.Module", name=name, type=type(model).__name__)
+        )
     return model
 
 
@@ -211,9 +247,12 @@ def model_objective(source: ModelSource, model: nn.Module) -> DataObjective:
     others = extra_inputs(make_example(model))
     if others:
         raise InputError(
-            f"model {source.name!r} reads {', '.join(others)}, and the data of a job are token ids or images: train "
-            "it in a loop of your own, "
-            "with meshwright.parallelize and trainer.step"
+            Message(
+                "model {source!r} reads {others}, and the data of a job are token ids or images: train it in a loop "
+                "of your own, with meshwright.parallelize and trainer.step",
+                source=source.name,
+                others=", ".join(others),
+            )
         )
     kind = str(source.sizes.get("kind", ""))
     if kind == "convnet" or type(model).__name__.endswith("ForImageClassification"):
@@ -230,13 +269,17 @@ def open_training_data(
     note: Callable[[str], None],
     report_corruption: Callable[[str], None],
 ) -> Dataset:
-    """Opens the dataset of a launch. `note` gets lines for the user, `report_corruption` lines about damaged data. Raises
-    InputError where the model cannot read it."""
+    """Opens the dataset of a launch. `note` gets lines for the user, `report_corruption` lines about damaged data.
+
+    Raises: InputError if the model cannot read it.
+    """
     positions = accepts_packed_documents(model)
     if launch.data.documents == "apart" and not positions:
         raise InputError(
-            f"data.documents=apart: {type(model).__name__} has no position_ids that keep its attention inside of "
-            "a document"
+            Message(
+                "data.documents=apart: {type} has no position_ids that keep its attention inside of a document",
+                type=type(model).__name__,
+            )
         )
     vocabulary = vocabulary_size(launch.model, model)
     return open_dataset(

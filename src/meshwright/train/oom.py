@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
 from meshwright.runtime.backend import backend_of
 from meshwright.spec.estimate import MemoryBreakdown
@@ -55,30 +56,37 @@ def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
             raise OutOfMemory(oom_message(holder, doing, str(error))) from None
         if (overwritten := re.search(INPLACE_ERROR_PATTERN, str(error))) is not None:
             raise InputError(
-                f"plan {holder.plan.name}: backward needs a tensor of shape {overwritten[1]}, {overwritten[2]}, that "
-                "the model's forward has overwritten in place "
-                "since: use the operation that makes a new tensor (x + y for x.add_(y)); "
-                "torch.autograd.set_detect_anomaly(True) shows the line"
+                Message(
+                    "plan {plan}: backward needs a tensor of shape {shape}, {output}, that the model's forward has "
+                    "overwritten in place since: use the operation that makes a new tensor (x + y for x.add_(y)); "
+                    "torch.autograd.set_detect_anomaly(True) shows the line",
+                    plan=holder.plan.name,
+                    shape=overwritten[1],
+                    output=overwritten[2],
+                )
             ) from None
         if holder.plan.zero == 3 and any(words in str(error) for words in RESHARDED_ERRORS):
             raise InputError(
-                f"plan {holder.plan.name}: this model reads weights where ZeRO 3 has let them go, outside of the "
-                "forward of the module or block "
-                "that holds them (a backward of its own, say): use z2 at most"
+                Message(
+                    "plan {plan}: this model reads weights where ZeRO 3 has let them go, outside of the forward of "
+                    "the module or block that holds them (a backward of its own, say): use z2 at most",
+                    plan=holder.plan.name,
+                )
             ) from None
         raise
 
 
 def oom_message(holder: MemoryReport, doing: str, error: str) -> str:
     """Returns the line for `error`."""
-    said = f"rank {holder.rank} is out of memory {doing}"
     try:
-        return f"{said}: {_memory_breakdown(holder, error)}"
+        return _memory_breakdown(holder, doing, error)
     except Exception:  # the report itself can run out of memory
-        return f"{said}, and for saying what holds it"
+        return Message(
+            "rank {rank} is out of memory {doing}, and for saying what holds it", rank=holder.rank, doing=doing
+        )
 
 
-def _memory_breakdown(holder: MemoryReport, error: str) -> str:
+def _memory_breakdown(holder: MemoryReport, doing: str, error: str) -> str:
     requested = re.search(r"allocate (\d+) bytes|allocate ([\d.]+) ([KMGT]?)i?B", error)
     more = (
         0.0
@@ -86,7 +94,7 @@ def _memory_breakdown(holder: MemoryReport, error: str) -> str:
         else float(requested[1] or float(requested[2]) * 1024.0 ** " KMGT".index(requested[3] or " "))
     )
     stored = dict(holder.resident())
-    rest = "activations and all else" if stored else "all that it holds"
+    rest = Message("activations and all else") if stored else Message("all that it holds")
     on_device = (
         allocated
         if (allocated := backend_of(holder.device).allocated_bytes(holder.device)) is not None
@@ -94,14 +102,29 @@ def _memory_breakdown(holder: MemoryReport, error: str) -> str:
     )
     stored[rest] = max(on_device - sum(stored.values()), 0.0)
     kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in stored.items())
-    size = f"{show_bytes(more)} more were" if more else "more was"
-    return f"{size} asked for beside {kinds}; {_largest_excess(holder, {**stored, rest: stored[rest] + more}, rest)}"
+    excess = _largest_excess(holder, {**stored, rest: stored[rest] + more}, rest)
+    if not more:
+        return Message(
+            "rank {rank} is out of memory {doing}: more was asked for beside {kinds}; {excess}",
+            rank=holder.rank,
+            doing=doing,
+            kinds=kinds,
+            excess=excess,
+        )
+    return Message(
+        "rank {rank} is out of memory {doing}: {more} more were asked for beside {kinds}; {excess}",
+        rank=holder.rank,
+        doing=doing,
+        more=show_bytes(more),
+        kinds=kinds,
+        excess=excess,
+    )
 
 
 def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str) -> str:
     """Describes the kind in `wanted` that exceeds its prediction the most."""
     if (predicted := holder.predicted) is None:
-        return "ZeRO (z1 to z3), rc-full and off-optimizer hold less, and `meshwright plan` finds what fits"
+        return Message("ZeRO (z1 to z3), rc-full and off-optimizer hold less, and `meshwright plan` finds what fits")
     whole = (
         predicted.reserved if backend_of(holder.device).memory_is_host else predicted.total
     )  # a process needs more than what it allocates
@@ -110,6 +133,15 @@ def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str
     most = max(wanted, key=lambda kind: wanted[kind] - said[kind])
     beyond = wanted[most] - said[most]
     if beyond <= 0:
-        return f"no kind takes more than was predicted ({show_bytes(whole)} in all): less than that is free here"
+        return Message(
+            "no kind takes more than was predicted ({whole} in all): less than that is free here",
+            whole=show_bytes(whole),
+        )
     had, were = show_bytes(wanted[most]), show_bytes(max(said[most], 0.0))
-    return f"that is {had} for {most}, {show_bytes(beyond)} more than the {were} that were predicted"
+    return Message(
+        "that is {had} for {most}, {beyond} more than the {were} that were predicted",
+        had=had,
+        most=most,
+        beyond=show_bytes(beyond),
+        were=were,
+    )

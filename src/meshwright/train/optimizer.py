@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from meshwright.core.errors import InputError
-from meshwright.spec.constraints import diloco_violations, exact_sum_violations
+from meshwright.core.messages import Message
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 from meshwright.spec.workload import OptimizerConfig, Workload
+from meshwright.spec.workload_constraints import diloco_violations, exact_sum_violations
 from meshwright.train.model import load_user_function
 
 
@@ -30,7 +31,7 @@ def precision_recipe(workload: Workload, plan: Plan) -> Recipe:
     """Returns the precision recipe of `workload`. Raises InputError where `plan` sums other micro-batches than an exact
     workload requires."""
     for fault in chain(exact_sum_violations(plan, workload.exact), diloco_violations(plan, workload.local)):
-        raise InputError(f"plan {plan.name}: {fault.message}")
+        raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=fault.message))
     return workload.recipe
 
 

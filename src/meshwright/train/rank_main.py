@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 from meshwright.core.errors import InputError, MeshwrightError, translate_system_error
 from meshwright.core.heartbeat import open_heartbeats
 from meshwright.core.ipc import IpcMessage, MessageReader, write_message
+from meshwright.core.messages import Message
 from meshwright.core.signals import install_stop_handler
 from meshwright.core.snapshots import read_snapshot_locations
 
@@ -112,8 +113,9 @@ class RankControl:
         if self.rank == 0 and not self.stop:
             self.say(
                 "note",
-                line=(
-                    f"{signal.Signals(number).name}: the step ends, then everything is saved; once more to stop at once"
+                line=Message(
+                    "{signals}: the step ends, then everything is saved; once more to stop at once",
+                    signals=signal.Signals(number).name,
                 ),
             )
         self._on_signal(number, frame)
@@ -253,11 +255,23 @@ def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | Non
     rank, world = int(environment[names[0]]), int(environment[names[1]])
     if world > 1 and "MASTER_ADDR" not in environment:
         raise InputError(
-            f"{names[1]} is {world} but MASTER_ADDR is not set: name the host of rank 0 (and MASTER_PORT, a free "
-            "port there)"
+            Message(
+                "{names} is {world} but MASTER_ADDR is not set: name the host of rank 0 (and MASTER_PORT, a free port "
+                "there)",
+                names=names[1],
+                world=world,
+            )
         )
     if not 0 <= rank < world:
-        raise InputError(f"{names[0]} ({rank}) is not a rank of a world of {world} ({names[1]})")
+        raise InputError(
+            Message(
+                "{rank_variable} ({rank}) is not a rank of a world of {world} ({world_variable})",
+                rank_variable=names[0],
+                rank=rank,
+                world=world,
+                world_variable=names[1],
+            )
+        )
     return ExternalLaunch(rank, world, " and ".join(names))
 
 
@@ -341,6 +355,8 @@ def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> Proce
             if "EADDRINUSE" not in str(error):
                 raise
             place = f"port {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']}"
-            raise InputError(f"{place} is in use: set MASTER_PORT to a free one (torchrun: --master-port)") from None
+            raise InputError(
+                Message("{place} is in use: set MASTER_PORT to a free one (torchrun: --master-port)", place=place)
+            ) from None
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
     return ProcessGroups(rank, world, control)

@@ -32,6 +32,7 @@ from meshwright.checkpoint.save import RankExchange, SaveFailed
 from meshwright.core import storage
 from meshwright.core.errors import InputError
 from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
+from meshwright.core.messages import Message
 from meshwright.core.snapshots import SNAPSHOT_SLOTS, SNAPSHOT_SLOTS_MULTI_NODE
 from meshwright.data.sampler import batch_index
 from meshwright.spec.event import EVENTS_FILE_NAME, parse_events
@@ -128,9 +129,13 @@ class Recovery:
         self.guard.read(extra.get("guard", {}))
         if data != self.identity["data"]:
             raise InputError(
-                f"run {self.launch.run.folder!r} was trained on other data ({data[:8]}, now "
-                f"{self.identity['data'][:8]}): "
-                "restore the files, or choose another --run"
+                Message(
+                    "run {folder!r} was trained on other data ({data}, now {data_2}): restore the files, or choose "
+                    "another --run",
+                    folder=self.launch.run.folder,
+                    data=data[:8],
+                    data_2=self.identity["data"][:8],
+                )
             )
 
     def unreported(self, reported: int) -> StepRecord | None:
@@ -173,7 +178,11 @@ class Recovery:
         if not path:
             guard.forget()
             if first:
-                self._note(f"step {step}: the loss has risen and no checkpoint is from before: training goes on")
+                self._note(
+                    Message(
+                        "step {step}: the loss has risen and no checkpoint is from before: training goes on", step=step
+                    )
+                )
             return step
         if self.copies is not None:
             self.copies.memory.head.hold(0)
@@ -338,12 +347,15 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
     had_saved, reported = json.loads(ranks.all_gather(json.dumps(found))[0])
     if had_saved:
         raise InputError(
-            f"run {launch.run.folder!r} has reported {reported} steps and has no checkpoint any more: restore its "
-            "checkpoints, "
-            "choose another --run, or begin at step 0 with --set run.restart=true"
+            Message(
+                "run {folder!r} has reported {reported} steps and has no checkpoint any more: restore its "
+                "checkpoints, choose another --run, or begin at step 0 with --set run.restart=true",
+                folder=launch.run.folder,
+                reported=reported,
+            )
         )
     if reported > 0 and ranks.rank == 0:
-        say(f"begins at step 0 again: the {reported} steps before were not saved yet")
+        say(Message("begins at step 0 again: the {reported} steps before were not saved yet", reported=reported))
 
 
 def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callable[[str], None]) -> None:
@@ -351,8 +363,13 @@ def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callab
     one. Then it waits `pause` seconds, so that a person can act."""
     removed = prune_checkpoints(folder, 1, say=say)
     if removed:
-        say(f"removed {', '.join(path.name for path in removed)}, so that the last checkpoint finds room")
-    say(f"the last checkpoint is tried again in {pause:.0f} s")
+        say(
+            Message(
+                "removed {names}, so that the last checkpoint finds room",
+                names=", ".join(path.name for path in removed),
+            )
+        )
+    say(Message("the last checkpoint is tried again in {pause:.0f} s", pause=pause))
     end = time.perf_counter() + pause
     while time.perf_counter() < end:
         pulse.at(RankPhase.save)

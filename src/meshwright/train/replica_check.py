@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from meshwright.checkpoint.safetensors_writer import tensor_bytes
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.group import CommGroup
@@ -44,7 +45,12 @@ class ReplicaRepair(NamedTuple):
     def line(self) -> str:
         """Returns the line for the user."""
         who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
-        return f"step {self.step}: the {self.what} differed: {who} held wrong ones and has right ones now"
+        return Message(
+            "step {step}: the {what} differed: {who} held wrong ones and has right ones now",
+            step=self.step,
+            what=self.what,
+            who=who,
+        )
 
 
 class _ReplicatedState(NamedTuple):
@@ -55,7 +61,7 @@ class _ReplicatedState(NamedTuple):
     @property
     def key(self) -> str:
         """Returns the name of the states, unique over all ranks."""
-        return f"{self.what} of ranks {', '.join(map(str, self.group.ranks))}"
+        return Message("{what} of ranks {ranks}", what=self.what, ranks=", ".join(map(str, self.group.ranks)))
 
 
 def compare_replicas(state: TrainState) -> list[ReplicaRepair]:
@@ -80,8 +86,12 @@ def compare_replicas(state: TrainState) -> list[ReplicaRepair]:
             continue
         if 2 * count <= len(by_rank):
             raise ReplicaMismatch(
-                f"the {key} differ after step {state.steps} and there is no majority to say which is right: "
-                "a bit has flipped; the same command goes on from the last checkpoint"
+                Message(
+                    "the {key} differ after step {steps} and there is no majority to say which is right: a bit has "
+                    "flipped; the same command goes on from the last checkpoint",
+                    key=key,
+                    steps=state.steps,
+                )
             )
         mended.append(ReplicaRepair(key, wrong, state.steps))
         mine = next((each for each in stored if each.key == key), None)

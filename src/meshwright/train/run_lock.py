@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 LOCK_TIMEOUT_SECONDS = 0.5
 """Seconds to retry: a probe by another process (`is_locked`) takes the lock for less."""
@@ -58,10 +59,16 @@ class RunLock:
         end = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while not self._take():
             if time.monotonic() > end:
-                holder = os.read(self._handle, 200).decode(errors="replace").partition("\n")[0] or "another process"
+                holder = os.read(self._handle, 200).decode(errors="replace").partition("\n")[0] or Message(
+                    "another process"
+                )
                 os.close(self._handle)
                 raise RunLocked(
-                    f"run {str(self.folder)!r} is being trained by {holder}: wait for it, or choose another --run"
+                    Message(
+                        "run {folder!r} is being trained by {holder}: wait for it, or choose another --run",
+                        folder=str(self.folder),
+                        holder=holder,
+                    )
                 )
             time.sleep(0.02)
         os.ftruncate(self._handle, 0)

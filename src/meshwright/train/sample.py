@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes, show_count
 from meshwright.data.dataset import DataObjective
 from meshwright.data.tokens import Tokenizer
@@ -99,14 +100,16 @@ def sample_of_run(
 def no_sample_reason(objective: DataObjective, tokenizer: Tokenizer | None, bytes_of_weights: float) -> str:
     """Returns why this run ends without a sample, or ''."""
     if objective == "pairs":
-        return "the model writes behind what its encoder reads: export the checkpoint and generate with transformers"
+        return Message(
+            "the model writes behind what its encoder reads: export the checkpoint and generate with transformers"
+        )
     if objective != "causal":
-        return f"the model's objective is {objective}, it does not write text"
+        return Message("the model's objective is {objective}, it does not write text", objective=objective)
     if tokenizer is None:
-        return "the data are token arrays and no tokenizer is named: set data.tokenizer"
+        return Message("the data are token arrays and no tokenizer is named: set data.tokenizer")
     if bytes_of_weights > MAX_GATHERED_WEIGHT_BYTES:
-        return (
-            f"the weights ({show_bytes(bytes_of_weights)}) are too large to meet on one rank; export the checkpoint "
-            "instead"
+        return Message(
+            "the weights ({bytes_of_weights}) are too large to meet on one rank; export the checkpoint instead",
+            bytes_of_weights=show_bytes(bytes_of_weights),
         )
     return ""

@@ -23,6 +23,7 @@ from statistics import median
 
 import torch
 
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.train.replica_check import tensors_digest
@@ -64,14 +65,23 @@ class SdcRecompute:
                 self._off = True
                 self.say(
                     step,
-                    f"step {step}: the gradient came out differently three times: gradients are not compared any more",
+                    Message(
+                        "step {step}: the gradient came out differently three times: gradients are not compared any "
+                        "more",
+                        step=step,
+                    ),
                 )
             if len(tries) == 3 and not self._off:
-                line = f"step {step}: the gradient came out differently when it was computed again"
+                line = Message("step {step}: the gradient came out differently when it was computed again", step=step)
                 self.say(
                     step,
-                    f"{line} (norm {norm:.3g}, then {_gradient_norm(found, state):.3g}): a bit had flipped; the "
-                    "step is made with what came out twice",
+                    Message(
+                        "{line} (norm {norm:.3g}, then {gradient_norm:.3g}): a bit had flipped; the step is made with "
+                        "what came out twice",
+                        line=line,
+                        norm=norm,
+                        gradient_norm=_gradient_norm(found, state),
+                    ),
                 )
             norm = _gradient_norm(found, state)
         if math.isfinite(norm):
@@ -92,13 +102,13 @@ def recompute_obstacle(state: TrainState) -> str:
     """Returns why gradients cannot be computed twice (the first pass changes some state), or '' where they can."""
     engine = state.engine
     if engine.statistics:
-        return f"{engine.statistics} has statistics over the batch"
+        return Message("{statistics} has statistics over the batch", statistics=engine.statistics)
     if engine.preflight.once.names:
-        return f"each pass moves the buffer {min(engine.preflight.once.names)}"
+        return Message("each pass moves the buffer {names}", names=min(engine.preflight.once.names))
     if engine.mesh.state_swapper is not None:
-        return "the plan keeps states elsewhere"
+        return Message("the plan keeps states elsewhere")
     if any(way is not None for unit in engine.zero.trainable for way in unit.compressors):
-        return "gradients are compressed"
+        return Message("gradients are compressed")
     return ""
 
 

@@ -51,6 +51,7 @@ from statistics import median
 from typing import NamedTuple
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message, mark_msgid
 from meshwright.spec.batch_layout import micro_batch_rows, micro_batches_by_speed
 from meshwright.spec.grid import RankGrid
 from meshwright.spec.plan import Plan
@@ -67,7 +68,9 @@ EXCLUSION_DELAY_STEPS = 20
 WARMUP_STEPS = 2
 """The first steps of a launch, which are not measured: they set up new shapes and fill caches."""
 
-ALL_HEALTHY_TEXT = "nobody holds the others up any more"
+MEASURED_GAIN_TEXT = mark_msgid("step {step}: {plan} is {found:.2f} times as fast as before it, {times:.2f} predicted")
+CHANGED_PLAN_TEXT = mark_msgid("step {step}: {plan} from here on, {times:.2f} times as fast predicted")
+ALL_HEALTHY_TEXT = Message("nobody holds the others up any more")
 
 
 class SlowPhase(StrEnum):
@@ -93,17 +96,27 @@ class Straggler(NamedTuple):
     rank: int
     phase: SlowPhase
     times: float
-    than: str = "its peers"
+    than: str = Message("its peers")
 
     @property
     def words(self) -> str:
         """Returns the diagnosis as one English sentence without a full stop."""
         if self.rank < 0 and self.phase == SlowPhase.data:
-            return f"every rank waits for its data, {self.times:.0%} of a step: its readers are slow".replace("%", " %")
+            return Message(
+                "every rank waits for its data, {share:.0f} % of a step: its readers are slow", share=100 * self.times
+            )
         if self.rank < 0:
-            return f"every rank waits {self.times:.1f} times as long for the others as before: a link is slow"
-        what = "computes" if self.phase == SlowPhase.computing else "waits for its data"
-        return f"rank {self.rank} {what} {self.times:.1f} times as long as {self.than}"
+            return Message(
+                "every rank waits {times:.1f} times as long for the others as before: a link is slow", times=self.times
+            )
+        return Message(
+            "rank {rank} computes {times:.1f} times as long as {than}"
+            if self.phase == SlowPhase.computing
+            else "rank {rank} waits for its data {times:.1f} times as long as {than}",
+            rank=self.rank,
+            times=self.times,
+            than=self.than,
+        )
 
 
 class ExclusionRequest(NamedTuple):
@@ -172,7 +185,7 @@ class StragglerMonitor:
             ] or [((), ALL_HEALTHY_TEXT)]
             said += self.links() if any(slow.phase == SlowPhase.communication for slow in found) else ()
             for ranks, words in said:
-                self.say(f"step {step}: {words}")
+                self.say(Message("step {step}: {words}", step=step, words=words))
                 self.tell("verdict", step=step, ranks=ranks, words=words)
         changed = bool(self.slow) or self.plan != self.first
         again = (
@@ -184,7 +197,7 @@ class StragglerMonitor:
                 self.tell("slow", step=step, plan=self.plan.name, **requested._asdict())
             return None
         plan, times = better
-        self.say(f"step {step}: {plan.name} from here on, {times:.2f} times as fast predicted")
+        self.say(Message(CHANGED_PLAN_TEXT, step=step, plan=plan.name, times=times))
         self.tell("rebalanced", step=step, plan=plan.name, predicted=times)
         promised = (self._seconds(), times)
         self.follow(plan)
@@ -196,7 +209,7 @@ class StragglerMonitor:
         if self._promised is not None and len(self._window) == MEDIAN_WINDOW_STEPS:
             before, times = self._promised
             self._promised, found = None, before / self._seconds()
-            self.say(f"step {step}: {self.plan.name} is {found:.2f} times as fast as before it, {times:.2f} predicted")
+            self.say(Message(MEASURED_GAIN_TEXT, step=step, plan=self.plan.name, found=found, times=times))
             self.tell("rebalance_result", step=step, plan=self.plan.name, predicted=times, measured=found)
 
     def _seconds(self) -> float:
@@ -368,7 +381,11 @@ class StragglerMonitor:
                     and seconds[rank] > MIN_SLOWDOWN_RATIO * usual
                     and (seconds[rank] - usual) * count > max(MIN_STEP_FRACTION * step, MIN_SPREAD_RATIO * differing)
                 ):
-                    than = "before" if self._is_heterogeneous and phase == SlowPhase.computing else "its peers"
+                    than = (
+                        Message("before")
+                        if self._is_heterogeneous and phase == SlowPhase.computing
+                        else Message("its peers")
+                    )
                     found.append(Straggler(rank, phase, seconds[rank] / max(usual, 1e-6), than))
         if not found and min(data) > MIN_STEP_FRACTION * step:
             found.append(Straggler(-1, SlowPhase.data, min(data) / step))

@@ -19,6 +19,7 @@ from torch import nn
 
 from meshwright.analysis.dry_run import in_eval_mode
 from meshwright.core.heartbeat import RankPhase
+from meshwright.core.messages import Message
 from meshwright.runtime import state_dict
 from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.build.parallelize import parallelize_model
@@ -109,7 +110,8 @@ def parallelize(
         check_precision_support(chosen, mesh.device)
         known = ModelHints(loss=options.get("loss"), anatomy=options.get("anatomy"), example=options.get("example"))
         predicted = dict(enumerate(options.get("predicted", ()))).get(mesh.coords.pp)
-        with explain_oom(MemoryReport(mesh.rank, plan, mesh.device, predicted=predicted), "before the first step"):
+        report = MemoryReport(mesh.rank, plan, mesh.device, predicted=predicted)
+        with explain_oom(report, Message("before the first step")):
             prover = ProofSchedule(prove, model, known["loss"], chosen.compute)
             before = parameter_refs(model)
             engine, groups = parallelize_model(model, mesh, chosen, optimizer, **known)
@@ -157,7 +159,7 @@ class Trainer(TrainState):
         batch of an epoch may have any number of rows (step/inputs.py). If the gradient is not finite, all ranks skip
         the step.
         """
-        with _explain_errors(self, f"in step {self.steps + 1}"):
+        with _explain_errors(self, Message("in step {steps}", steps=self.steps + 1)):
             self.passes.check_around(self)
             self.prover.before(self, batch)
             return self._step(batch)
@@ -171,7 +173,7 @@ class Trainer(TrainState):
         Raises:
             InputError: One device's side cannot be computed.
         """
-        with _explain_errors(self, f"in the proof before step {self.steps + 1}"):
+        with _explain_errors(self, Message("in the proof before step {steps}", steps=self.steps + 1)):
             self.passes.check_around(self)
             return self.prover.prove(self, batch)
 
@@ -230,12 +232,15 @@ class Trainer(TrainState):
         reads its own shards."""
         from meshwright.train.meta_init import load_sharded_weights
 
-        with _explain_errors(self, "where weights are read"):
+        with _explain_errors(self, Message("where weights are read")):
             load_sharded_weights(self.engine, path)
 
     def evaluate(self, batch: Batch | LocalBatch) -> float:
         """Returns the mean loss over the valid labels of the whole batch, without gradients and with dropout off."""
-        with _explain_errors(self, f"in an evaluation after step {self.steps}"), in_eval_mode(self.engine.model):
+        with (
+            _explain_errors(self, Message("in an evaluation after step {steps}", steps=self.steps)),
+            in_eval_mode(self.engine.model),
+        ):
             batches, tokens = self.passes.split(self, batch)
             total = self.engine.forward_backward(batches, None) / self.plan.tp
             all_reduce(total, self.mesh.world).wait()
@@ -244,7 +249,7 @@ class Trainer(TrainState):
     def gradients(self, batch: Batch | LocalBatch) -> tuple[float, int, dict[str, torch.Tensor] | None]:
         """Returns the mean loss, the valid labels, and on rank 0 every full gradient by name, except those that no loss
         has reached. It updates nothing."""
-        with _explain_errors(self, f"for the gradients of step {self.steps + 1}"):
+        with _explain_errors(self, Message("for the gradients of step {steps}", steps=self.steps + 1)):
             loss, tokens, _ = self.passes.backward(self, batch)
             full = state_dict.gather_full_tensors(self.engine, state_dict.gradient_pieces(self.engine))
         if full is None:
@@ -327,7 +332,7 @@ class Trainer(TrainState):
         """Restores a checkpoint, written under any plan, and returns its `extra`. All ranks must call it."""
         from meshwright.train.trainer_checkpoint import load_trainer
 
-        with _explain_errors(self, "where a checkpoint is read"):
+        with _explain_errors(self, Message("where a checkpoint is read")):
             return load_trainer(self, Path(path) if isinstance(path, str) else path)
 
 

@@ -33,6 +33,7 @@ from meshwright.analysis.run_conditions import set_seed
 from meshwright.core.codec import StrictModel, validate_data
 from meshwright.core.errors import InputError
 from meshwright.core.ipc import IpcMessage
+from meshwright.core.messages import Message
 from meshwright.models.model_io import IGNORE_INDEX
 from meshwright.runtime.expert_parallel.load_balancing import (
     CAPACITY_ATTRIBUTE,
@@ -239,8 +240,11 @@ def make_batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> 
         logits = extract_logits(model(**batch))
     if logits is None or logits.ndim not in (2, 3):
         raise InputError(
-            f"{type(model).__name__} returns no logits of rows or places, which verify compares: compare its loss in "
-            "a loop of your own"
+            Message(
+                "{type} returns no logits of rows or places, which verify compares: compare its loss in a loop of "
+                "your own",
+                type=type(model).__name__,
+            )
         )
     labels = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=random)
     for row in range(rows):
@@ -340,7 +344,7 @@ def locate_difference(question: VerifyRequest, precision: str, spoil: InjectFaul
     return (
         str(found)
         if found
-        else "no module differs in the first step: the difference comes with the update of the weights"
+        else Message("no module differs in the first step: the difference comes with the update of the weights")
     )
 
 

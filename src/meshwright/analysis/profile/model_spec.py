@@ -31,6 +31,7 @@ from meshwright.analysis.profile.fake_step import (
     trace_step,
 )
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.precision import recipe
 
@@ -63,7 +64,7 @@ def describe(
     module = model if isinstance(model, nn.Module) else build_on_meta(model, name)
     name = name or type(module).__name__
     if next(module.parameters(), None) is None:
-        raise InputError(f"model {name!r} has no parameters: nothing to plan")
+        raise InputError(Message("model {name!r} has no parameters: nothing to plan", name=name))
     compute, tried = getattr(torch, recipe(precision).compute), ""
     try:
         graph = analyze_model(module, example=batch)
@@ -77,9 +78,13 @@ def describe(
         raise
     except Exception as error:
         raise InputError(
-            f"model {name!r} cannot be traced{tried} ({_error_line(error)}); give it an attribute dummy_inputs with "
-            "what it reads, "
-            "or plan an architecture file with its sizes"
+            Message(
+                "model {name!r} cannot be traced{tried} ({error_line}); give it an attribute dummy_inputs with what "
+                "it reads, or plan an architecture file with its sizes",
+                name=name,
+                tried=tried,
+                error_line=_error_line(error),
+            )
         ) from error
     return spec_from_runs(name, module, graph, inputs.tokens, runs)
 
@@ -118,7 +123,11 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
         raise
     except Exception as error:
         raise InputError(
-            f"model {name!r} cannot be built ({_error_line(error)}): run its function by itself to see where"
+            Message(
+                "model {name!r} cannot be built ({error_line}): run its function by itself to see where",
+                name=name,
+                error_line=_error_line(error),
+            )
         ) from error
 
 
@@ -243,22 +252,24 @@ def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStep
     The first step of a run checks it with values (runtime/preflight/batch_separability.py).
     """
     if path := find_batch_norm(model):
-        return f"{path} is a norm with statistics of the batch"
+        return Message("{path} is a norm with statistics of the batch", path=path)
     pairs = many.logits * few.rows**2 == few.logits * many.rows**2  # a contrastive loss
-    return "what it returns grows with the square of the rows" if pairs else ""
+    return Message("what it returns grows with the square of the rows") if pairs else ""
 
 
 def _notes(graph: ModelGraph, tokens: int, together: str) -> list[str]:
     """Returns notes for the reader of the spec."""
-    notes = []
+    notes: list[str] = []
     if tokens == 1:
-        notes.append("a token is a whole sample: the sequence is 1")
+        notes.append(Message("a token is a whole sample: the sequence is 1"))
     if graph.blocks and not (graph.regions or graph.experts):
-        notes.append("no layer is shared among tensor ranks: all of them stay whole")
+        notes.append(Message("no layer is shared among tensor ranks: all of them stay whole"))
     if graph.against_sequence:
-        notes.append(f"sequence parallelism would be wrong: {graph.against_sequence}")
+        notes.append(
+            Message("sequence parallelism would be wrong: {against_sequence}", against_sequence=graph.against_sequence)
+        )
     if together:
-        notes.append(f"a batch must not be divided: {together}")
+        notes.append(Message("a batch must not be divided: {together}", together=together))
     if stages := graph.unsupported.get("stages"):
-        notes.append(f"stages cannot be cut between its blocks: {stages}")
+        notes.append(Message("stages cannot be cut between its blocks: {stages}", stages=stages))
     return notes

@@ -1,1 +1,1 @@
-"""What is said to people: sentences as data, a table of them for each language. No torch, no NumPy."""
+"""Translation of messages with gettext catalogues."""

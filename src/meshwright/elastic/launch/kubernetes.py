@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import InputError, Interrupted
+from meshwright.core.messages import Message
 from meshwright.elastic.launch.quoting import check_single_line
 from meshwright.elastic.launch.submission import (
     DEFAULT_PORT,
@@ -66,16 +67,24 @@ class PodTemplate:
     def __post_init__(self) -> None:
         if not IMAGE_PATTERN.fullmatch(self.image):
             raise InputError(
-                f"--image {self.image!r}: is not the name of a container image; write it like "
-                "registry.example/meshwright:1.0"
+                Message(
+                    "--image {image!r}: is not the name of a container image; write it like "
+                    "registry.example/meshwright:1.0",
+                    image=self.image,
+                )
             )
         if not CLAIM_NAME_PATTERN.fullmatch(self.claim):
             raise InputError(
-                f"--claim {self.claim!r}: is not the name of a volume claim; it has small letters, digits, '-' "
-                "and '.' alone"
+                Message(
+                    "--claim {claim!r}: is not the name of a volume claim; it has small letters, digits, '-' and '.' "
+                    "alone",
+                    claim=self.claim,
+                )
             )
         if not check_single_line("--mount", self.mount).startswith("/") or ":" in self.mount:
-            raise InputError(f"--mount {self.mount!r}: is not an absolute path without ':'; write it like /data")
+            raise InputError(
+                Message("--mount {mount!r}: is not an absolute path without ':'; write it like /data", mount=self.mount)
+            )
 
     def resources(self, nodes: NodeSet) -> dict[str, str]:
         """Returns the requests and limits of a pod of `nodes`, by the name of the resource."""
@@ -87,7 +96,9 @@ class PodTemplate:
         if self.rdma:
             name, _, count = self.rdma.partition("=")
             if not re.fullmatch(r"[1-9][0-9]{0,3}", count):
-                raise InputError(f"--rdma {self.rdma!r}: is not NAME=COUNT; write it like rdma/hca=1")
+                raise InputError(
+                    Message("--rdma {rdma!r}: is not NAME=COUNT; write it like rdma/hca=1", rdma=self.rdma)
+                )
             found[check_resource_name("--rdma", name, "rdma/hca=1")] = count
         memory = nodes.memory or MEMORY_REQUEST_FRACTION * nodes.host_memory
         if memory:
@@ -103,9 +114,11 @@ class PodTemplate:
             return check_resource_name("--resource", self.resource, "nvidia.com/gpu")
         if not nodes.vendor:
             raise InputError(
-                f"device {nodes.device!r} is not in the catalogue, so the name of its Kubernetes resource is "
-                "not known: name it, such as "
-                "--resource nvidia.com/gpu"
+                Message(
+                    "device {device!r} is not in the catalogue, so the name of its Kubernetes resource is not known: "
+                    "name it, such as --resource nvidia.com/gpu",
+                    device=nodes.device,
+                )
             )
         return DEVICE_PLUGIN_RESOURCES[nodes.vendor]
 
@@ -121,7 +134,10 @@ class PodTemplate:
             match = _TAINT_PATTERN.fullmatch(text)
             if match is None:
                 raise InputError(
-                    f"--tolerate {text!r}: is not KEY[=VALUE][:EFFECT]; write it like dedicated=training:NoSchedule"
+                    Message(
+                        "--tolerate {text!r}: is not KEY[=VALUE][:EFFECT]; write it like dedicated=training:NoSchedule",
+                        text=text,
+                    )
                 )
             key, value, effect = match.groups()
             how = {"operator": "Exists"} if value is None else {"operator": "Equal", "value": value}
@@ -261,8 +277,11 @@ def _labels(nodes: NodeSet) -> dict[str, str]:
     match = _LABEL_PATTERN.fullmatch(nodes.select)
     if match is None:
         raise InputError(
-            f"--select {nodes.select!r}: Kubernetes knows nodes by labels, KEY=VALUE; write it like "
-            "nvidia.com/gpu.product=H100"
+            Message(
+                "--select {select!r}: Kubernetes knows nodes by labels, KEY=VALUE; write it like "
+                "nvidia.com/gpu.product=H100",
+                select=nodes.select,
+            )
         )
     return {match[1]: match[2]}
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.core.printable_text import check_one_line, escape_unprintable
 
 SBATCH_OPTION_PATTERN = re.compile(r"hetjob|--[a-z-]+(=[A-Za-z0-9_.,:@%/+-]+)?")
@@ -54,7 +55,13 @@ def check_token(option: str, text: str, example: str) -> str:
     """
     if text and not TOKEN_PATTERN.fullmatch(text):
         raise InputError(
-            f"{option} {text!r}: holds a character that is none of letters, digits and _.,:@+-; write it like {example}"
+            Message(
+                "{option} {text!r}: holds a character that is none of letters, digits and _.,:@+-; write it like "
+                "{example}",
+                option=option,
+                text=text,
+                example=example,
+            )
         )
     return text
 
@@ -67,7 +74,7 @@ def check_single_line(option: str, text: str) -> str:
     try:
         return check_one_line(text)
     except ValueError as error:
-        raise InputError(f"{option} {text!r}: {error}") from None
+        raise InputError(Message("{option} {text!r}: {error}", option=option, text=text, error=error)) from None
 
 
 def path_argument(path: str) -> str:

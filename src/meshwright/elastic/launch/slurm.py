@@ -19,6 +19,7 @@ import re
 from dataclasses import dataclass
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.elastic.launch.quoting import check_single_line, check_token, sbatch_option, shell_command, shell_word
 from meshwright.elastic.launch.submission import NODE_RANK_COMMAND, JobSubmission, NodeSet, check_distinguishable
 
@@ -50,14 +51,25 @@ class SlurmRequest:
         ):
             check_token(option, text, example)
         if not 0.0 <= self.hours < MAX_HOURS:
-            raise InputError(f"--hours {self.hours:g}: must be at least 0 and below {MAX_HOURS:,.0f}, a year")
+            raise InputError(
+                Message(
+                    "--hours {hours:g}: must be at least 0 and below {max_hours:,.0f}, a year",
+                    hours=self.hours,
+                    max_hours=MAX_HOURS,
+                )
+            )
         if self.image and not _IMAGE_PATTERN.fullmatch(self.image):
             raise InputError(
-                f"--image {self.image!r}: is not the name of a container image; write it like "
-                "nvcr.io#nvidia/pytorch:25.10-py3"
+                Message(
+                    "--image {image!r}: is not the name of a container image; write it like "
+                    "nvcr.io#nvidia/pytorch:25.10-py3",
+                    image=self.image,
+                )
             )
         if self.mounts and not self.image:
-            raise InputError(f"--mounts {self.mounts!r}: there is no container; name its image with --image")
+            raise InputError(
+                Message("--mounts {mounts!r}: there is no container; name its image with --image", mounts=self.mounts)
+            )
         check_single_line("--mounts", self.mounts)
 
 
@@ -98,8 +110,10 @@ def _sbatch_options(start: JobSubmission, each: NodeSet, queue: SlurmRequest) ->
     minutes, kind = math.ceil(queue.hours * 60), f"{each.select}:" if each.select else ""
     if "=" in kind or "/" in kind:
         raise InputError(
-            f"--select {each.select!r}: Slurm knows types of devices and features of nodes, which are words "
-            "such as h100"
+            Message(
+                "--select {select!r}: Slurm knows types of devices and features of nodes, which are words such as h100",
+                select=each.select,
+            )
         )
     return [
         f"--job-name={start.label}",

@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 from meshwright.catalog import read as catalog
 from meshwright.core.errors import InputError
-from meshwright.core.units import parse_quantity
+from meshwright.core.messages import Message
+from meshwright.core.quantities import parse_quantity
 from meshwright.elastic.launch.quoting import check_single_line, comment_line, path_argument, shell_word
 from meshwright.spec.cluster import Cluster, Device, NodeGroup
 
@@ -87,9 +88,11 @@ def device_vendor(device: Device) -> str:
         if word in (name, *row.get("aliases", ()), *(each.lower() for each in row.get("driver_names", ()))):
             if row["vendor"] not in DEVICE_PLUGIN_RESOURCES:
                 raise InputError(
-                    f"device {device.name!r} can be planned for and not trained on: training runs on NVIDIA and "
-                    "AMD GPUs and on CPUs; "
-                    "name such a device in --cluster"
+                    Message(
+                        "device {device!r} can be planned for and not trained on: training runs on NVIDIA and AMD "
+                        "GPUs and on CPUs; name such a device in --cluster",
+                        device=device.name,
+                    )
                 )
             return str(row["vendor"])
     return ""
@@ -109,8 +112,12 @@ def node_sets(cluster: Cluster, request: NodeRequest) -> tuple[NodeSet, ...]:
     if len(set(vendors)) > 1:
         names = ", ".join(dict.fromkeys(group.device.name for group in cluster.groups))
         raise InputError(
-            f"cluster {cluster.name!r} has {names}: one job cannot have devices of several vendors; launch one "
-            "job for each"
+            Message(
+                "cluster {cluster!r} has {names}: one job cannot have devices of several vendors; launch one job for "
+                "each",
+                cluster=cluster.name,
+                names=names,
+            )
         )
     groups = _merge_equal_sets(cluster.groups)
     selects = _node_selectors(request.select, [f"{group.devices} x {group.device.name}" for group in groups])
@@ -146,13 +153,21 @@ def _node_selectors(text: str, sets: list[str]) -> list[str]:
     for each in filter(None, found):
         if not _NODE_SELECTOR_PATTERN.fullmatch(each):
             raise InputError(
-                f"--select {text!r}: {each!r} is neither a word nor a label KEY=VALUE; write it like h100 or "
-                "gpu.product=H100"
+                Message(
+                    "--select {text!r}: {each!r} is neither a word nor a label KEY=VALUE; write it like h100 or "
+                    "gpu.product=H100",
+                    text=text,
+                    each=each,
+                )
             )
     if len(found) != len(sets):
         raise InputError(
-            f"--select {text!r}: the cluster has {len(sets)} sets of equal nodes ({', '.join(sets)}); name as "
-            "many, joined by +"
+            Message(
+                "--select {text!r}: the cluster has {count} sets of equal nodes ({sets}); name as many, joined by +",
+                text=text,
+                count=len(sets),
+                sets=", ".join(sets),
+            )
         )
     return found
 
@@ -165,8 +180,11 @@ def check_distinguishable(sets: Sequence[NodeSet]) -> None:
     if len({each.device for each in sets}) > 1 and not all(each.select for each in sets):
         kinds = ", ".join(each.words for each in sets)
         raise InputError(
-            f"nodes of {kinds}: nothing tells the scheduler which nodes these are; name a type or a label for "
-            "each, such as --select h100+a100"
+            Message(
+                "nodes of {kinds}: nothing tells the scheduler which nodes these are; name a type or a label for "
+                "each, such as --select h100+a100",
+                kinds=kinds,
+            )
         )
 
 
@@ -176,9 +194,9 @@ def _parse_memory(text: str) -> float:
     try:
         found = parse_quantity(text, "B")
     except ValueError as error:
-        raise InputError(f"--memory: {error}") from None
+        raise InputError(Message("--memory: {error}", error=error)) from None
     if not 2**20 <= found < 2**60:
-        raise InputError(f"--memory {text!r}: must be at least 1 MiB and below 1 EiB")
+        raise InputError(Message("--memory {text!r}: must be at least 1 MiB and below 1 EiB", text=text))
     return found
 
 
@@ -188,7 +206,14 @@ def check_resource_name(option: str, text: str, example: str) -> str:
     Raises: InputError otherwise.
     """
     if len(text) > 200 or not _RESOURCE_NAME_PATTERN.fullmatch(text):
-        raise InputError(f"{option} {text!r}: is not the name of a resource; write it like {example}")
+        raise InputError(
+            Message(
+                "{option} {text!r}: is not the name of a resource; write it like {example}",
+                option=option,
+                text=text,
+                example=example,
+            )
+        )
     return text
 
 
@@ -226,8 +251,11 @@ def network_settings(cluster: Cluster, interface: str = "") -> tuple[Environment
     """
     if interface and not _INTERFACE_PATTERN.fullmatch(interface):
         raise InputError(
-            f"--interface {interface!r}: is the name of one network device, such as eth0 (`ip route get "
-            "ADDRESS` says it)"
+            Message(
+                "--interface {interface!r}: is the name of one network device, such as eth0 (`ip route get ADDRESS` "
+                "says it)",
+                interface=interface,
+            )
         )
     nodes, host = sum(group.nodes for group in cluster.groups), cluster.groups[0].device.name.lower().startswith("cpu")
     found = []
@@ -335,13 +363,20 @@ class JobSubmission:
         check_single_line("run.folder", self.folder)
         if not 1 <= self.min_nodes <= self.nodes:
             raise InputError(
-                f"--min-nodes {self.min_nodes}: the job has {self.nodes} nodes; it may go on with 1 to {self.nodes}"
+                Message(
+                    "--min-nodes {min_nodes}: the job has {nodes} nodes; it may go on with 1 to {nodes}",
+                    min_nodes=self.min_nodes,
+                    nodes=self.nodes,
+                )
             )
         if self.min_nodes < self.nodes and len(self.sets) > 1:
             kinds = ", ".join(each.words for each in self.sets)
             raise InputError(
-                f"--min-nodes {self.min_nodes}: nodes of {kinds} are unlike; only equal ones can stand in for "
-                "each other"
+                Message(
+                    "--min-nodes {min_nodes}: nodes of {kinds} are unlike; only equal ones can stand in for each other",
+                    min_nodes=self.min_nodes,
+                    kinds=kinds,
+                )
             )
 
     @property

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.core.messages import Message
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.links import LinkModel, all_to_all_seconds, collective_rates
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
@@ -138,22 +139,45 @@ def _description_mismatches(measured: ClusterProfile, known: Cluster) -> Iterabl
     devices, hosts = len(measured.devices), len(measured.hosts)
     nodes = sum(group.nodes for group in known.groups)
     if known.devices != devices:
-        yield f"the description {known.name!r} has {known.devices} devices, {devices} ranks were measured: its names and memory are not used"
+        yield Message(
+            "the description {known!r} has {devices} devices, {devices_2} ranks were measured: its names and memory "
+            "are not used",
+            known=known.name,
+            devices=known.devices,
+            devices_2=devices,
+        )
     elif nodes != hosts and known.name != UNDESCRIBED_CLUSTER:
-        yield f"the description {known.name!r} has {nodes} nodes, the ranks found {hosts}: what was found counts"
+        yield Message(
+            "the description {known!r} has {nodes} nodes, the ranks found {hosts}: what was found counts",
+            known=known.name,
+            nodes=nodes,
+            hosts=hosts,
+        )
     cores = [group.device.name.lower().startswith("cpu") for group in known.groups]
     if devices == known.devices and any(cores) != (measured.devices[0].name == "cpu"):
         said = " and ".join(dict.fromkeys(group.device.name for group in known.groups))
-        yield f"the description {known.name!r} says {said}, the ranks found {measured.devices[0].name}: its memory is not theirs"
+        yield Message(
+            "the description {known!r} says {said}, the ranks found {devices}: its memory is not theirs",
+            known=known.name,
+            said=said,
+            devices=measured.devices[0].name,
+        )
 
 
 def _disturbance_notes(measured: ClusterProfile, devices: Sequence[DeviceProfile]) -> Iterable[str]:
     if measured.busy > MAX_BUSY_PROCESSORS:
-        yield f"other programs kept {measured.busy:.1f} processors busy meanwhile: links are measured slower than they are; measure again when it is quiet"
+        yield Message(
+            "other programs kept {busy:.1f} processors busy meanwhile: links are measured slower than they are; "
+            "measure again when it is quiet",
+            busy=measured.busy,
+        )
     for device in devices:
         if measured.busy <= MAX_BUSY_PROCESSORS and device.own and device.share < STRAGGLER_SPEED_FRACTION * device.own:
-            yield f"rank {device.rank} got {device.share:.0%} of a processor where {device.own:.0%} are its own".replace(
-                "%", " %"
+            yield Message(
+                "rank {rank} got {share:.0f} % of a processor where {own:.0f} % are its own",
+                rank=device.rank,
+                share=100 * device.share,
+                own=100 * device.own,
             )
 
 
@@ -192,8 +216,10 @@ def _same_speed(one: float, other: float) -> bool:
 def _straggler_notes(ranks: Sequence[DeviceProfile]) -> list[str]:
     middle = median(map(_device_speed, ranks))
     return [
-        f"the device of rank {rank.rank} reaches {_device_speed(rank) / middle:.0%} of its neighbours'".replace(
-            "%", " %"
+        Message(
+            "the device of rank {rank} reaches {device_speed:.0f} % of its neighbours'",
+            rank=rank.rank,
+            device_speed=100 * _device_speed(rank) / middle,
         )
         for rank in ranks
         if _device_speed(rank) < STRAGGLER_SPEED_FRACTION * middle
@@ -298,4 +324,8 @@ def _misfit_notes(measured: ClusterProfile, links: LinkModel) -> Iterable[str]:
         log(predict_collective_seconds(links, each) / each.seconds) for each in measured.timings if each.size >= 2**16
     ]
     if off and (middle := sqrt(sum(each**2 for each in off) / len(off))) > MAX_FIT_LOG_ERROR:
-        yield f"collectives of 64 KiB and more are a factor of {exp(middle):.2f} from one bandwidth and latency (root mean square)"
+        yield Message(
+            "collectives of 64 KiB and more are a factor of {exp:.2f} from one bandwidth and latency (root mean "
+            "square)",
+            exp=exp(middle),
+        )

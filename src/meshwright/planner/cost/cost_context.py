@@ -17,6 +17,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.links import UNCOMPRESSED, CompressionRatio, LinkModel, link_model
 from meshwright.planner.cost.plan_grid import TpEpShape
@@ -237,7 +238,14 @@ def slowest_device(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Dev
         for precision in rates_needed:
             if not device.peak.get(precision):
                 known = ", ".join(name for name, rate in device.peak.items() if rate)
-                raise InputError(f"device {device.name} has no rate for precision {precision}; it has {known}")
+                raise InputError(
+                    Message(
+                        "device {device} has no rate for precision {precision}; it has {known}",
+                        device=device.name,
+                        precision=precision,
+                        known=known,
+                    )
+                )
     if all(device == devices[0] for device in devices):
         return devices[0], ()
     rates = [device.peak[rates_needed[0]] * device.efficiency for device in devices]
@@ -250,7 +258,11 @@ def slowest_device(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Dev
         context=max(device.context for device in devices),
     )
     return even, (
-        f"heterogeneous devices ({names}): every rank is modeled as the slowest ({slow.name}) with the smallest memory",
+        Message(
+            "heterogeneous devices ({names}): every rank is modeled as the slowest ({slow}) with the smallest memory",
+            names=names,
+            slow=slow.name,
+        ),
     )
 
 

@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.planner.cost import constants, heterogeneous
 from meshwright.planner.cost.compute import sustained_flops
@@ -163,8 +164,10 @@ def _host_deficit_notes(rank: RankMemory | None) -> tuple[str, ...]:
     if rank is None:
         return ()
     has, box = rank.pricer.setting.host_memory, rank.box
-    said = (
-        f"{show_bytes(rank.host)} of each rank are offloaded to its host, which has {show_bytes(has)} for each device"
+    said = Message(
+        "{host} of each rank are offloaded to its host, which has {has} for each device",
+        host=show_bytes(rank.host),
+        has=show_bytes(has),
     )
     (offload,) = box.offload
     there = {Offload.optimizer: box.offload_share, Offload.parameters: box.weights_share}
@@ -172,7 +175,9 @@ def _host_deficit_notes(rank: RankMemory | None) -> tuple[str, ...]:
     part = 1.0 - rank.over / (rank.host - least) if rank.host > least else 0.0
     rooms = {what: int(100 * share * part) for what, share in there.items() if what in offload}
     less = ".".join(f"off-{what}{room}" for what, room in rooms.items())
-    return (f"{said}: {less} is the largest fraction that fits" if rooms and min(rooms.values()) >= 1 else said,)
+    if rooms and min(rooms.values()) >= 1:
+        said = Message("{deficit}: {less} is the largest fraction that fits", deficit=said, less=less)
+    return (said,)
 
 
 def _compile_notes(first: float, step: float, steps: int) -> tuple[str, ...]:
@@ -180,8 +185,12 @@ def _compile_notes(first: float, step: float, steps: int) -> tuple[str, ...]:
         return ()
     share = f"{first / (first + steps * step):.1%}"
     return (
-        f"compiled blocks: the first step of each launch takes {show_seconds(first)} more, {share} of a run of "
-        f"{steps} steps",
+        Message(
+            "compiled blocks: the first step of each launch takes {first} more, {share} of a run of {steps} steps",
+            first=show_seconds(first),
+            share=share,
+            steps=steps,
+        ),
     )
 
 
@@ -239,7 +248,7 @@ def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
         in_files=max(rank.files for rank in ranks),
         crowded=crowded.over if crowded else 0.0,
         first=first,
-        notes=((f"the devices of {' and '.join(unused)} are not used",) if unused else ())
+        notes=((Message("the devices of {unused} are not used", unused=" and ".join(unused)),) if unused else ())
         + (*_compile_notes(first, seconds.step, job.workload.steps), *_host_deficit_notes(crowded)),
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.workload import LoraConfig
 
@@ -22,7 +23,11 @@ def parse_lora(text: str) -> dict[str, Any]:
         name, equals, value = part.partition("=")
         if not equals or name not in LORA_KEYS:
             raise InputError(
-                f"--lora {part!r} is not one of rank=8, alpha=16, target=q_proj+v_proj{did_you_mean(name, LORA_KEYS)}"
+                Message(
+                    "--lora {part!r} is not one of rank=8, alpha=16, target=q_proj+v_proj{hint}",
+                    part=part,
+                    hint=did_you_mean(name, LORA_KEYS),
+                )
             )
         try:
             found[name] = (
@@ -33,7 +38,7 @@ def parse_lora(text: str) -> dict[str, Any]:
                 else float(value)
             )
         except ValueError:
-            raise InputError(f"--lora {name}={value!r} is not a number") from None
+            raise InputError(Message("--lora {name}={value!r} is not a number", name=name, value=value)) from None
     return found
 
 
@@ -55,7 +60,12 @@ def add_lora(model: ModelSpec, lora: LoraConfig) -> ModelSpec:
             }
         )
         raise InputError(
-            f"lora.target {', '.join(lora.target)} is no layer of {model.name}; its blocks have {', '.join(known) or 'none'}"
+            Message(
+                "lora.target {target} is no layer of {model}; its blocks have {known}",
+                target=", ".join(lora.target),
+                model=model.name,
+                known=", ".join(known) or "none",
+            )
         )
     return found
 

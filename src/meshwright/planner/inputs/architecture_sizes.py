@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from meshwright.core.codec import StrictModel, validate_data
+from meshwright.core.messages import Message
 
 ArchitectureKind = Literal["llama", "decoder", "gpt2", "bert", "neox", "bloom", "convnet"]
 BLANK_CELLS = ("", None)
@@ -98,16 +99,32 @@ class ArchitectureSizes(StrictModel):
     def _consistent(self) -> ArchitectureSizes:
         if self.kind == "convnet":
             if not (self.classes and self.channels and self.image):
-                raise ValueError("a convolutional network needs classes, channels and image")
+                raise ValueError(Message("a convolutional network needs classes, channels and image"))
             return self
         if not self.vocab:
-            raise ValueError("vocab must be at least 1")
+            raise ValueError(Message("vocab must be at least 1"))
         if not self.head_dim and self.hidden % self.heads:
-            raise ValueError(f"hidden({self.hidden}) must be a multiple of heads({self.heads}), or head_dim given")
+            raise ValueError(
+                Message(
+                    "hidden({hidden}) must be a multiple of heads({heads}), or head_dim given",
+                    hidden=self.hidden,
+                    heads=self.heads,
+                )
+            )
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads({self.heads}) must be a multiple of kv_heads({self.kv_heads})")
+            raise ValueError(
+                Message(
+                    "heads({heads}) must be a multiple of kv_heads({kv_heads})",
+                    heads=self.heads,
+                    kv_heads=self.kv_heads,
+                )
+            )
         if self.experts and not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"top_k({self.top_k}) must lie between 1 and experts({self.experts})")
+            raise ValueError(
+                Message(
+                    "top_k({top_k}) must lie between 1 and experts({experts})", top_k=self.top_k, experts=self.experts
+                )
+            )
         return self
 
     def changed(self, changes: Mapping[str, Any], where: str = "$") -> ArchitectureSizes:

@@ -16,7 +16,8 @@ from meshwright.catalog import read as catalog
 from meshwright.core.codec import parse_text, read_text_file, validate_data
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.files import path_from_text
-from meshwright.core.units import parse_quantity
+from meshwright.core.messages import Message
+from meshwright.core.quantities import parse_quantity
 from meshwright.planner.inputs.local_machine import (
     available_cpus,
     cpu_cluster,
@@ -83,20 +84,33 @@ def local_cluster(word: str) -> Cluster:
         return cpu_cluster(word, count or default_cpu_ranks(available_cpus()), available_cpus(), host_memory_bytes())
     if count is not None and count > len(cards):
         raise InputError(
-            f"cluster {word!r}: this machine shows {len(cards)} CUDA devices ({cards[0]}); "
-            f"CUDA_VISIBLE_DEVICES= (empty) makes it {count} ranks on cores"
+            Message(
+                "cluster {word!r}: this machine shows {count} CUDA devices ({cards}); CUDA_VISIBLE_DEVICES= (empty) "
+                "makes it {count_2} ranks on cores",
+                word=word,
+                count=len(cards),
+                cards=cards[0],
+                count_2=count,
+            )
         )
     if len(set(cards)) > 1:
         raise InputError(
-            f"cluster {word!r}: heterogeneous devices, {', '.join(cards)}; "
-            f"choose identical ones with CUDA_VISIBLE_DEVICES"
+            Message(
+                "cluster {word!r}: heterogeneous devices, {cards}; choose identical ones with CUDA_VISIBLE_DEVICES",
+                word=word,
+                cards=", ".join(cards),
+            )
         )
     row = next((row for row in catalog.devices().values() if cards[0] in row.get("driver_names", ())), None)
     if row is None:
         raise InputError(
-            f"cluster {word!r}: the device {cards[0]!r} is not in the catalog; "
-            f"name one that is like it, such as --cluster 1x{len(cards)}:a100-80gb, "
-            "or describe it in a file, --cluster cluster.yaml"
+            Message(
+                "cluster {word!r}: the device {cards!r} is not in the catalog; name one that is like it, such as "
+                "--cluster 1x{count}:a100-80gb, or describe it in a file, --cluster cluster.yaml",
+                word=word,
+                cards=cards[0],
+                count=len(cards),
+            )
         )
     return parse_cluster(f"1x{count or len(cards)}:{row['name']}").but(name=word)
 
@@ -111,8 +125,11 @@ def cluster_from_data(data: Any, where: str) -> Cluster:
     if isinstance(data, dict):
         if data.get("network") is None and data.keys() <= Cluster.model_fields.keys():
             raise InputError(
-                f"{where}: no link between its nodes: "
-                f"name `network`, such as {{name: ib, bandwidth: 25 GB/s, latency: 5 us}}"
+                Message(
+                    "{where}: no link between its nodes: name `network`, such as {{name: ib, bandwidth: 25 GB/s, "
+                    "latency: 5 us}}",
+                    where=where,
+                )
             )
         data = (
             {**data, "groups": list(map(_fill_group, data["groups"]))}
@@ -145,13 +162,23 @@ def parse_cluster(text: str) -> Cluster:
         match = _GROUP_PATTERN.fullmatch(part.strip())
         if match is None:
             raise InputError(
-                f"cluster {text!r}: {part!r} is not NODESxDEVICES:device; "
-                f"write it like '8x8:a100-80gb', or 'local', or a file"
+                Message(
+                    "cluster {text!r}: {part!r} is not NODESxDEVICES:device; write it like '8x8:a100-80gb', or "
+                    "'local', or a file",
+                    text=text,
+                    part=part,
+                )
             )
         nodes, devices = int(match[1] or 1), int(match[2])
         if nodes < 1 or devices < 1:
             raise InputError(
-                f"cluster {text!r}: {part!r} has {nodes} nodes of {devices} devices; both must be at least 1"
+                Message(
+                    "cluster {text!r}: {part!r} has {nodes} nodes of {devices} devices; both must be at least 1",
+                    text=text,
+                    part=part,
+                    nodes=nodes,
+                    devices=devices,
+                )
             )
         row = device_entry(match[3])
         groups.append(_node_group(row, nodes, devices))
@@ -168,7 +195,14 @@ def _split_network(text: str) -> tuple[str, str]:
     """`text` without its `@LINK`, and the link. Two different ones are a contradiction."""
     found = re.findall(r"@([^+]+)", text)
     if len(set(found)) > 1:
-        raise InputError(f"cluster {text!r}: two networks, {found[0]!r} and {found[1]!r}; one network joins all nodes")
+        raise InputError(
+            Message(
+                "cluster {text!r}: two networks, {found!r} and {found_2!r}; one network joins all nodes",
+                text=text,
+                found=found[0],
+                found_2=found[1],
+            )
+        )
     return re.sub(r"@[^+]+", "", text), found[0].strip() if found else ""
 
 
@@ -188,11 +222,15 @@ def parse_link(text: str, devices: int) -> Link:
     except ValueError:
         known = list(catalog.links())
         raise InputError(
-            f"link {text!r} is neither a rate such as '200Gb' or '25GB/s' nor "
-            f"one of {', '.join(known)}{did_you_mean(text, known)}"
+            Message(
+                "link {text!r} is neither a rate such as '200Gb' or '25GB/s' nor one of {known}{hint}",
+                text=text,
+                known=", ".join(known),
+                hint=did_you_mean(text, known),
+            )
         ) from None
     if rate * part <= 0:
-        raise InputError(f"link {text!r} carries nothing: its rate must be above 0")
+        raise InputError(Message("link {text!r} carries nothing: its rate must be above 0", text=text))
     return validate_data(Link, {"name": text, "bandwidth": rate * part, "latency": _DEFAULT_LATENCY}, f"link {text!r}")
 
 
@@ -201,15 +239,17 @@ def device_entry(name: str) -> catalog.CatalogEntry:
     rows = catalog.devices()
     row = catalog.find_entry(rows, name)
     if row is None:
-        hint = (
-            did_you_mean(name.lower(), catalog.all_names(rows)) or "; `meshwright catalog devices` lists the known ones"
+        hint = did_you_mean(name.lower(), catalog.all_names(rows)) or Message(
+            "; `meshwright catalog devices` lists the known ones"
         )
-        raise InputError(f"device {name!r} is not in the catalog{hint}")
+        raise InputError(Message("device {name!r} is not in the catalog{hint}", name=name, hint=hint))
     return row
 
 
 def _device_spec(row: catalog.CatalogEntry) -> Device:
-    return validate_data(Device, {key: row[key] for key in DEVICE_FIELDS if key in row}, f"device {row['name']}")
+    return validate_data(
+        Device, {key: row[key] for key in DEVICE_FIELDS if key in row}, Message("device {name}", name=row["name"])
+    )
 
 
 def _node_group(row: catalog.CatalogEntry, nodes: int, devices: int) -> NodeGroup:

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.core.codec import parse_text, read_text_file, validate_data
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 
 ImpliedFields = Mapping[str, Any]
@@ -75,10 +76,10 @@ def read_hf_config(folder: Path) -> ArchitectureSizes:
     """The sizes in `folder`/config.json."""
     path = folder / "config.json"
     if not path.is_file():
-        raise InputError(f"model folder {str(folder)!r} has no config.json")
+        raise InputError(Message("model folder {folder!r} has no config.json", folder=str(folder)))
     config = parse_text(read_text_file(path, "model configuration"), str(path))
     if not isinstance(config, dict):
-        raise InputError(f"{path}: expected an object of a model's configuration")
+        raise InputError(Message("{path}: expected an object of a model's configuration", path=path))
     return sizes_from_hf_config(config, str(path))
 
 
@@ -102,12 +103,23 @@ def _unsupported_moe(config: Mapping[str, Any]) -> str:
     """What a mixture of a known family has that its formulas do not count; '' for nothing."""
     wide, each = (config.get(name) for name in ("shared_expert_intermediate_size", "moe_intermediate_size"))
     if wide and not (isinstance(wide, int) and isinstance(each, int) and each > 0 and wide % each == 0):
-        return f"shared_expert_intermediate_size({wide}) is no multiple of moe_intermediate_size({each})"
+        return Message(
+            "shared_expert_intermediate_size({wide}) is no multiple of moe_intermediate_size({each})",
+            wide=wide,
+            each=each,
+        )
     odd = {
         "decoder_sparse_step": config.get("decoder_sparse_step") not in (None, 1),
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
     }
-    return next((f"{name}({config[name]}) leaves blocks without experts" for name, found in odd.items() if found), "")
+    return next(
+        (
+            Message("{name}({config}) leaves blocks without experts", name=name, config=config[name])
+            for name, found in odd.items()
+            if found
+        ),
+        "",
+    )
 
 
 def sizes_from_hf_config(config: Mapping[str, Any], where: str) -> ArchitectureSizes:
@@ -125,12 +137,23 @@ def sizes_from_hf_config(config: Mapping[str, Any], where: str) -> ArchitectureS
     kind = str(config.get("model_type", ""))
     if kind not in HF_FAMILIES:
         raise InputError(
-            f"{where}: model_type {kind!r} is not one of {', '.join(HF_FAMILIES)}{did_you_mean(kind, HF_FAMILIES)}; "
-            "an architecture file with its sizes says the same"
+            Message(
+                "{where}: model_type {kind!r} is not one of {hf_families}{hint}; an architecture file with its sizes "
+                "says the same",
+                where=where,
+                kind=kind,
+                hf_families=", ".join(HF_FAMILIES),
+                hint=did_you_mean(kind, HF_FAMILIES),
+            )
         )
     if odd := _unsupported_moe(config):
         raise InputError(
-            f"{where}: {odd}, which no formula counts; meshwright.analysis.profile.describe reads such a model, or give an architecture file"
+            Message(
+                "{where}: {odd}, which no formula counts; meshwright.analysis.profile.describe reads such a model, or "
+                "give an architecture file",
+                where=where,
+                odd=odd,
+            )
         )
     sizes: dict[str, Any] = {"kind": "llama", "family": kind, **HF_FAMILIES[kind]}
     for name, spellings in _FIELD_SPELLINGS.items():
@@ -139,7 +162,14 @@ def sizes_from_hf_config(config: Mapping[str, Any], where: str) -> ArchitectureS
             sizes[name] = found
     missing = [name for name in ("layers", "hidden", "heads", "vocab") if name not in sizes]
     if missing:
-        raise InputError(f"{where}: model_type {kind!r} needs field {_FIELD_SPELLINGS[missing[0]][0]!r}")
+        raise InputError(
+            Message(
+                "{where}: model_type {kind!r} needs field {field_spellings!r}",
+                where=where,
+                kind=kind,
+                field_spellings=_FIELD_SPELLINGS[missing[0]][0],
+            )
+        )
     _adjust_family(kind, config, sizes)
     return validate_data(ArchitectureSizes, sizes, where)
 

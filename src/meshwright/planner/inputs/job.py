@@ -18,7 +18,8 @@ from pydantic.json_schema import SkipJsonSchema
 from meshwright.catalog import read as catalog
 from meshwright.core.codec import OneLine, StrictModel, parse_text, read_text_file, validate_data
 from meshwright.core.errors import InputError
-from meshwright.core.units import Bytes
+from meshwright.core.messages import Message
+from meshwright.core.quantities import Bytes
 from meshwright.planner.inputs.adapters import add_lora
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
@@ -50,7 +51,11 @@ class ModelChoice(StrictModel):
     def _one(self) -> ModelChoice:
         given = [field for field in ("name", "path", "module") if getattr(self, field)]
         if len(given) > 1:
-            raise ValueError(f"names the model twice, by {given[0]} and by {given[1]}; keep one")
+            raise ValueError(
+                Message(
+                    "names the model twice, by {given} and by {given_2}; keep one", given=given[0], given_2=given[1]
+                )
+            )
         return self
 
     @property
@@ -103,12 +108,20 @@ def read_job(
     """
     where = f"{path}: $" if path else "$"
     if path and not Path(path).exists() and catalog.find_entry(catalog.models(), str(path)):
-        raise InputError(f"job {str(path)!r} does not exist; that is a model: write --model {path}")
+        raise InputError(
+            Message("job {path!r} does not exist; that is a model: write --model {path_2}", path=str(path), path_2=path)
+        )
     data: Any = parse_text(read_text_file(path, "job"), str(path)) if path else {}
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise InputError(f"{path}: a job is sections such as 'model: {{name: llama-tiny}}', got {type(data).__name__}")
+        raise InputError(
+            Message(
+                "{path}: a job is sections such as 'model: {{name: llama-tiny}}', got {name}",
+                path=path,
+                name=type(data).__name__,
+            )
+        )
     given = list((options or {}).items())
     for (
         name,
@@ -118,7 +131,12 @@ def read_job(
     for override in overrides:
         name, equals, value = override.partition("=")
         if not equals or "." not in name:
-            raise InputError(f"--set {override!r} is not section.key=value; write it like --set workload.steps=50")
+            raise InputError(
+                Message(
+                    "--set {override!r} is not section.key=value; write it like --set workload.steps=50",
+                    override=override,
+                )
+            )
         set_dotted_field(data, name.strip(), parse_text(value, f"--set {name}") if value.strip() else None)
     for name, value in given:
         set_dotted_field(data, name, value)
@@ -194,7 +212,11 @@ def resolve_pins(file: JobFile) -> dict[str, Any]:
     others = {name: value for name, value in file.plan.items() if name != "name"}
     if plan is not None and others:
         raise InputError(
-            f"$.plan: a name and pins ({', '.join(others)}) at once; the name {file.plan['name']!r} fixes everything"
+            Message(
+                "$.plan: a name and pins ({others}) at once; the name {name!r} fixes everything",
+                others=", ".join(others),
+                name=file.plan["name"],
+            )
         )
     return pins_from_plan(plan) if plan is not None else validate_pins(others, "$.plan")
 
@@ -207,7 +229,13 @@ def fill_workload(workload: Workload, model: ModelSpec, cluster: Cluster) -> Wor
     longest = model.context
     if longest and workload.sequence > longest:
         if "sequence" in workload.model_fields_set:
-            raise InputError(f"sequence {workload.sequence} is longer than the {longest} positions that the model has")
+            raise InputError(
+                Message(
+                    "sequence {sequence} is longer than the {longest} positions that the model has",
+                    sequence=workload.sequence,
+                    longest=longest,
+                )
+            )
         changes["sequence"] = longest
     return workload.but(**changes) if changes else workload
 
@@ -235,5 +263,10 @@ def check_precision(workload: Workload, cluster: Cluster) -> None:
             if rate not in group.device.peak:
                 known = ", ".join(group.device.peak)
                 raise InputError(
-                    f"device {group.device.name!r} has no rate for {rate}; it has {known}; choose one with --precision"
+                    Message(
+                        "device {device!r} has no rate for {rate}; it has {known}; choose one with --precision",
+                        device=group.device.name,
+                        rate=rate,
+                        known=known,
+                    )
                 )

@@ -29,7 +29,8 @@ from meshwright.core.cgroup_limits import cgroup_memory_limit
 from meshwright.core.codec import parse_text, read_text_file, validate_data
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder, write_atomically
-from meshwright.core.units import parse_quantity
+from meshwright.core.messages import Message
+from meshwright.core.quantities import parse_quantity
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 
 LOCAL_PROFILE_ENV = "MESHWRIGHT_MEASURED"
@@ -77,7 +78,11 @@ def parse_local_count(word: str) -> int | None:
     if not colon:
         return None
     if not number.isdigit() or int(number) < 1:
-        raise InputError(f"cluster {word!r}: the number of ranks behind 'local:' must be at least 1, such as 'local:4'")
+        raise InputError(
+            Message(
+                "cluster {word!r}: the number of ranks behind 'local:' must be at least 1, such as 'local:4'", word=word
+            )
+        )
     return int(number)
 
 

@@ -14,6 +14,7 @@ from meshwright.catalog import read as catalog
 from meshwright.core.codec import parse_text, read_text_file, validate_data
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.files import path_from_text
+from meshwright.core.messages import Message
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, sizes_from_catalog
 from meshwright.planner.inputs.huggingface import has_formulas, read_hf_config, sizes_from_hf_config
@@ -48,22 +49,31 @@ def read_sizes(name: str) -> ArchitectureSizes:
         return read_architecture(path)
     if is_user_code(name):
         raise InputError(
-            f"model {name!r} is Python code, which planning from Python does not run: "
-            f"meshwright.analysis.profile.describe reads it, or give an architecture file"
+            Message(
+                "model {name!r} is Python code, which planning from Python does not run: "
+                "meshwright.analysis.profile.describe reads it, or give an architecture file",
+                name=name,
+            )
         )
     parameters = parse_model_size(name)
     if parameters is not None:
         return sizes_for_parameters(parameters)
     known = catalog.all_names(rows)
-    hint = did_you_mean(name.lower(), known) or "; `meshwright catalog models` lists the known ones"
-    raise InputError(f"model {name!r} is neither in the catalog nor a folder with config.json nor a file{hint}")
+    hint = did_you_mean(name.lower(), known) or Message("; `meshwright catalog models` lists the known ones")
+    raise InputError(
+        Message(
+            "model {name!r} is neither in the catalog nor a folder with config.json nor a file{hint}",
+            name=name,
+            hint=hint,
+        )
+    )
 
 
 def read_architecture(path: Path) -> ArchitectureSizes:
     """An architecture file: the keys of `ArchitectureSizes` in YAML or JSON, or a `config.json` by itself."""
     data = parse_text(read_text_file(path, "architecture"), str(path))
     if not isinstance(data, dict):
-        raise InputError(f"{path}: expected sizes such as 'layers: 32'")
+        raise InputError(Message("{path}: expected sizes such as 'layers: 32'", path=path))
     if "model_type" in data:
         return sizes_from_hf_config(data, str(path))
     return validate_data(ArchitectureSizes, data, str(path))

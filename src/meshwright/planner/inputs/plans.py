@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from meshwright.core.codec import parse_text, read_text_file, validate_data
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.files import path_from_text
+from meshwright.core.messages import Message
 from meshwright.spec.constraints import validate_plan
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.schedules.custom import CUSTOM_SCHEDULE
@@ -73,10 +74,10 @@ def parse_pins(text: str) -> dict[str, Any]:
     for part in filter(None, (part.strip() for part in re.split(r",(?![^\[]*\])", text))):
         name, equals, value = part.partition("=")
         if not equals or not value.strip():
-            raise InputError(f"pin {part!r} is not name=value; write pins like 'tp=2,pp=4'")
+            raise InputError(Message("pin {part!r} is not name=value; write pins like 'tp=2,pp=4'", part=part))
         name = PIN_ALIASES.get(name.strip(), name.strip())
         if name in given:
-            raise InputError(f"pins {text!r} fix {name!r} twice")
+            raise InputError(Message("pins {text!r} fix {name!r} twice", text=text, name=name))
         given[name] = parse_text(value.strip(), f"pin {name}")
     return validate_pins(given, "pins")
 
@@ -88,7 +89,12 @@ def validate_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         name = PIN_ALIASES.get(written, written)
         if name not in PINNABLE_FIELDS:
             raise InputError(
-                f"{where}: Plan has no field {written!r}{did_you_mean(written, (*PINNABLE_FIELDS, *PIN_ALIASES))}"
+                Message(
+                    "{where}: Plan has no field {written!r}{hint}",
+                    where=where,
+                    written=written,
+                    hint=did_you_mean(written, (*PINNABLE_FIELDS, *PIN_ALIASES)),
+                )
             )
         path = (
             path_from_text(value)
@@ -108,11 +114,18 @@ def read_schedule_pins(path: Path) -> dict[str, Any]:
     rows = parse_table(read_text_file(path, "schedule"), str(path))
     stages, micro_batches = table_shape(rows)
     if stages % len(rows):
-        raise InputError(f"{path}: {stages} stages on {len(rows)} pipeline ranks; every rank holds as many")
+        raise InputError(
+            Message(
+                "{path}: {stages} stages on {count} pipeline ranks; every rank holds as many",
+                path=path,
+                stages=stages,
+                count=len(rows),
+            )
+        )
     try:
         parse_orders(rows, stages, micro_batches)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(Message("{path}: {error}", path=path, error=error)) from None
     return {"schedule": CUSTOM_SCHEDULE, "actions": rows, "pp": len(rows), "virtual_stages": stages // len(rows)}
 
 
@@ -126,7 +139,15 @@ def _pin_value(field: str, value: Any, where: str) -> Any:
     except ValidationError as error:
         own = next((entry for entry in error.errors() if entry["loc"][:1] == (field,)), None)
     if own is not None:
-        raise InputError(f"{where}: {own['msg'][:1].lower()}{own['msg'][1:]}, got {value!r}")
+        raise InputError(
+            Message(
+                "{where}: {msg}{rest}, got {value!r}",
+                where=where,
+                msg=own["msg"][:1].lower(),
+                rest=own["msg"][1:],
+                value=value,
+            )
+        )
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from meshwright.catalog import read as catalog
 from meshwright.core.codec import validate_data
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.core.units import show_count
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, sizes_from_catalog
 
@@ -72,7 +73,12 @@ def sizes_for_parameters(parameters: float, known: SizesByName | None = None) ->
     """The sizes of a GPT-shaped model of that many parameters, as near as whole layers come."""
     if not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS:
         raise InputError(
-            f"a model of {show_count(parameters)} parameters: a size lies between {show_count(MIN_PARAMETERS)} and {show_count(MAX_PARAMETERS)}"
+            Message(
+                "a model of {parameters} parameters: a size lies between {min_parameters} and {max_parameters}",
+                parameters=show_count(parameters),
+                min_parameters=show_count(MIN_PARAMETERS),
+                max_parameters=show_count(MAX_PARAMETERS),
+            )
         )
     known = known or scalable_sizes()
     like = known[nearest_size(parameters, known)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from meshwright.core.i18n.messages import Message, make_message
+from meshwright.core.messages import Message
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search.branch_and_bound import search_top_plans
 from meshwright.planner.search.explain import family_name
@@ -26,6 +26,20 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.precision import DilocoConfig, GradientCompression
 
 IMPROVEMENT_FACTOR = 2.0
+
+
+WHAT_IF_NAMES = {
+    "memory": Message("twice the memory"),
+    "compute": Message("devices twice as fast"),
+    "links": Message("links inside nodes twice as fast"),
+    "network": Message("a network twice as fast"),
+    "batch": Message("twice the batch"),
+    "bf16": Message("gradients in bf16 between nodes (another result)"),
+    "int8": Message("gradients in int8 between nodes (another result)"),
+    "low-rank": Message("low-rank gradients between nodes (another result)"),
+    "local": Message("nodes that synchronize every 50 steps (another result)"),
+}
+"""What each change of `improvements` is called."""
 
 
 class JobImprovement(NamedTuple):
@@ -143,8 +157,10 @@ def _size_message(job: Job) -> Message:
         estimate(single_device_job(job), Plan(recompute=choice)).memory.activations
         for choice in (Recompute.none, Recompute.full)
     ]
-    return make_message(
-        "advice.size",
+    return Message(
+        "1. How large is my model? {parameters:parameters} parameters; {each} bytes each for weights, gradients and "
+        "optimizer make {states:bytes} before the first token. One sequence of {sequence} tokens saves "
+        "{activations:bytes} of activations, {recomputed:bytes} with full recompute.",
         parameters=job.model.parameters,
         each=f"{each:g}",
         states=job.model.parameters * each,
@@ -159,13 +175,25 @@ def _one_device_message(job: Job) -> Message:
     one = single_device_job(job)
     whole, again = (estimate(one, Plan(recompute=choice)) for choice in (Recompute.none, Recompute.full))
     if whole.fits:
-        return make_message("advice.one.yes", reserved=whole.memory.reserved, limit=whole.limit)
-    if again.fits:
-        return make_message(
-            "advice.one.recomputed", reserved=again.memory.reserved, limit=again.limit, whole=whole.memory.reserved
+        return Message(
+            "2. Does it fit on one device? Yes: {reserved:bytes} with one sequence, of {limit:bytes}.",
+            reserved=whole.memory.reserved,
+            limit=whole.limit,
         )
-    return make_message(
-        "advice.one.no", reserved=again.memory.reserved, limit=again.limit, times=again.memory.reserved / again.limit
+    if again.fits:
+        return Message(
+            "2. Does it fit on one device? With full recompute: {reserved:bytes} with one sequence, of {limit:bytes}; "
+            "{whole:bytes} without.",
+            reserved=again.memory.reserved,
+            limit=again.limit,
+            whole=whole.memory.reserved,
+        )
+    return Message(
+        "2. Does it fit on one device? No: {reserved:bytes} with one sequence and full recompute, of {limit:bytes}; "
+        "that is {times:times} times as much.",
+        reserved=again.memory.reserved,
+        limit=again.limit,
+        times=again.memory.reserved / again.limit,
     )
 
 
@@ -175,14 +203,29 @@ def _links_message(job: Job) -> Message:
     group, network = cluster.groups[0], cluster.network
     nodes = sum(each.nodes for each in cluster.groups)
     if cluster.devices == 1:
-        return make_message("advice.links.one")
+        return Message("3. How are my devices linked? There is only one.")
     inside = {"devices": group.devices, "link": group.link.name, "near": group.link.bandwidth}
     between = {"nodes": nodes, "network": network.name, "far": network.bandwidth}
     if nodes == 1:
-        return make_message("advice.links.inside", **inside)
+        return Message(
+            "3. How are my devices linked? {devices} in one node over {link}, {near:rate} each: every kind of "
+            "parallelism works well there.",
+            **inside,
+        )
     if group.devices == 1:
-        return make_message("advice.links.between", **between)
-    return make_message("advice.links.both", **inside, **between, times=group.link.bandwidth / network.bandwidth)
+        return Message(
+            "3. How are my devices linked? {nodes} nodes of one device over {network}, {far:rate} a device: fast "
+            "enough for data and pipeline parallelism, hardly for tensor parallelism.",
+            **between,
+        )
+    return Message(
+        "3. How are my devices linked? {devices} in a node over {link}, {near:rate} each; {nodes} nodes over "
+        "{network}, {far:rate} a device, {times:times} times less: keep tensor parallelism inside a node, let data "
+        "and pipeline parallelism cross nodes.",
+        **inside,
+        **between,
+        times=group.link.bandwidth / network.bandwidth,
+    )
 
 
 def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> Message:
@@ -201,7 +244,15 @@ def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> 
         "least": lean.reserved,
         "share": lean.seconds / chosen.time.step - 1.0,
     }
-    return make_message("advice.speed.same" if lean.plan == answer.chosen.plan else "advice.speed", **values)
+    return Message(
+        "4. Speed or memory? Both: {plan} takes {step:seconds} a step and {reserved:bytes}, and "
+        "no other plan takes less memory."
+        if lean.plan == answer.chosen.plan
+        else "4. Speed or memory? The first plan, {plan}, takes {step:seconds} a step and "
+        "{reserved:bytes}. The lowest-memory plan, {lean}, takes {least:bytes} and "
+        "{share:percent} more time.",
+        **values,
+    )
 
 
 def _hybrid_message(job: Job, answer: SearchResult) -> Message:
@@ -211,20 +262,30 @@ def _hybrid_message(job: Job, answer: SearchResult) -> Message:
     fitting = [family for family in single if family.fits]
     mine = [family for family in single if family.plan == answer.chosen.plan]
     if mine:
-        return make_message("advice.hybrid.no", family=family_name(mine[0].name), plan=answer.chosen.name)
+        return Message(
+            "5. Do I need a hybrid? No: one kind of parallelism is fastest, {family} ({plan}).",
+            family=family_name(mine[0].name),
+            plan=answer.chosen.name,
+        )
     if fitting:
         best = min(fitting, key=lambda family: family.seconds)
-        return make_message(
-            "advice.hybrid.faster",
+        return Message(
+            "5. Do I need a hybrid? Not to fit, but {plan} is faster: the best single kind, {family} ({single}), "
+            "takes {share:percent} longer.",
             plan=answer.chosen.name,
             family=family_name(best.name),
             single=best.plan.name,
             share=best.seconds / step - 1.0,
         )
     if not single:
-        return make_message("advice.hybrid.indivisible", plan=answer.chosen.name, devices=job.cluster.devices)
-    return make_message(
-        "advice.hybrid.needed",
+        return Message(
+            "5. Do I need a hybrid? Yes, {plan}: no single kind divides this batch and this model among "
+            "{devices:count device}.",
+            plan=answer.chosen.name,
+            devices=job.cluster.devices,
+        )
+    return Message(
+        "5. Do I need a hybrid? Yes, {plan}: no single kind fits ({families}).",
         plan=answer.chosen.name,
         families=tuple(map(_shortage_message, single[:MAX_NEIGHBOUR_DEGREES])),
     )
@@ -236,14 +297,14 @@ def count_parallelisms(plan: Plan) -> int:
 
 
 def _shortage_message(family: PlanFamily) -> Message:
-    return make_message("why.needs", family=family_name(family.name), reserved=family.reserved)
+    return Message("{family} needs {reserved:bytes}", family=family_name(family.name), reserved=family.reserved)
 
 
 def _degrees_message(job: Job, answer: SearchResult, runnable: bool) -> Message:
     """Question 6: what other tensor and pipeline degrees would cost."""
     plan = answer.chosen.plan
-    return make_message(
-        "advice.degrees",
+    return Message(
+        "6. Which tp and pp? tp {tp} and pp {pp}. Other tp: {tensor}. Other pp: {pipeline}.",
         tp=plan.tp,
         pp=plan.pp,
         tensor=_neighbour_degrees(job, answer, "tp", runnable),
@@ -257,9 +318,7 @@ def _neighbour_degrees(job: Job, answer: SearchResult, axis: str, runnable: bool
     degrees = divisors(job.cluster.devices)  # on some heterogeneous groups the chosen degree is none of them
     lower, higher = [degree for degree in degrees if degree < chosen], [degree for degree in degrees if degree > chosen]
     near = [*lower[-MAX_NEIGHBOUR_DEGREES:], *higher[:MAX_NEIGHBOUR_DEGREES]]
-    return tuple(_degree_message(axis, degree, job, step, runnable) for degree in near) or (
-        make_message("advice.no_other"),
-    )
+    return tuple(_degree_message(axis, degree, job, step, runnable) for degree in near) or (Message("none"),)
 
 
 def _degree_message(axis: str, degree: int, job: Job, step: float, runnable: bool) -> Message:
@@ -267,22 +326,27 @@ def _degree_message(axis: str, degree: int, job: Job, step: float, runnable: boo
         job.but(pins={**{name: value for name, value in job.pins.items() if name != axis}, axis: degree}), runnable
     )
     if best is None:
-        return make_message("advice.degree.none", axis=axis, degree=degree)
+        return Message("{axis} {degree} has no plan that fits", axis=axis, degree=degree)
     share = _signed_percent(best.seconds / step - 1.0)
-    return make_message("advice.degree.tight" if best.tight else "advice.degree", axis=axis, degree=degree, share=share)
+    return Message(
+        "{axis} {degree} takes {share} but is tight" if best.tight else "{axis} {degree} takes {share}",
+        axis=axis,
+        degree=degree,
+        share=share,
+    )
 
 
 def _improvement_messages(job: Job, answer: SearchResult, runnable: bool) -> Iterable[Message]:
     """What each single improvement brings."""
     found = rank_improvements(job, answer.chosen.estimate.time.step, runnable, answer.chosen.plan)
-    yield make_message(
-        "advice.improve",
+    yield Message(
+        "What would change that? Tokens per second with {changes}.",
         changes=tuple(
-            make_message(
-                "advice.change" if abs(it.speed - 1.0) >= MIN_SPEED_CHANGE else "advice.change.none",
-                what=make_message(f"advice.twice.{it.name}"),
+            Message(
+                "{what} {share} ({plan})" if abs(it.speed - 1.0) >= MIN_SPEED_CHANGE else "{what} no change",
+                what=WHAT_IF_NAMES[it.name],
                 share=_signed_percent(it.speed - 1.0),
-                plan=it.plan if it.plan != answer.chosen.name else make_message("advice.same_plan"),
+                plan=it.plan if it.plan != answer.chosen.name else Message("the same plan"),
             )
             for it in found
         ),

@@ -29,6 +29,7 @@ from math import isfinite, prod
 
 import numpy as np
 
+from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
 from meshwright.planner.cost.bounds import lower_bounds
 from meshwright.planner.cost.cost_model import CostModel
@@ -92,11 +93,19 @@ class PlanSearch:
             self._price_other_layouts(group, floor)
         limit = show_bytes(self._usable)
         if self.fastest is not None:
-            needs = f"needs {show_bytes(self.fastest.reserved)} of {limit} usable memory"
-            needs = needs if isfinite(self.fastest.reserved) else "needs more host memory for offload"
-            self.space.reject(DOES_NOT_FIT, self.unfit, f"{self.fastest.plan.name}: {needs}")
+            needs = Message("needs more host memory for offload")
+            if isfinite(self.fastest.reserved):
+                needs = Message(
+                    "needs {reserved} of {limit} usable memory",
+                    reserved=show_bytes(self.fastest.reserved),
+                    limit=limit,
+                )
+            rejection = Message("{plan}: {reason}", plan=self.fastest.plan.name, reason=needs)
+            self.space.reject(DOES_NOT_FIT, self.unfit, rejection)
         if self.ranking.best:
-            shown = f"slower than {self.ranking.best[-1].plan.name}, by time or by a lower bound of it"
+            shown = Message(
+                "slower than {plan}, by time or by a lower bound of it", plan=self.ranking.best[-1].plan.name
+            )
             self.space.reject(PRUNED_BY_BOUND, self.legal - self.priced, shown)
 
     def _lower_bound(self, box: PlanGrid) -> Array:

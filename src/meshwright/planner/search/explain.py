@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.core.i18n.messages import Message, make_message, make_term_message
+from meshwright.core.messages import Message, term
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search.result import PlanFamily, SearchResult
 from meshwright.planner.search.risk_margin import required_gain, uses_unmeasured_link
@@ -28,14 +28,18 @@ def explain(job: Job, answer: SearchResult) -> list[Message]:
     unfit = [family for family in others if not family.fits]
     if slower:
         parts = tuple(_slower_family_message(job, answer, family) for family in slower[:MAX_FAMILIES_NAMED])
-        said.append(make_message("why.slower", families=parts + _remaining_families(slower)))
+        said.append(Message("slower: {families}", families=parts + _remaining_families(slower)))
     if unfit:
         parts = tuple(
-            make_message("why.needs", family=family_name(family.name), reserved=family.reserved)
+            Message("{family} needs {reserved:bytes}", family=family_name(family.name), reserved=family.reserved)
             for family in unfit[:MAX_FAMILIES_NAMED]
         )
         said.append(
-            make_message("why.unfit", limit=answer.chosen.estimate.limit, families=parts + _remaining_families(unfit))
+            Message(
+                "do not fit in {limit:bytes}: {families}",
+                limit=answer.chosen.estimate.limit,
+                families=parts + _remaining_families(unfit),
+            )
         )
     return said
 
@@ -44,16 +48,16 @@ def family_name(words: str) -> Message:
     """A family such as 'tensor + ZeRO-1': its parts one by one."""
     first, _, rest = words.partition(" + ")
     return (
-        make_message("family.and", first=make_term_message("family", first), rest=family_name(rest))
+        Message("{first} + {rest}", first=term("family", first), rest=family_name(rest))
         if rest
-        else make_term_message("family", first)
+        else term("family", first)
     )
 
 
 def _chosen_message(answer: SearchResult) -> Message:
     chosen = answer.chosen
-    return make_message(
-        "why.chosen",
+    return Message(
+        "{plan}: {step:seconds} a step, {rate:count} tokens/s, the first of {considered:count plan}",
         plan=chosen.name,
         step=chosen.estimate.time.step,
         rate=chosen.estimate.tokens_per_second,
@@ -75,9 +79,38 @@ def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
         job.cluster, chosen[0].offload
     )
     tight = priced.verdict == FitStatus.tight and chosen[1].verdict != FitStatus.tight
-    key = "why.both" if leaning and tight else "why.leans" if leaning else "why.passed"
     values = {"plan": plan.name, "share": chosen[1].time.step / priced.time.step - 1.0, "gain": gain}
-    return [make_message(key, **values, **({"verdict": fit_message(priced)} if tight else {}))]
+    if not leaning:
+        return [
+            Message(
+                (
+                    "{plan} is {share:percent} faster but {verdict}: a tight plan comes first only when it is more "
+                    "than {gain:percent} faster"
+                ),
+                verdict=fit_message(priced),
+                **values,
+            )
+        ]
+    if not tight:
+        return [
+            Message(
+                (
+                    "{plan} is {share:percent} faster, but its host link is not profiled: such a plan comes first "
+                    "only when it is more than {gain:percent} faster (`meshwright probe --save` measures the link)"
+                ),
+                **values,
+            )
+        ]
+    return [
+        Message(
+            (
+                "{plan} is {share:percent} faster but {verdict}, and its host link is not profiled: such a plan comes "
+                "first only when it is more than {gain:percent} faster (`meshwright probe --save` measures the link)"
+            ),
+            verdict=fit_message(priced),
+            **values,
+        )
+    ]
 
 
 def _breakdown_message(answer: SearchResult) -> Message:
@@ -89,12 +122,13 @@ def _breakdown_message(answer: SearchResult) -> Message:
         if item != "step" and seconds > MIN_TIME_FRACTION_NAMED * priced.time.step
     }
     shares = tuple(
-        make_message("why.share", item=make_term_message("time", item), share=seconds / priced.time.step)
+        Message("{item} {share:percent}", item=term("time", item), share=seconds / priced.time.step)
         for item, seconds in sorted(items.items(), key=lambda it: -it[1])
     )
     kind, size = largest_memory_kind(priced.memory)
-    return make_message(
-        "why.where",
+    return Message(
+        "time: {shares}. memory: {reserved:bytes} of {limit:bytes} usable memory, {verdict}; most of it {kind} "
+        "({size:bytes})",
         shares=shares,
         reserved=priced.memory.reserved,
         limit=priced.limit,
@@ -112,8 +146,8 @@ def _slower_family_message(job: Job, answer: SearchResult, family: PlanFamily) -
         if term.seconds > MIN_TIME_FRACTION_NAMED * best.time.step
     ][:2]
     share = family.seconds / best.time.step - 1.0
-    return make_message(
-        "why.family" if lost else "why.family.even",
+    return Message(
+        "{family} by {share:percent} ({plan}: {terms})" if lost else "{family} by {share:percent} ({plan})",
         family=family_name(family.name),
         share=share,
         plan=family.plan.name,
@@ -124,9 +158,13 @@ def _slower_family_message(job: Job, answer: SearchResult, family: PlanFamily) -
 def describe_time_deltas(lost: Sequence[TimeDelta]) -> tuple[Message, ...]:
     """Returns the items of time that take longer."""
     return tuple(
-        make_message("why.term", item=make_term_message("time", term.name), seconds=term.seconds) for term in lost
+        Message("{item} +{seconds:seconds}", item=term("time", delta.name), seconds=delta.seconds) for delta in lost
     )
 
 
 def _remaining_families(found: Sequence[object]) -> tuple[Message, ...]:
-    return (make_message("why.more", count=len(found) - MAX_FAMILIES_NAMED),) if len(found) > MAX_FAMILIES_NAMED else ()
+    return (
+        (Message("and {count:count} more", count=len(found) - MAX_FAMILIES_NAMED),)
+        if len(found) > MAX_FAMILIES_NAMED
+        else ()
+    )

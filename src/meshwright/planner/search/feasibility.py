@@ -6,25 +6,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 from meshwright.core.codec import validate_data
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.planner.cost.plan_grid import ScheduleChoice, ZeroChoice
 from meshwright.spec.constraints import (
-    UpdateProperties,
-    Violation,
     batch_split_violations,
     block_count_violations,
-    diloco_violations,
     expert_parallel_violations,
     offload_violations,
     sequence_violations,
     stage_violations,
     tensor_parallel_violations,
-    update_violations,
 )
 from meshwright.spec.enums import (
     ACTIVATION_OFFLOADS,
@@ -37,6 +34,8 @@ from meshwright.spec.enums import (
 )
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
+from meshwright.spec.violation import Violation
+from meshwright.spec.workload_constraints import UpdateProperties, diloco_violations, update_violations
 
 MEMORY_POLICY_PINS = ("recompute", "recompute_layers", "recompute_rest", "offload", "offload_layers")
 """Pins that only some others go with, whatever the rest of a plan is."""
@@ -52,35 +51,58 @@ def check_pins(job: Job) -> None:
     for name in pins:
         if name not in known:
             raise InputError(
-                f"pin {name!r} is no field of a plan{did_you_mean(name, known)}; pins are {', '.join(known)}"
+                Message(
+                    "pin {name!r} is no field of a plan{hint}; pins are {known}",
+                    name=name,
+                    hint=did_you_mean(name, known),
+                    known=", ".join(known),
+                )
             )
     shares = [name for name in OFFLOAD_FRACTION_PINS if pins.get(name, 100) < 100]
     if shares and not job.cluster.host_bandwidth and not job.cluster.storage_bandwidth:
         raise InputError(
-            f"pin {shares[0]}={pins[shares[0]]}: there is nowhere to wait: "
-            "these devices compute in their host's memory, or no way to it is known "
-            "(host_bandwidth), and no node has a disk (storage_bandwidth)"
+            Message(
+                "pin {shares}={pins}: there is nowhere to wait: these devices compute in their host's memory, or no "
+                "way to it is known (host_bandwidth), and no node has a disk (storage_bandwidth)",
+                shares=shares[0],
+                pins=pins[shares[0]],
+            )
         )
     if "offload" in pins:
         _check_offload_fractions(pins, pins["offload"])
         # what no plan can say: twice the same, or gradients without the update
         validate_data(Plan, {"zero": 3, "dp_shard": 2, "offload": pins["offload"]}, "pin offload")
+    _check_memory_policy_pins(pins)
+    if {"dp_replicate", "dp_shard"} <= pins.keys():
+        pins["dp"] = pins["dp_replicate"] * pins["dp_shard"]
+    _check_device_pins(pins, devices)
+
+
+def _check_memory_policy_pins(pins: Mapping[str, Any]) -> None:
+    """Raises InputError if the pins of the recompute and offload policy contradict each other."""
     if pins.get("recompute_rest", "none") != "none" and not pins.get("recompute_layers"):
         raise InputError(
-            f"pin recompute_rest={pins['recompute_rest']} is of the blocks behind "
-            "the first ones that recompute: pin recompute_layers too"
+            Message(
+                "pin recompute_rest={recompute_rest} is of the blocks behind the first ones that recompute: pin "
+                "recompute_layers too",
+                recompute_rest=pins["recompute_rest"],
+            )
         )
     if pins.get("offload_layers") and not offloads_activations(pins.get("offload", ())):
         raise InputError(
-            f"pin offload_layers={pins['offload_layers']} counts blocks whose activations wait: "
-            "pin off=[activations] too"
+            Message(
+                "pin offload_layers={offload_layers} counts blocks whose activations wait: pin off=[activations] too",
+                offload_layers=pins["offload_layers"],
+            )
         )
     policy = {name: pins[name] for name in MEMORY_POLICY_PINS if name in pins}
     if policy.get("recompute_layers"):
         policy.setdefault("recompute", Recompute.full)
     validate_data(Plan, {"zero": 3, "dp_shard": 2, **policy}, "pins")
-    if {"dp_replicate", "dp_shard"} <= pins.keys():
-        pins["dp"] = pins["dp_replicate"] * pins["dp_shard"]
+
+
+def _check_device_pins(pins: Mapping[str, Any], devices: int) -> None:
+    """Raises InputError if the pinned degrees do not divide the number of devices."""
     axes = ("dp", "tp", "pp", "cp") if "dp" in pins else ("dp_replicate", "dp_shard", "tp", "pp", "cp")
     factors = [
         (name, degree) for name in axes if isinstance(degree := pins.get(name), int) and (degree > 1 or name != "cp")
@@ -90,10 +112,22 @@ def check_pins(job: Job) -> None:
         product *= degree
     equation = " * ".join(f"{name}({degree})" for name, degree in factors)
     if all(name in pins for name in axes) and product != devices:  # no axis is left to take the rest of the devices
-        raise InputError(f"{equation} = {product} but the cluster has {devices} devices")
+        raise InputError(
+            Message(
+                "{equation} = {product} but the cluster has {devices} devices",
+                equation=equation,
+                product=product,
+                devices=devices,
+            )
+        )
     if factors and devices % product:
         raise InputError(
-            f"pins {equation} = {product} but the cluster has {devices} devices, which {product} does not divide"
+            Message(
+                "pins {equation} = {product} but the cluster has {devices} devices, which {product} does not divide",
+                equation=equation,
+                product=product,
+                devices=devices,
+            )
         )
 
 
@@ -101,15 +135,21 @@ def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
     """Raises InputError for a fraction of something that is not pinned to be offloaded."""
     if pins.get("offload_share", 100) < 100 and not offloads_states(offload):
         raise InputError(
-            f"pins offload_share={pins['offload_share']} and offload={[str(what) for what in offload]}: "
-            "the share is of the optimizer's states: "
-            "pin optimizer or optimizer-disk in off too"
+            Message(
+                "pins offload_share={offload_share} and offload={offload}: the share is of the optimizer's states: "
+                "pin optimizer or optimizer-disk in off too",
+                offload_share=pins["offload_share"],
+                offload=[str(what) for what in offload],
+            )
         )
     if pins.get("weights_share", 100) < 100 and not offloads_weights(offload):
         raise InputError(
-            f"pins weights_share={pins['weights_share']} and offload={[str(what) for what in offload]}: "
-            "the share is of the weights: "
-            "pin parameters or parameters-disk in off too"
+            Message(
+                "pins weights_share={weights_share} and offload={offload}: the share is of the weights: pin "
+                "parameters or parameters-disk in off too",
+                weights_share=pins["weights_share"],
+                offload=[str(what) for what in offload],
+            )
         )
 
 

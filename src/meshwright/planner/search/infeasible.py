@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from meshwright.catalog import read as catalog
 from meshwright.core.errors import InputError, NothingFits
-from meshwright.core.i18n.messages import Message, make_message, render_message
-from meshwright.core.units import parse_quantity
+from meshwright.core.messages import Message, mark_msgid
+from meshwright.core.quantities import parse_quantity
 from meshwright.planner.cost.constants import USABLE_MEMORY_FRACTION
 from meshwright.planner.cost.cost_context import build_cost_context
 from meshwright.planner.cost.memory import physical_limit
@@ -47,15 +47,7 @@ flight."""
 
 
 class NoPlanFits(NothingFits):
-    """NothingFits with a message that can be rendered in any language."""
-
-    def __init__(self, sentence: Message, language: str = "en") -> None:
-        super().__init__(render_message(sentence, language))
-        self.sentence = sentence
-
-    def said(self, language: str) -> NoPlanFits:
-        """Returns the same error in another language."""
-        return NoPlanFits(self.sentence, language)
+    """No legal plan fits. The message names the nearest plan and the changes with which one would fit."""
 
 
 def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
@@ -64,17 +56,27 @@ def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
     if candidate is None and found.fastest is not None:  # legal, but every host lacks memory for the offloaded states
         notes = estimate_grid(found.pricer, found.fastest.grid).notes
         return NothingFits(
-            f"no plan fits: the nearest ({found.fastest.plan.name}) needs more host memory for offload: {notes[-1]}"
+            Message(
+                "no plan fits: the nearest ({plan}) needs more host memory for offload: {notes}",
+                plan=found.fastest.plan.name,
+                notes=notes[-1],
+            )
         )
     if candidate is None:
-        return InputError(f"no plan is legal: {'; '.join(illegal_reasons(found)) or 'the pins leave none'}")
+        return InputError(
+            Message(
+                "no plan is legal: {illegal_reasons}",
+                illegal_reasons="; ".join(illegal_reasons(found)) or Message("the pins leave none"),
+            )
+        )
     job = found.pricer.setting.job
     priced = estimate_grid(found.pricer, candidate.grid)
     stage = max(range(len(priced.per_stage)), key=lambda at: priced.per_stage[at].total)
     kind, size = largest_memory_kind(priced.memory)
     return NoPlanFits(
-        make_message(
-            "near.none",
+        Message(
+            "no plan fits: the nearest ({plan}) needs {reserved:bytes} on rank {rank} of {memory:bytes}; {kind} are "
+            "{size:bytes} of it; {ways}",
             plan=candidate.plan.name,
             reserved=candidate.reserved,
             rank=stage * (job.cluster.devices // candidate.plan.pp),
@@ -95,15 +97,15 @@ def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) 
     """Yields the smallest change of each kind with which a plan fits."""
     found = 0
     for kind in (without_pins, with_chunked_loss, with_disks, with_more_nodes, with_shorter_sequence):
-        for key, values, changed in kind(job):
+        for msgid, values, changed in kind(job):
             best = fastest_plan(changed, runnable)
             if best is not None:
-                yield make_message(key, **values, plan=best.plan.name, seconds=best.seconds)
+                yield Message(msgid, **values, plan=best.plan.name, seconds=best.seconds)
                 found += 1
                 break
     if candidate.reserved <= physical_limit(build_cost_context(job)):
-        yield make_message(
-            "near.budget",
+        yield Message(
+            mark_msgid("a budget of {memory:bytes} would fit ({plan}, {seconds:seconds} a step)"),
             memory=ceil(candidate.reserved / MIB) * MIB,
             plan=candidate.plan.name,
             seconds=candidate.seconds,
@@ -112,8 +114,13 @@ def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) 
     memory = ceil(candidate.reserved / USABLE_MEMORY_FRACTION / GIB) * GIB
     if not found or memory <= MAX_MEMORY_INCREASE * job.cluster.memory:
         device = device_with_memory(memory, job.cluster.groups[0].link.name)
-        yield make_message(
-            "near.device" if device else "near.memory", memory=memory, device=device, plan=candidate.plan.name
+        yield Message(
+            "devices of {memory:bytes} would fit, such as {device} ({plan})"
+            if device
+            else "devices of {memory:bytes} would fit ({plan})",
+            memory=memory,
+            device=device,
+            plan=candidate.plan.name,
         )
 
 
@@ -187,9 +194,13 @@ def without_pins(job: Job) -> Iterator[JobChange]:
     """Yields the job without each pin, then without all."""
     for name, value in job.pins.items():
         pins = {other: other_value for other, other_value in job.pins.items() if other != name}
-        yield "near.pin", {"pin": f"{name}={value}"}, job.but(pins=pins)
+        yield (
+            mark_msgid("without the pin {pin} would fit ({plan}, {seconds:seconds} a step)"),
+            {"pin": f"{name}={value}"},
+            job.but(pins=pins),
+        )
     if len(job.pins) > 1:
-        yield "near.pins", {}, job.but(pins={})
+        yield mark_msgid("without any pin would fit ({plan}, {seconds:seconds} a step)"), {}, job.but(pins={})
 
 
 def with_chunked_loss(job: Job) -> Iterator[JobChange]:
@@ -198,7 +209,11 @@ def with_chunked_loss(job: Job) -> Iterator[JobChange]:
     The search does not offer it: where another plan fits it gains almost nothing (docs/log/planner.md).
     """
     if "loss_chunks" not in job.pins:
-        yield "near.chunks", {"chunks": LOSS_CHUNKS_TRIED}, job.but(pins={**job.pins, "loss_chunks": LOSS_CHUNKS_TRIED})
+        yield (
+            mark_msgid("the loss in {chunks} chunks would fit ({plan}, {seconds:seconds} a step)"),
+            {"chunks": LOSS_CHUNKS_TRIED},
+            job.but(pins={**job.pins, "loss_chunks": LOSS_CHUNKS_TRIED}),
+        )
 
 
 def with_disks(job: Job) -> Iterator[JobChange]:
@@ -208,7 +223,16 @@ def with_disks(job: Job) -> Iterator[JobChange]:
             group.but(storage_bandwidth=group.storage_bandwidth or DISK_BYTES_PER_SECOND)
             for group in job.cluster.groups
         )
-        yield "near.disks", {"rate": DISK_BYTES_PER_SECOND}, job.but(cluster=job.cluster.but(groups=groups))
+        yield (
+            (
+                mark_msgid(
+                    "a local disk in each node (storage_bandwidth, {rate:rate}) would fit ({plan}, {seconds:seconds} "
+                    "a step)"
+                )
+            ),
+            {"rate": DISK_BYTES_PER_SECOND},
+            job.but(cluster=job.cluster.but(groups=groups)),
+        )
 
 
 def with_more_nodes(job: Job) -> Iterator[JobChange]:
@@ -222,7 +246,7 @@ def with_more_nodes(job: Job) -> Iterator[JobChange]:
         groups = tuple(group.but(nodes=group.nodes * times) for group in job.cluster.groups)
         cluster = job.cluster.but(groups=groups)
         yield (
-            "near.nodes",
+            (mark_msgid("{nodes:count node} ({devices:count device}) would fit ({plan}, {seconds:seconds} a step)")),
             {"nodes": sum(group.nodes for group in groups), "devices": cluster.devices},
             job.but(cluster=cluster, pins=pins),
         )
@@ -240,4 +264,8 @@ def with_shorter_sequence(job: Job) -> Iterator[JobChange]:
     for part in SEQUENCE_DIVISORS:
         sequence = job.workload.sequence // part
         if sequence:
-            yield "near.sequence", {"sequence": sequence}, job.but(workload=job.workload.but(sequence=sequence))
+            yield (
+                mark_msgid("sequence {sequence} would fit ({plan}, {seconds:seconds} a step)"),
+                {"sequence": sequence},
+                job.but(workload=job.workload.but(sequence=sequence)),
+            )

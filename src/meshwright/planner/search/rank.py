@@ -22,6 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import memory_limit, physical_limit, reserved_bytes
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
@@ -33,10 +34,11 @@ from meshwright.planner.search.infeasible import infeasibility_error
 from meshwright.planner.search.result import PlanFamily, PlanRejection, RankedPlan, SearchObjective, SearchResult
 from meshwright.planner.search.top_k import PlanCandidate, TopK, plan_family, round_score
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.constraints import UpdateProperties, is_supported
+from meshwright.spec.constraints import is_supported
 from meshwright.spec.enums import offloads_states, offloads_weights, upgrade_offload_fields
 from meshwright.spec.estimate import Estimate, FitStatus
 from meshwright.spec.job import Job
+from meshwright.spec.workload_constraints import UpdateProperties
 
 FRACTION_STEP_PERCENT = 5
 """Hundredths: a finer share would claim more than an estimate of memory knows."""
@@ -140,7 +142,10 @@ def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnabl
         price = cluster.price
         if objective == SearchObjective.cheapest and price is None:
             raise InputError(
-                "the cheapest plan needs a price: give each device of the cluster file a price, in money per device hour"
+                Message(
+                    "the cheapest plan needs a price: give each device of the cluster file a price, in money per "
+                    "device hour"
+                )
             )
         try:
             found = search_top_plans(

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from meshwright.core.codec import StrictModel
+from meshwright.core.codec import StrictModel, TranslatableText
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.plan import Plan
 
@@ -43,7 +43,7 @@ class PlanRejection(StrictModel):
 
     reason: str
     count: int
-    example: str = Field(description="the line for one of them")
+    example: TranslatableText = Field(description="the line for one of them")
 
 
 class PlanFamily(StrictModel):

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshwright.core.messages import Message
 from meshwright.planner.cost.plan_grid import (
     BatchChoice,
     PlanGrid,
@@ -54,7 +55,7 @@ from meshwright.planner.search.offered_choices import (
     divisors,
 )
 from meshwright.planner.search.plan_choices import PlanChoices
-from meshwright.spec.constraints import Violation, batch_violations, context_parallel_violations
+from meshwright.spec.constraints import batch_violations, context_parallel_violations
 from meshwright.spec.enums import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_SCHEDULE,
@@ -64,6 +65,7 @@ from meshwright.spec.enums import (
 )
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
+from meshwright.spec.violation import Violation
 
 
 @dataclass
@@ -356,4 +358,4 @@ class PlanSpace:
 
 
 def _count_rejection(space: PlanSpace, fault: Violation, plan: Plan, count: int) -> None:
-    space.reject(fault.reason, count, f"{plan.name}: {fault.message}")
+    space.reject(fault.reason, count, Message("{plan}: {reason}", plan=plan.name, reason=fault.message))

@@ -16,8 +16,8 @@ from math import log
 
 from pydantic import Field
 
-from meshwright.core.codec import StrictModel
-from meshwright.core.units import Seconds
+from meshwright.core.codec import StrictModel, TranslatableText
+from meshwright.core.quantities import Seconds
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search.rank import search_plans
 from meshwright.spec.cluster import Cluster, Link, NodeGroup
@@ -42,7 +42,7 @@ class Trial(StrictModel):
     plan: Plan
     predicted: Seconds
     measured: Seconds | None = None
-    why: str = ""
+    why: TranslatableText = ""
     busy: float = Field(default=0.0, ge=0, description="processors that other programs kept busy meanwhile")
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from pydantic import Field
 
-from meshwright.core.codec import StrictModel
+from meshwright.core.codec import StrictModel, TranslatableText, without_place
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.planner.cost.step import estimate, estimate_grid
 from meshwright.planner.search.branch_and_bound import PlanSearch, search_top_plans
 from meshwright.planner.search.result import RankedPlan, SearchResult
@@ -40,12 +41,16 @@ def pin_conflict(job: Job) -> str:
             pins = {name: job.pins[name] for name in names}
             if leaves_no_plans(job.but(pins=pins)):
                 written = " and ".join(f"{name}={format_pin(value)}" for name, value in pins.items())
-                reason = (
-                    pin_violation(pins)
-                    or f"no plan for {job.cluster.devices} devices has {'it' if count == 1 else 'them all'}"
+                reason = pin_violation(pins) or Message(
+                    "no plan for {devices} devices has it"
+                    if count == 1
+                    else "no plan for {devices} devices has them all",
+                    devices=job.cluster.devices,
                 )
-                return (
-                    f"pin{'s' if count > 1 else ''} {written}{' contradict each other' if count > 1 else ''}: {reason}"
+                return Message(
+                    "pin {pins}: {reason}" if count == 1 else "pins {pins} contradict each other: {reason}",
+                    pins=written,
+                    reason=reason,
                 )
     return ""
 
@@ -66,7 +71,7 @@ def pin_violation(pins: dict[str, Any]) -> str:
     try:
         Plan().but(**given)
     except InputError as error:
-        return str(error).removeprefix("$: ")
+        return without_place(error)
     return ""
 
 
@@ -112,7 +117,7 @@ class PlanComparison(StrictModel):
     plan: Plan | None = None
     estimate: Estimate | None = None
     terms: tuple[TimeDelta, ...] = Field(default=(), description="largest first")
-    faults: tuple[str, ...] = ()
+    faults: tuple[TranslatableText, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -190,6 +195,7 @@ def illegal_reasons(found: PlanSearch) -> tuple[str, ...]:
         (said,)
         if said
         else tuple(
-            f"{it.example} ({it.count:,} plan{'' if it.count == 1 else 's'})" for it in found.space.rejected.values()
+            Message("{example} ({count:count plan})", example=it.example, count=it.count)
+            for it in found.space.rejected.values()
         )
     )

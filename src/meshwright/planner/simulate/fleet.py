@@ -39,7 +39,8 @@ from pydantic import Field
 from meshwright.catalog import read as catalog
 from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError, did_you_mean
-from meshwright.core.units import Seconds, parse_quantity
+from meshwright.core.messages import Message
+from meshwright.core.quantities import Seconds, parse_quantity
 
 SECONDS_PER_HOUR = 3600.0
 
@@ -122,11 +123,13 @@ def save_interval(policy: RecoveryPolicy, mean: float) -> float:
     """The policy's own interval, or the optimum."""
     if policy.interval is not None:
         if policy.interval == 0.0:
-            raise InputError("interval 0 s: something must be done between two saves; leave it out for Daly's optimum")
+            raise InputError(
+                Message("interval 0 s: something must be done between two saves; leave it out for Daly's optimum")
+            )
         return policy.interval
     if policy.save == 0.0:
         raise InputError(
-            "save 0 s: a save that takes no time would be made all the time; say how often with --interval"
+            Message("save 0 s: a save that takes no time would be made all the time; say how often with --interval")
         )
     return optimal_save_interval(policy.save, mean)
 
@@ -142,7 +145,13 @@ def expected_fractions(policy: RecoveryPolicy, mean: float, interval: float) -> 
     period = (interval + policy.save) / mean
     if period + policy.recovery / mean > 500.0:
         raise InputError(
-            f"a failure every {mean:.3g} s, but {interval + policy.save:.3g} s between saves and {policy.recovery:.3g} s to recover: no work is ever saved"
+            Message(
+                "a failure every {mean:.3g} s, but {interval:.3g} s between saves and {recovery:.3g} s to recover: no "
+                "work is ever saved",
+                mean=mean,
+                interval=interval + policy.save,
+                recovery=policy.recovery,
+            )
         )
     progress = interval * math.exp(-policy.durable / mean) / math.expm1(period)
     save = mean * (math.exp(-interval / mean) - math.exp(-period)) / -math.expm1(-period)
@@ -266,26 +275,32 @@ class FleetTableCell(NamedTuple):
 
 
 TABLE_POLICIES = (
-    ("save 60 s, recovery 30 min", RecoveryPolicy(save=60.0, durable=0.0, detect=1800.0, rebuild=0.0, restore=0.0)),
-    ("save 60 s, recovery 10 min", RecoveryPolicy(save=60.0, durable=0.0, detect=600.0, rebuild=0.0, restore=0.0)),
     (
-        "save 1 s, durable 60 s later, recovery 10 min",
+        Message("save 60 s, recovery 30 min"),
+        RecoveryPolicy(save=60.0, durable=0.0, detect=1800.0, rebuild=0.0, restore=0.0),
+    ),
+    (
+        Message("save 60 s, recovery 10 min"),
+        RecoveryPolicy(save=60.0, durable=0.0, detect=600.0, rebuild=0.0, restore=0.0),
+    ),
+    (
+        Message("save 1 s, durable 60 s later, recovery 10 min"),
         RecoveryPolicy(save=1.0, durable=60.0, detect=600.0, rebuild=0.0, restore=0.0),
     ),
     (
-        "save 1 s, durable 60 s later, recovery 3 min",
+        Message("save 1 s, durable 60 s later, recovery 3 min"),
         RecoveryPolicy(save=1.0, durable=60.0, detect=180.0, rebuild=0.0, restore=0.0),
     ),
     (
-        "copy to a peer 0.04 s, recovery 60 s",
+        Message("copy to a peer 0.04 s, recovery 60 s"),
         RecoveryPolicy(save=0.04, durable=0.0, detect=60.0, rebuild=0.0, restore=0.0),
     ),
     (
-        "copy to a peer 0.04 s, recovery 10 s",
+        Message("copy to a peer 0.04 s, recovery 10 s"),
         RecoveryPolicy(save=0.04, durable=0.0, detect=10.0, rebuild=0.0, restore=0.0),
     ),
     (
-        "copy to a peer 0.04 s, recovery 1 s",
+        Message("copy to a peer 0.04 s, recovery 1 s"),
         RecoveryPolicy(save=0.04, durable=0.0, detect=1.0, rebuild=0.0, restore=0.0),
     ),
 )
@@ -323,7 +338,10 @@ def parse_failure_rate(text: str) -> FailureRate:
     row = catalog.find_entry(rows, text)
     if row is not None:
         return FailureRate(row["per_device_hour"], f"{row['name']}: {row['source']}")
-    ways = f"one of {', '.join(rows)}, failures per device hour such as 2e-5, or the time between two of one device such as '5 y'"
+    ways = Message(
+        "one of {rows}, failures per device hour such as 2e-5, or the time between two of one device such as '5 y'",
+        rows=", ".join(rows),
+    )
     try:
         rate = float(text)
     except ValueError:
@@ -331,8 +349,10 @@ def parse_failure_rate(text: str) -> FailureRate:
         try:
             seconds = float(years[1]) * DAYS_PER_YEAR * 24 * SECONDS_PER_HOUR if years else parse_quantity(text, "s")
         except ValueError:
-            raise InputError(f"failures {text!r} is not {ways}{did_you_mean(text, rows)}") from None
+            raise InputError(
+                Message("failures {text!r} is not {ways}{hint}", text=text, ways=ways, hint=did_you_mean(text, rows))
+            ) from None
         rate = SECONDS_PER_HOUR / seconds if seconds > 0 else math.inf
     if not 0 < rate < math.inf:
-        raise InputError(f"failures {text!r}: must be above 0; write {ways}")
-    return FailureRate(rate, "as given")
+        raise InputError(Message("failures {text!r}: must be above 0; write {ways}", text=text, ways=ways))
+    return FailureRate(rate, Message("as given"))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.planner.cost import heterogeneous
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.overlap import with_chosen_bucket
@@ -99,7 +100,12 @@ def simulate_failures(
     if last > steps:
         last_kill = next(kill for kill in kills if kill.step == last)
         raise InputError(
-            f"kill: rank {last_kill.rank} dies in step {last_kill.step}, but only {steps} steps are played"
+            Message(
+                "kill: rank {rank} dies in step {step}, but only {steps} steps are played",
+                rank=last_kill.rank,
+                step=last_kill.step,
+                steps=steps,
+            )
         )
     together: dict[int, set[int]] = {}
     for kill in kills:
@@ -223,8 +229,13 @@ def check_equal_replicas(plan: Plan) -> None:
     for field, code in (("micro_batch_sizes", "mb"), ("shares", "ga"), ("shard_weights", "zw")):
         if numbers := getattr(plan, field):
             raise InputError(
-                f"plan {plan.name}: {code}{'-'.join(map(str, numbers))} makes replicas heterogeneous, and only identical ones can be simulated: "
-                "leave it out, or price the plan with `meshwright estimate`"
+                Message(
+                    "plan {plan}: {code}{numbers} makes replicas heterogeneous, and only identical ones can be "
+                    "simulated: leave it out, or price the plan with `meshwright estimate`",
+                    plan=plan.name,
+                    code=code,
+                    numbers="-".join(map(str, numbers)),
+                )
             )
 
 

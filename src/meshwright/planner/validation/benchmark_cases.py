@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from meshwright.catalog import read as catalog
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.planner.cost.cost_context import RuntimeModel
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, sizes_from_catalog
 from meshwright.planner.inputs.clusters import parse_cluster, parse_link
@@ -158,7 +159,7 @@ def _expert_sizes(shape: dict[str, int], experts: int) -> ArchitectureSizes:
             "experts"
         ) == str(experts):
             return sizes_from_catalog(known).but(seq=shape["seq"])
-    raise InputError("experts of this shape are not in the catalog")
+    raise InputError(Message("experts of this shape are not in the catalog"))
 
 
 @lru_cache(maxsize=512)
@@ -171,7 +172,11 @@ def case_cluster(row: MeasurementRow) -> Cluster:
     per_node = min(row.count("gpus_per_node", 8), row.count("gpus"))
     nodes, rest = divmod(row.count("gpus"), per_node)
     if rest:
-        raise InputError(f"{row.count('gpus')} devices are no whole number of nodes of {per_node}")
+        raise InputError(
+            Message(
+                "{count} devices are no whole number of nodes of {per_node}", count=row.count("gpus"), per_node=per_node
+            )
+        )
     return _build_cluster(nodes, per_node, device_name(row), case_network(row))
 
 
@@ -188,7 +193,7 @@ def device_name(row: MeasurementRow) -> str:
     for word in (f"{name}-{memory}gb", name, name.replace("rtx", "rtx-"), f"rtx-{name}"):
         if (found := catalog.find_entry(rows, word)) is not None:
             return str(found["name"])
-    raise InputError(f"device {name} with {memory} GB is not in the catalog")
+    raise InputError(Message("device {name} with {memory} GB is not in the catalog", name=name, memory=memory))
 
 
 def case_network(row: MeasurementRow) -> str:
@@ -290,7 +295,7 @@ def fill_empty_stages(found: list[int]) -> tuple[int, ...]:
     if found[-1] == 0 and found[-2] > 1:
         found = [*found[:-2], found[-2] - 1, 1]
     if not min(found):
-        raise InputError("stages without a block")
+        raise InputError(Message("stages without a block"))
     return tuple(found)
 
 

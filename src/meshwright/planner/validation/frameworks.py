@@ -52,7 +52,8 @@ FRAMEWORKS = (
     Framework(
         "Megatron-Core",
         r"Megatron-Bridge|NeMo",
-        "NeMo and Megatron-Bridge performance recipes: distributed optimizer with overlapped reduction and gather, gradients held and reduced "
+        "NeMo and Megatron-Bridge performance recipes: distributed optimizer with overlapped reduction and gather, "
+        "gradients held and reduced "
         "in bf16 (grad_reduce_in_fp32 off), Transformer Engine, cuDNN attention, tensor traffic overlapped in pieces",
         RuntimeModel(gather_hidden=True, attention=CUDNN_ATTENTION_SPEEDUP, tensor_hidden=0.5),
         FrameworkKernels(),
@@ -62,7 +63,8 @@ FRAMEWORKS = (
     Framework(
         "Megatron-Core",
         r"Megatron-Core",
-        "Megatron-LM README (H100, weak scaling): distributed optimizer with overlapped reduction and gather, Transformer Engine, "
+        "Megatron-LM README (H100, weak scaling): distributed optimizer with overlapped reduction and gather, "
+        "Transformer Engine, "
         "cuDNN attention, tensor traffic overlapped in pieces, float32 main gradients",
         RuntimeModel(gradient=4, reduced=4, gather_hidden=True, attention=CUDNN_ATTENTION_SPEEDUP, tensor_hidden=0.5),
         FrameworkKernels(),
@@ -81,7 +83,8 @@ FRAMEWORKS = (
     Framework(
         "Megatron-LM",
         r"Megatron-LM",
-        "arXiv 2104.04473 and 2205.05198, code of the time: fused softmax, bias-gelu and bias-dropout-add, dropout 0.1, unfused attention, "
+        "arXiv 2104.04473 and 2205.05198, code of the time: fused softmax, bias-gelu and bias-dropout-add, dropout "
+        "0.1, unfused attention, "
         "float32 main gradients (18 bytes a parameter), one all-reduce after backward",
         MEGATRON_RUNTIME,
         FrameworkKernels(flash=False, dropout=True),
@@ -91,8 +94,11 @@ FRAMEWORKS = (
     Framework(
         "nanotron",
         r"nanotron",
-        "nanotron 0.5: flash-attention 2, fused norm and rotation, silu and product apart, float32 accumulators beside bf16 gradients and, "
-        "without ZeRO, their buckets; gathered inputs kept; logits cut by vocabulary, three copies in float32; all-reduce beside the last backward; with ZeRO-1 no DDP: gradients are scattered after backward, weights gathered after the update",
+        "nanotron 0.5: flash-attention 2, fused norm and rotation, silu and product apart, float32 accumulators "
+        "beside bf16 gradients and, "
+        "without ZeRO, their buckets; gathered inputs kept; logits cut by vocabulary, three copies in float32; "
+        "all-reduce beside the last backward; with ZeRO-1 no DDP: gradients are scattered after backward, weights "
+        "gathered after the update",
         RuntimeModel(gradient=6, bucketed=2, reduced=4, gathered=True),
         FrameworkKernels(product=False, loss=10.0, logits=8.0),
         balanced=True,
@@ -100,7 +106,8 @@ FRAMEWORKS = (
     Framework(
         "FSDP",
         r"llm-foundry|Composer",
-        "llm-foundry: FSDP1 with flash attention, low-precision LayerNorm, eager gelu, no biases, learned positions, no dropout; gradients "
+        "llm-foundry: FSDP1 with flash attention, low-precision LayerNorm, eager gelu, no biases, learned positions, "
+        "no dropout; gradients "
         "reduced in bf16 (PURE) or float32 (DEFAULT, the H100 tables)",
         RuntimeModel(),
         FrameworkKernels(product=False, residual=False, loss=7.0),
@@ -109,7 +116,8 @@ FRAMEWORKS = (
     Framework(
         "torchtitan",
         r"torchtitan",
-        "torchtitan: FSDP2 with float32 shards, bf16 gather, float32 reduction; SDPA; compiled block by block where stated; selective "
+        "torchtitan: FSDP2 with float32 shards, bf16 gather, float32 reduction; SDPA; compiled block by block where "
+        "stated; selective "
         "recompute by operation, every second product again",
         RuntimeModel(reduced=4),
         EAGER_KERNELS,
@@ -125,7 +133,8 @@ FRAMEWORKS = (
     Framework(
         "InternEvo",
         r"InternEvo",
-        "InternEvo training performance page: flash attention, fused norm, hybrid ZeRO-1 with reduction and gather overlapped, bf16 gradients",
+        "InternEvo training performance page: flash attention, fused norm, hybrid ZeRO-1 with reduction and gather "
+        "overlapped, bf16 gradients",
         RuntimeModel(gather_hidden=True),
         FrameworkKernels(),
     ),
@@ -165,7 +174,8 @@ FRAMEWORKS = (
     Framework(
         "DDP",
         r"DDP|DeepSpeed transformer",
-        "NVIDIA DeepLearningExamples BERT: DDP, half precision by AMP, unfused attention, dropout, head on masked places (20 of 128, 80 of 512)",
+        "NVIDIA DeepLearningExamples BERT: DDP, half precision by AMP, unfused attention, dropout, head on masked "
+        "places (20 of 128, 80 of 512)",
         RuntimeModel(),
         FrameworkKernels(flash=False, dropout=True, residual=False, product=True, labelled=0.156),
         bias=True,
@@ -174,7 +184,8 @@ FRAMEWORKS = (
     Framework(
         "Alpa",
         r"Alpa",
-        "Alpa: XLA fuses element-wise operations and makes attention from products; the whole step is one compiled program",
+        "Alpa: XLA fuses element-wise operations and makes attention from products; the whole step is one compiled "
+        "program",
         RuntimeModel(launch=0.3),
         FrameworkKernels(flash=False),
         bias=True,

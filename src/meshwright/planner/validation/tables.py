@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 _TABLES_FOLDER = Path(__file__).parent / "tables"
 
@@ -77,5 +78,10 @@ def _read_rows(path: Path) -> Iterator[MeasurementRow]:
                 yield MeasurementRow({str(key): value or "" for key, value in cells.items()})
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(
-            f"table {str(path)!r} cannot be read: {error}; it is a CSV file with the columns of `meshwright validate --json`"
+            Message(
+                "table {path!r} cannot be read: {error}; it is a CSV file with the columns of `meshwright validate "
+                "--json`",
+                path=str(path),
+                error=error,
+            )
         ) from None

@@ -27,8 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.core.i18n.line_patterns import translate_line
-from meshwright.core.i18n.messages import MESSAGE_TABLES, make_term_message, render_message
+from meshwright.core.messages import LANGUAGES, term, translate
 from meshwright.core.version import __version__
 from meshwright.planner.cost.cost_model import CostModel, PassTime
 from meshwright.planner.cost.heterogeneous import group_cost_models
@@ -179,7 +178,7 @@ def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None)
         "keys": {"memory": MEMORY_FIELDS, "time": TIME_FIELDS, "entry": PLAN_FIELDS},
         "families": families,
         "reasons": reasons,
-        "words": {language: localized_names(language, families, reasons) for language in MESSAGE_TABLES},
+        "words": {language: localized_names(language, families, reasons) for language in LANGUAGES},
         "points": [point_data(point, families, reasons, point is found.base) for point in found.points],
     }
     rejected = [
@@ -303,19 +302,16 @@ def pipeline_charts(found: PageGrid, room: int) -> dict[str, Any]:
 def localized_names(language: str, families: Sequence[str], reasons: Sequence[str]) -> dict[str, dict[str, str]]:
     """Names of kinds, families and reasons, as the terminal says them."""
     groups = {"memory": MEMORY_FIELDS, "time": TIME_FIELDS, "reason": reasons}
-    said = {
-        group: {word: render_message(make_term_message(group, word), language) for word in found}
-        for group, found in groups.items()
-    }
-    return {**said, "family": {family: render_message(family_name(family), language) for family in families}}
+    said = {group: {word: translate(term(group, word), language) for word in found} for group, found in groups.items()}
+    return {**said, "family": {family: translate(family_name(family), language) for family in families}}
 
 
 def localized_lines(said: Iterable[str]) -> dict[str, dict[str, str]]:
     """Lines that rules and errors say, by language, where they read otherwise there."""
     once = dict.fromkeys(said)
     return {
-        language: {line: other for line in once if (other := translate_line(line, language)) != line}
-        for language in MESSAGE_TABLES
+        language: {line: other for line in once if (other := translate(line, language)) != line}
+        for language in LANGUAGES
     }
 
 

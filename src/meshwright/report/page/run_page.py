@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.i18n.messages import MESSAGE_TABLES
+from meshwright.core.messages import LANGUAGES
 from meshwright.report.faults import fault_rows
 from meshwright.report.memory import column_peaks, read_timelines
 from meshwright.report.page.plan_page import fill_frame, localized_lines, localized_names, round_number
@@ -64,7 +64,7 @@ def run_page_data(run: RunFolder) -> dict[str, Any]:
         "events": [row._asdict() for row in events],
         "decisions": [row._asdict() for row in decided],
         "goodput": data["goodput"],
-        "words": {language: localized_names(language, (), ()) for language in MESSAGE_TABLES},
+        "words": {language: localized_names(language, (), ()) for language in LANGUAGES},
         "lines": localized_lines(
             (balance, *(word for row in events for word in (row.cause, row.phase)), *(row.words for row in decided))
         ),

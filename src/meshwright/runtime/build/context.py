@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm import topology as topologies
 from meshwright.runtime.comm.shm.memory import connect_shared_memory
@@ -42,13 +43,24 @@ def make_parallel_context(
     started = int(os.environ.get("WORLD_SIZE", ranks))
     if started != ranks:
         raise InputError(
-            f"{started} ranks were started but are not joined: call torch.distributed.init_process_group() before "
-            "parallelize"
+            Message(
+                "{started} ranks were started but are not joined: call torch.distributed.init_process_group() before "
+                "parallelize",
+                started=started,
+            )
         )
     if ranks != plan.world:
         raise InputError(
-            f"plan {plan.name}: pp({plan.pp}) * dp({plan.dp}) * cp({plan.cp}) * tp({plan.tp}) = {plan.world} ranks, "
-            f"but {ranks} were started"
+            Message(
+                "plan {plan}: pp({pp}) * dp({dp}) * cp({cp}) * tp({tp}) = {world} ranks, but {ranks} were started",
+                plan=plan.name,
+                pp=plan.pp,
+                dp=plan.dp,
+                cp=plan.cp,
+                tp=plan.tp,
+                world=plan.world,
+                ranks=ranks,
+            )
         )
     topology = _connect_ranks(RankGrid(plan), device, timeout)
     factory = GroupFactory(topology, device)

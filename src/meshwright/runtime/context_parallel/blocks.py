@@ -18,6 +18,7 @@ from torch import nn
 
 from meshwright.analysis.block_calls import hidden_of, with_hidden
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.context_parallel.kernels import SdpaCall, SdpaInterceptor
 from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
 
@@ -70,7 +71,10 @@ class ContextState:
         """Returns the labels at the positions of this rank's logits."""
         if labels.ndim < 2:
             raise InputError(
-                f"cp cuts labels (rows, sequence) along the sequence; these are {list(labels.shape)}: use cp1"
+                Message(
+                    "cp cuts labels (rows, sequence) along the sequence; these are {shape}: use cp1",
+                    shape=list(labels.shape),
+                )
             )
         return self.pieces.cut(labels, SEQUENCE_DIM)
 
@@ -101,8 +105,13 @@ class ContextState:
         dim = self.places.get((index, path), UNSEEN_DIM)
         if dim == UNSEEN_DIM and length in tensor.shape and not is_attention_mask(tensor.shape, length):
             raise InputError(
-                f"cp: block {index} is given {_argument_name(path)} of {list(tensor.shape)} with this batch, which was not there when the model was "
-                "understood: leave it out of the batch, or use cp1"
+                Message(
+                    "cp: block {index} is given {argument_name} of {shape} with this batch, which was not there when "
+                    "the model was understood: leave it out of the batch, or use cp1",
+                    index=index,
+                    argument_name=_argument_name(path),
+                    shape=list(tensor.shape),
+                )
             )
         if dim is None or dim == UNSEEN_DIM or tensor.shape[dim] != length:
             return tensor

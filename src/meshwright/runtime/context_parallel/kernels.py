@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.analysis.remat.tape import saved_tensor_state
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 
 
@@ -68,7 +69,7 @@ class SdpaCall:
             InputError: they cannot; with the objection.
         """
         if why := self.objection(length):
-            raise InputError(f"cp: {why}: use cp1")
+            raise InputError(Message("cp: {why}: use cp1", why=why))
 
 
 def make_sdpa_call(
@@ -107,8 +108,10 @@ class SdpaInterceptor(TorchFunctionMode):
         if function is F.scaled_dot_product_attention:
             if not torch.compiler.is_compiling() and saved_tensor_state() != self._began:
                 raise InputError(
-                    "cp: attention runs inside a checkpoint of the model's own, which would compute it again of this rank's piece alone: "
-                    "turn that off and let the plan recompute (rc-full), or use cp1"
+                    Message(
+                        "cp: attention runs inside a checkpoint of the model's own, which would compute it again of "
+                        "this rank's piece alone: turn that off and let the plan recompute (rc-full), or use cp1"
+                    )
                 )
             return self.attend(make_sdpa_call(*args, **(kwargs or {})))
         return function(*args, **(kwargs or {}))

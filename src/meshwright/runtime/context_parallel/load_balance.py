@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,14 @@ class HeadTailSplit:
         chunk, rest = divmod(length, 2 * self.ranks)
         if rest or not chunk:
             raise InputError(
-                f"2 * cp({self.ranks}) = {2 * self.ranks} does not divide sequence({length}): "
-                f"pad to {(chunk + 1) * 2 * self.ranks} with labels of -100, or choose another cp"
+                Message(
+                    "2 * cp({ranks}) = {parts} does not divide sequence({length}): pad to {chunk} with labels of "
+                    "-100, or choose another cp",
+                    ranks=self.ranks,
+                    parts=2 * self.ranks,
+                    length=length,
+                    chunk=(chunk + 1) * 2 * self.ranks,
+                )
             )
         return chunk
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.context_parallel import kernels
@@ -182,7 +183,11 @@ def ring_attention(call: SdpaCall, pieces: HeadTailSplit, travel: KVExchange) ->
     call.check(length)
     if call.dropout:
         raise InputError(
-            f"cp with a ring cannot repeat the draws of dropout inside attention ({call.dropout:g}): set it to 0, or let the plan say ulysses"
+            Message(
+                "cp with a ring cannot repeat the draws of dropout inside attention ({dropout:g}): set it to 0, or "
+                "let the plan say ulysses",
+                dropout=call.dropout,
+            )
         )
     sight = MaskBlocks(pieces, call.causal, call.mask, length)
     output: torch.Tensor = _RingAttention.apply(call.query, call.key, call.value, call.scale, sight, travel)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.comm.topology import GroupFactory
 from meshwright.runtime.context_parallel import ring, ulysses
 from meshwright.runtime.context_parallel.blocks import ContextState
@@ -42,12 +43,18 @@ def make_context_state(
         return None
     try:
         if anatomy.blocks is None or not anatomy.vocabulary:
-            raise CannotCutSequence("it has no blocks behind a vocabulary embedding, so no sequence to cut")
+            raise CannotCutSequence(Message("it has no blocks behind a vocabulary embedding, so no sequence to cut"))
         use_torch_sdpa(model)
         way = verify_sequence_cut(model, anatomy, example)
     except CannotCutSequence as error:
         raise InputError(
-            f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1"
+            Message(
+                "plan {plan}: cp({cp}) cannot cut {type}: {error}; use cp1",
+                plan=plan.name,
+                cp=plan.cp,
+                type=type(model).__name__,
+                error=error,
+            )
         ) from None
     attend = choose_attention(mesh, factory)
     if plan.recompute == Recompute.attn:
@@ -95,5 +102,8 @@ def use_torch_sdpa(model: nn.Module) -> None:
         choose("sdpa")
     except (ValueError, ImportError):
         raise CannotCutSequence(
-            "it writes its attention out itself, and transformers has no other form of it (soft caps on scores have none)"
+            Message(
+                "it writes its attention out itself, and transformers has no other form of it (soft caps on scores "
+                "have none)"
+            )
         ) from None

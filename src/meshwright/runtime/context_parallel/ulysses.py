@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.comm.linear_map import linear_map
@@ -42,7 +43,11 @@ def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchang
     if heads % ranks:
         part = f"ulysses({ranks})" if way.cuts > ranks else f"cp({ranks})"
         raise InputError(
-            f"ulysses: {part} does not divide the {heads} heads of a tensor rank: choose another, or the ring"
+            Message(
+                "ulysses: {part} does not divide the {heads} heads of a tensor rank: choose another, or the ring",
+                part=part,
+                heads=heads,
+            )
         )
     times = ranks // math.gcd(ranks, call.key.shape[1])
     key, value = (x.repeat_interleave(times, 1) if times > 1 else x for x in (call.key, call.value))

@@ -47,6 +47,7 @@ from meshwright.analysis.run_conditions import (
     training_modes,
 )
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message, mark_msgid
 from meshwright.runtime.context_parallel.blocks import (
     SEQUENCE_DIM,
     ArgPath,
@@ -221,7 +222,7 @@ def _capture_runs(
         except Exception as error:
             reason = error_summary(error)
     inputs = f"{2 * SIMULATED_RANKS * CHUNK_LENGTHS[-1][0]} token ids {f'and {sorted(others)}' if others else 'alone'}"
-    raise CannotCutSequence(f"it does not run on {inputs} ({reason})")
+    raise CannotCutSequence(Message("it does not run on {inputs} ({reason})", inputs=inputs, reason=reason))
 
 
 def error_summary(error: Exception) -> str:
@@ -233,7 +234,13 @@ def _sequence_dims(noted: CapturedRun, other: CapturedRun) -> SequenceDims:
     places: SequenceDims = {}
     for index, shape in noted.hidden.items():
         if len(shape) < 3 or shape[SEQUENCE_DIM] != noted.length or other.hidden[index][SEQUENCE_DIM] != other.length:
-            raise CannotCutSequence(f"the hidden state at block {index}, {list(shape)}, is not (rows, sequence, ...)")
+            raise CannotCutSequence(
+                Message(
+                    "the hidden state at block {index}, {shape}, is not (rows, sequence, ...)",
+                    index=index,
+                    shape=list(shape),
+                )
+            )
     for key, shape in noted.given.items():
         after = other.given.get(key, torch.Size())
         along = [one == noted.length and two == other.length for one, two in zip(shape, after, strict=False)]
@@ -241,12 +248,23 @@ def _sequence_dims(noted: CapturedRun, other: CapturedRun) -> SequenceDims:
             one != two and not moves for one, two, moves in zip(shape, after, along, strict=True)
         ):
             raise CannotCutSequence(
-                f"block {key[0]} is given {list(shape)} of {noted.length} positions and {list(after)} of {other.length}"
+                Message(
+                    "block {key} is given {shape} of {length} positions and {after} of {other_length}",
+                    key=key[0],
+                    shape=list(shape),
+                    length=noted.length,
+                    after=list(after),
+                    other_length=other.length,
+                )
             )
         mask = any(along) and along[-1] and is_attention_mask(shape, noted.length)
         if sum(along) > 1 and not mask:
             raise CannotCutSequence(
-                f"block {key[0]} is given {list(shape)}, along the sequence twice, which is no mask"
+                Message(
+                    "block {key} is given {shape}, along the sequence twice, which is no mask",
+                    key=key[0],
+                    shape=list(shape),
+                )
             )
         places[key] = along.index(True) if any(along) and not mask else None
     return places
@@ -263,11 +281,13 @@ def _find_sequence_cut(
     inputs."""
     noted = texts[0]
     if not noted.calls:
-        raise CannotCutSequence("its blocks do not attend by torch's scaled_dot_product_attention")
+        raise CannotCutSequence(Message("its blocks do not attend by torch's scaled_dot_product_attention"))
     if noted.logits is None:
-        raise CannotCutSequence("it returns no logits")
+        raise CannotCutSequence(Message("it returns no logits"))
     if noted.logits.ndim < 3 or noted.logits.shape[SEQUENCE_DIM] != noted.length:
-        raise CannotCutSequence(f"its logits {list(noted.logits.shape)} are not (rows, sequence, ...)")
+        raise CannotCutSequence(
+            Message("its logits {shape} are not (rows, sequence, ...)", shape=list(noted.logits.shape))
+        )
     wholes = [(text, *text.gradients(model)) for text in texts]
     reason: CannotCutSequence | None = None
     ways = (before.placed,) if before is not None else (False, True) if anatomy.head is not None else (False,)
@@ -316,7 +336,7 @@ def _check_piece(
     def attend(call: SdpaCall) -> torch.Tensor:
         following = next(calls, None)
         if following is None:
-            raise CannotCutSequence("it attends more often than on the whole")
+            raise CannotCutSequence(Message("it attends more often than on the whole"))
         number, (whole, result) = following
         if why := call.objection(noted.length):
             raise CannotCutSequence(why)
@@ -325,9 +345,9 @@ def _check_piece(
             _check_equal(f"the {what} of attention {number}", here, pieces.cut(there, -2))
             terms.append((here, pieces.cut(cotangent(there.shape, there, 3 * number + place + 1), -2)))
         if (call.causal, call.scale, call.mask is None) != (whole.causal, whole.scale, whole.mask is None):
-            raise CannotCutSequence(f"attention {number} is another one")
+            raise CannotCutSequence(Message("attention {number} is another one", number=number))
         if call.mask is not None and whole.mask is not None and not torch.equal(call.mask, whole.mask):
-            raise CannotCutSequence(f"the mask of attention {number} is another one")
+            raise CannotCutSequence(Message("the mask of attention {number} is another one", number=number))
         leaves.append(leaf_copy(pieces.cut(result, -2)))
         return leaves[-1].clone()
 
@@ -340,9 +360,10 @@ def _check_piece(
         except CannotCutSequence:
             raise
         except Exception as error:
-            raise CannotCutSequence(f"it does not run on a piece of the sequence ({error_summary(error)})") from None
+            text = mark_msgid("it does not run on a piece of the sequence ({reason})")
+            raise CannotCutSequence(Message(text, reason=error_summary(error))) from None
     if next(calls, None) is not None:
-        raise CannotCutSequence("it attends less often than on the whole")
+        raise CannotCutSequence(Message("it attends less often than on the whole"))
     assert logits is not None and noted.logits is not None
     _check_equal("its logits", logits, pieces.cut(noted.logits, SEQUENCE_DIM))
     terms.append((logits, pieces.cut(cotangent(noted.logits.shape, noted.logits, 0), SEQUENCE_DIM)))
@@ -359,10 +380,21 @@ def _check_piece(
 def _check_equal(what: str, here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> None:
     if here.shape != there.shape:
         raise CannotCutSequence(
-            f"on a piece of the sequence {what} are {list(here.shape)} instead of {list(there.shape)}"
+            Message(
+                "on a piece of the sequence {what} are {shape} instead of {expected}",
+                what=what,
+                shape=list(here.shape),
+                expected=list(there.shape),
+            )
         )
     if (difference := relative_difference(here.detach(), there.detach(), scale)) is not None:
-        raise CannotCutSequence(f"on a piece of the sequence {what} differ from those on the whole by {difference:.1e}")
+        raise CannotCutSequence(
+            Message(
+                "on a piece of the sequence {what} differ from those on the whole by {difference:.1e}",
+                what=what,
+                difference=difference,
+            )
+        )
 
 
 # --- the model, changed for a while

@@ -50,6 +50,7 @@ from torch.nn import functional as F
 
 from meshwright.analysis.graph import ModelGraph, StackedExperts
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.comm.linear_map import linear_map
 from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
 from meshwright.runtime.loss.objective import Batch
@@ -135,7 +136,11 @@ def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -
     probabilities = logits.softmax(-1, dtype=precise)
     if mask is not None and len(mask) != len(logits):
         raise InputError(
-            f"balance loss: the attention mask holds {len(mask)} tokens and the routers see {len(logits)}: leave the mask out"
+            Message(
+                "balance loss: the attention mask holds {tokens} tokens and the routers see {seen}: leave the mask out",
+                tokens=len(mask),
+                seen=len(logits),
+            )
         )
     weight = logits.new_ones(len(logits), dtype=torch.float64) if mask is None else mask
     picked = torch.zeros_like(probabilities, dtype=torch.float64).scatter_(
@@ -184,16 +189,27 @@ def check_aux_loss(model: nn.Module, loss: object | None, plan: Plan) -> RouterS
         return None
     if plan.micro_batch_sizes:
         raise InputError(
-            f"plan {plan.name}: the balance loss of {type(model).__name__} is a mean over micro-batches, which are of "
-            f"one size: use mb{min(plan.micro_batch_sizes)}, or set {ROUTER_LOGITS_FLAG} to false"
+            Message(
+                "plan {plan}: the balance loss of {type} is a mean over micro-batches, which are of one size: use "
+                "mb{micro_batch_sizes}, or set {router_logits_flag} to false",
+                plan=plan.name,
+                type=type(model).__name__,
+                micro_batch_sizes=min(plan.micro_batch_sizes),
+                router_logits_flag=ROUTER_LOGITS_FLAG,
+            )
         )
     theirs = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     routing = None if theirs is None else _find_routers(model, config)
     if routing is None or not _is_same_formula(theirs, routing):
         raise InputError(
-            f"{ROUTER_LOGITS_FLAG} is true, but the balance loss of {type(model).__name__} (router_aux_loss_coef "
-            f"{coefficient}) is not understood; set {ROUTER_LOGITS_FLAG} to false, or pass loss=function(output, batch) "
-            "with one of your own"
+            Message(
+                "{router_logits_flag} is true, but the balance loss of {type} (router_aux_loss_coef {coefficient}) is "
+                "not understood; set {router_logits_flag} to false, or pass loss=function(output, batch) with one of "
+                "your own",
+                router_logits_flag=ROUTER_LOGITS_FLAG,
+                type=type(model).__name__,
+                coefficient=coefficient,
+            )
         )
     return routing
 
@@ -255,13 +271,24 @@ def check_expert_bias(model: nn.Module, anatomy: ModelGraph) -> None:
     rate: Any = getattr(model, BIAS_RATE_ATTRIBUTE, None)
     if rate and not anatomy.experts:
         raise InputError(
-            f"{BIAS_RATE_ATTRIBUTE} {rate:g} moves the biases of routers; no experts were found: leave it out"
+            Message(
+                "{bias_rate_attribute} {rate:g} moves the biases of routers; no experts were found: leave it out",
+                bias_rate_attribute=BIAS_RATE_ATTRIBUTE,
+                rate=rate,
+            )
         )
     for experts in anatomy.experts if rate else ():
         there = len(_bias_buffers(model, experts))
         if there != 1:
             raise InputError(
-                f"{BIAS_RATE_ATTRIBUTE} {rate:g}: the router of {experts.path} has {there} buffers of one number an expert, not 1: leave it out"
+                Message(
+                    "{bias_rate_attribute} {rate:g}: the router of {path} has {there} buffers of one number an "
+                    "expert, not 1: leave it out",
+                    bias_rate_attribute=BIAS_RATE_ATTRIBUTE,
+                    rate=rate,
+                    path=experts.path,
+                    there=there,
+                )
             )
 
 
@@ -330,11 +357,20 @@ def make_capacity_limiter(model: nn.Module, mixtures: int, mesh: ParallelContext
         return None
     if not mixtures:
         raise InputError(
-            f"{CAPACITY_ATTRIBUTE} {factor:g} limits experts that are given pairs of token and expert; none were found: leave it out"
+            Message(
+                "{capacity_attribute} {factor:g} limits experts that are given pairs of token and expert; none were "
+                "found: leave it out",
+                capacity_attribute=CAPACITY_ATTRIBUTE,
+                factor=factor,
+            )
         )
     if not factor > 0:
         raise InputError(
-            f"{CAPACITY_ATTRIBUTE} {factor:g} is the share of the mean that an expert takes at most: more than 0"
+            Message(
+                "{capacity_attribute} {factor:g} is the share of the mean that an expert takes at most: more than 0",
+                capacity_attribute=CAPACITY_ATTRIBUTE,
+                factor=factor,
+            )
         )
     return CapacityLimiter(float(factor), mesh)
 

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from meshwright.analysis.expert_modules import replaced_parameters, set_expert_count
 from meshwright.analysis.graph import ModelGraph, StackedExperts, local_shard
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.comm.linear_map import linear_map
@@ -56,29 +57,72 @@ def check_expert_plan(anatomy: ModelGraph, plan: Plan) -> None:
     Raises:
         InputError: they cannot.
     """
-    ep, shares = plan.ep, plan.expert_tp
+    ep = plan.ep
     inner = plan.dp_shard * plan.cp * plan.tp
     if inner % ep:
         raise InputError(
-            f"plan {plan.name}: ep({ep}) does not divide dp_shard({plan.dp_shard}) * cp({plan.cp}) * tp({plan.tp}) = {inner}"
-            + ("; at ZeRO 0 data ranks are replicas: use z1, z2 or z3" if plan.dp > 1 and not plan.zero else "")
+            Message(
+                "plan {plan}: ep({ep}) does not divide dp_shard({dp_shard}) * cp({cp}) * tp({tp}) = {inner}",
+                plan=plan.name,
+                ep=ep,
+                dp_shard=plan.dp_shard,
+                cp=plan.cp,
+                tp=plan.tp,
+                inner=inner,
+            )
+            + (
+                Message("; at ZeRO 0 data ranks are replicas: use z1, z2 or z3")
+                if plan.dp > 1 and not plan.zero
+                else ""
+            )
         )
     if ep > 1 and not anatomy.experts:
-        why = anatomy.unsupported.get("experts", "none were found")
+        why = anatomy.unsupported.get("experts", Message("none were found"))
         raise InputError(
-            f"plan {plan.name}: ep({ep}) needs experts that are given pairs of token and expert; {why}: use ep1"
+            Message(
+                "plan {plan}: ep({ep}) needs experts that are given pairs of token and expert; {why}: use ep1",
+                plan=plan.name,
+                ep=ep,
+                why=why,
+            )
         )
     for experts in anatomy.experts:
-        if experts.count % ep:
-            raise InputError(f"plan {plan.name}: ep({ep}) does not divide experts({experts.count}) of {experts.path}")
-        if ep > 1 and shares > 1 and not experts.splits:
-            raise InputError(
-                f"plan {plan.name}: {shares} tensor ranks would share each expert of {experts.path}, known only whole: use another ep"
+        _check_experts(experts, plan)
+
+
+def _check_experts(experts: StackedExperts, plan: Plan) -> None:
+    """Checks that the experts of one layer can be distributed over the ranks of the plan."""
+    ep, shares = plan.ep, plan.expert_tp
+    if experts.count % ep:
+        raise InputError(
+            Message(
+                "plan {plan}: ep({ep}) does not divide experts({count}) of {path}",
+                plan=plan.name,
+                ep=ep,
+                count=experts.count,
+                path=experts.path,
             )
-        if experts.splits and experts.width % shares:
-            raise InputError(
-                f"plan {plan.name}: {shares} tensor ranks do not divide the {experts.width} inner features of {experts.path}"
+        )
+    if ep > 1 and shares > 1 and not experts.splits:
+        raise InputError(
+            Message(
+                "plan {plan}: {shares} tensor ranks would share each expert of {path}, known only whole: use another "
+                "ep",
+                plan=plan.name,
+                shares=shares,
+                path=experts.path,
             )
+        )
+    if experts.splits and experts.width % shares:
+        raise InputError(
+            Message(
+                "plan {plan}: {shares} tensor ranks do not divide the {width} inner features of {path}",
+                plan=plan.name,
+                shares=shares,
+                width=experts.width,
+                path=experts.path,
+            )
+        )
 
 
 def local_dispatchers(model: nn.Module, mixtures: Sequence[ExpertDispatcher]) -> list[ExpertDispatcher]:
@@ -103,7 +147,10 @@ def shard_experts(
                 stored = module.get_submodule(owner)._parameters
                 if short not in stored:
                     raise InputError(
-                        f"{experts.path} is wrapped by an adapter, which ep does not deal: adapt linear layers, or use ep1"
+                        Message(
+                            "{path} is wrapped by an adapter, which ep does not deal: adapt linear layers, or use ep1",
+                            path=experts.path,
+                        )
                     )
                 full = stored[short]
                 assert full is not None
@@ -195,7 +242,10 @@ class ExpertDispatcher:
         self.load, self.dropped = torch.zeros(0), 0.0
         if self.capacity is not None and len({num_rows(batch) for batch in batches}) > 1:
             raise InputError(
-                f"expert capacity: micro-batches of {[num_rows(batch) for batch in batches]} rows: give all of them as many"
+                Message(
+                    "expert capacity: micro-batches of {batches} rows: give all of them as many",
+                    batches=[num_rows(batch) for batch in batches],
+                )
             )
 
     def begin_pass(self, batch: Batch) -> None:

@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.layer_rules.rule import is_linear_like
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.spec.plan import Plan
@@ -159,7 +160,12 @@ class ChunkedHead:
         assert self.labels is not None and weight is not None
         if self.labels.numel() != x.shape[:-1].numel():
             raise InputError(
-                f"lc{self.chunks}: the head is given {x.shape[:-1].numel()} places for {self.labels.numel()} labels: leave lc out"
+                Message(
+                    "lc{chunks}: the head is given {shape} places for {labels} labels: leave lc out",
+                    chunks=self.chunks,
+                    shape=x.shape[:-1].numel(),
+                    labels=self.labels.numel(),
+                )
             )
         rows = x.reshape(-1, x.shape[-1])
         loss: torch.Tensor = _ChunkedCrossEntropy.apply(
@@ -175,7 +181,11 @@ class ChunkedHead:
         made, self.made, self.labels = self.made, None, None
         if made is None or made[0] is not logits:
             raise InputError(
-                f"lc{self.chunks}: the model goes on computing with what its head gives (a cap or a scale of logits): leave lc out"
+                Message(
+                    "lc{chunks}: the model goes on computing with what its head gives (a cap or a scale of logits): "
+                    "leave lc out",
+                    chunks=self.chunks,
+                )
             )
         return made[1]
 
@@ -188,7 +198,14 @@ def check_chunked_head(anatomy: ModelGraph, plan: Plan, own_loss: bool) -> None:
     """
     if plan.loss_chunks > 1 and (own_loss or anatomy.head is None):
         why = "a loss of one's own needs the logits" if own_loss else "this model has no vocabulary head"
-        raise InputError(f"plan {plan.name}: lc{plan.loss_chunks}: {why}: leave lc out")
+        raise InputError(
+            Message(
+                "plan {plan}: lc{loss_chunks}: {why}: leave lc out",
+                plan=plan.name,
+                loss_chunks=plan.loss_chunks,
+                why=why,
+            )
+        )
 
 
 def install_chunked_head(

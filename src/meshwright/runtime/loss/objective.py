@@ -17,6 +17,7 @@ from torch import nn
 
 from meshwright.analysis.example_inputs import requires_input
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.loss.cross_entropy import ChunkedHead, count_valid_labels, shift_labels, sum_cross_entropy
 from meshwright.runtime.shard.access_guard import ForwardAccessGuard
@@ -56,13 +57,20 @@ class LossHead:
         self.unreadable = unreadable or ForwardAccessGuard({}, None)
         if loss is not None and piece is not None:
             raise InputError(
-                "cp: a loss of one's own sees a piece of the output beside the whole batch: use cp1, or let the model return logits"
+                Message(
+                    "cp: a loss of one's own sees a piece of the output beside the whole batch: use cp1, or let the "
+                    "model return logits"
+                )
             )
         name = type(model).__name__
         if loss is None and requires_input(model, "labels"):
             raise InputError(
-                f"{name}.forward demands labels, which are kept for the loss: give them a default and return logits, or let the model make "
-                "its own loss with parallelize(..., loss=lambda output, batch: output['loss'])"
+                Message(
+                    "{name}.forward demands labels, which are kept for the loss: give them a default and return "
+                    "logits, or let the model make its own loss with parallelize(..., loss=lambda output, batch: "
+                    "output['loss'])",
+                    name=name,
+                )
             )
         self.shift = predicts_next_token(model)
         self.reads_shifted = is_encoder_decoder(model)
@@ -93,8 +101,12 @@ class LossHead:
         logits = extract_logits(output)
         if logits is None or "labels" not in batch:
             raise InputError(
-                f"the loss is not known: the batch has {sorted(batch)} and the model returns {type(output).__name__}; "
-                "give 'labels' and a model that returns logits, or pass loss=function(output, batch)"
+                Message(
+                    "the loss is not known: the batch has {batch} and the model returns {type}; give 'labels' and a "
+                    "model that returns logits, or pass loss=function(output, batch)",
+                    batch=sorted(batch),
+                    type=type(output).__name__,
+                )
             )
         if self.chunked is not None:
             return self.chunked.take(logits)
@@ -138,8 +150,12 @@ def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         why = str(error).partition("\n")[0] if rule else "it says no rule"
         raise InputError(
-            f"the batch has no 'decoder_input_ids' and {type(model).__name__} cannot make them of 'labels' ({why}): "
-            "put them in the batch, or set decoder_start_token_id and pad_token_id in its config"
+            Message(
+                "the batch has no 'decoder_input_ids' and {type} cannot make them of 'labels' ({why}): put them in "
+                "the batch, or set decoder_start_token_id and pad_token_id in its config",
+                type=type(model).__name__,
+                why=why,
+            )
         ) from None
     return shifted_right
 
@@ -148,9 +164,9 @@ def num_rows(batch: Batch) -> int:
     """Returns the number of sequences (rows) in a batch: the common first dimension of all its tensors."""
     sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
     if not sizes:
-        raise InputError("the batch holds no tensors")
+        raise InputError(Message("the batch holds no tensors"))
     if len(set(sizes.values())) > 1:
-        raise InputError(f"the tensors of the batch differ in rows: {sizes}")
+        raise InputError(Message("the tensors of the batch differ in rows: {sizes}", sizes=sizes))
     return next(iter(sizes.values()))
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
 
 PAGE_BYTES = 1 << 12
@@ -55,8 +56,12 @@ class SwapFile:
             self.handle = _open_unlinked(folder)
         except OSError as error:
             raise InputError(
-                f"offload folder {str(folder)!r}: {error.strerror}; give a folder on a local disk that can be "
-                "written (--offload-to)"
+                Message(
+                    "offload folder {folder!r}: {reason}; give a folder on a local disk that can be written "
+                    "(--offload-to)",
+                    folder=str(folder),
+                    reason=error.strerror,
+                )
             ) from None
         self._direct = _open_direct(self.handle)
 
@@ -75,10 +80,13 @@ class SwapFile:
                 raise self._failed(error, "extended") from None
             found = os.statvfs(self.handle)
             raise InputError(
-                f"offload folder {str(self.folder)!r} is full: {show_bytes(self.size)} are needed for this rank so "
-                "far, "
-                f"{show_bytes(start + found.f_bavail * found.f_frsize)} are there; make room, or give another folder "
-                "(--offload-to)"
+                Message(
+                    "offload folder {folder!r} is full: {size} are needed for this rank so far, {start} are there; "
+                    "make room, or give another folder (--offload-to)",
+                    folder=str(self.folder),
+                    size=show_bytes(self.size),
+                    start=show_bytes(start + found.f_bavail * found.f_frsize),
+                )
             ) from None
         return start
 
@@ -110,9 +118,13 @@ class SwapFile:
 
     def _failed(self, error: OSError, word: str) -> OffloadFailed:
         return OffloadFailed(
-            f"offload folder {str(self.folder)!r} cannot be {word} any more: {error.strerror}; "
-            "mend the disk or give another folder (--offload-to) and start again: the run goes on from its last "
-            "checkpoint"
+            Message(
+                "offload folder {folder!r} cannot be {word} any more: {reason}; mend the disk or give another folder "
+                "(--offload-to) and start again: the run goes on from its last checkpoint",
+                folder=str(self.folder),
+                word=word,
+                reason=error.strerror,
+            )
         )
 
     def __del__(self) -> None:

@@ -20,6 +20,7 @@ from itertools import pairwise
 import torch
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.host_heap import malloc_trim
 from meshwright.runtime.offload.swapper import StateSwapper
 from meshwright.runtime.optim.param_groups import SubsetStep, step_subsets
@@ -39,10 +40,14 @@ def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) ->
             )
             if any(isinstance(part, ShardParam) for part in parts):
                 raise InputError(
-                    f"no gradient came to {min(names)}, and {type(inner).__name__} has parameters in {key} besides "
-                    "those of its param_groups, so that it cannot "
-                    f"skip this one as torch's optimizers do: read param_groups in its step, or freeze {min(names)} "
-                    "before parallelize"
+                    Message(
+                        "no gradient came to {names}, and {type} has parameters in {key} besides those of its "
+                        "param_groups, so that it cannot skip this one as torch's optimizers do: read param_groups in "
+                        "its step, or freeze {names} before parallelize",
+                        names=min(names),
+                        type=type(inner).__name__,
+                        key=key,
+                    )
                 )
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.shard.optimizer_shard import ShardParam, nested_optimizers
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -60,7 +61,7 @@ class ParamGroups:
         self._names = dict(model_names or {})
         self.group_of: dict[str, int] = {}
         if not shapes:
-            raise InputError("no parameter of the model is trained: all have requires_grad False")
+            raise InputError(Message("no parameter of the model is trained: all have requires_grad False"))
         optimizer, params = self._make_on_meta()
         names = {**self._names, **{id(each): each.path for each in params}}
         self._uses_model_params = False
@@ -69,10 +70,12 @@ class ParamGroups:
                 name = names.get(id(parameter))
                 if name is None:
                     raise InputError(
-                        f"the optimizer was made of a tensor of shape {tuple(parameter.shape)} that is no parameter "
-                        "of the model: make its groups "
-                        "of `params`, each of which says its `path`, or of the parameters of the model that "
-                        "parallelize is given"
+                        Message(
+                            "the optimizer was made of a tensor of shape {shape} that is no parameter of the model: "
+                            "make its groups of `params`, each of which says its `path`, or of the parameters of the "
+                            "model that parallelize is given",
+                            shape=tuple(parameter.shape),
+                        )
                     )
                 if name in self.shapes:
                     self.group_of[name] = number
@@ -80,9 +83,13 @@ class ParamGroups:
         missing = [name for name in self.shapes if name not in self.group_of]
         if missing:
             raise InputError(
-                f"the optimizer was not given {len(missing)} of the {len(self.shapes)} parameters that are trained "
-                f"({missing[0]} is one): give it all, "
-                "or freeze these (requires_grad_(False))"
+                Message(
+                    "the optimizer was not given {count} of the {total} parameters that are trained ({missing} is "
+                    "one): give it all, or freeze these (requires_grad_(False))",
+                    count=len(missing),
+                    total=len(self.shapes),
+                    missing=missing[0],
+                )
             )
         self._count = len(optimizer.param_groups)
         self._template: torch.optim.Optimizer | None = _without_params(optimizer)
@@ -134,7 +141,13 @@ class ParamGroups:
         except MemoryError:
             raise
         except Exception as error:
-            raise InputError(f"the optimizer cannot be used: {type(error).__name__}: {first_line(error)}") from error
+            raise InputError(
+                Message(
+                    "the optimizer cannot be used: {type}: {first_line}",
+                    type=type(error).__name__,
+                    first_line=first_line(error),
+                )
+            ) from error
         return made, given
 
     def _make_new(self) -> torch.optim.Optimizer:
@@ -142,12 +155,17 @@ class ParamGroups:
         made, _ = self._make_on_meta()
         if made is self._template:
             raise InputError(
-                "the optimizer that is made is the same one each time: make a new one, `lambda params: AdamW(...)`"
+                Message(
+                    "the optimizer that is made is the same one each time: make a new one, `lambda params: AdamW(...)`"
+                )
             )
         if made.state:
             raise InputError(
-                f"{type(made).__name__} makes its states when it is made, of whole tensors: make its groups of "
-                "`params`, by their `path` and `is_matrix`"
+                Message(
+                    "{type} makes its states when it is made, of whole tensors: make its groups of `params`, by their "
+                    "`path` and `is_matrix`",
+                    type=type(made).__name__,
+                )
             )
         return _without_params(made)
 

@@ -33,12 +33,13 @@ from typing import NamedTuple
 import torch
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.optim.param_groups import FullParam, ParamGroups, first_line, step_subsets
 from meshwright.runtime.shard.optimizer_shard import ShardParam
-from meshwright.spec.constraints import UpdateProperties, update_violations
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
+from meshwright.spec.workload_constraints import UpdateProperties, update_violations
 
 RELATIVE_TOLERANCE = 1e-6
 """Relative to what the steps changed: two orders of the same operations differ by rounding, two rules by more."""
@@ -120,14 +121,17 @@ def check_update_rule(device: str, rule: UpdateRule, recipe: Recipe, plan: Plan)
     """Raises InputError if the plan or the recipe does not support the rule. Low-bit states need an elementwise one."""
     if rule != ELEMENTWISE and (recipe.rounds or recipe.eight):
         raise InputError(
-            f"precision {recipe.name}: states of {8 if recipe.eight else 16} bits are of an element for each weight, "
-            "which an optimizer of whole "
-            "tensors (Muon, Adafactor) has not: use AdamW, or another precision"
+            Message(
+                "precision {recipe}: states of {what} bits are of an element for each weight, which an optimizer of "
+                "whole tensors (Muon, Adafactor) has not: use AdamW, or another precision",
+                recipe=recipe.name,
+                what=8 if recipe.eight else 16,
+            )
         )
     for fault in update_violations(
         plan, UpdateProperties(recipe, rule != ELEMENTWISE, backend_of(device).memory_is_host)
     ):
-        raise InputError(f"plan {plan.name}: {fault.message}")
+        raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=fault.message))
 
 
 def probe_update_rule(groups: ParamGroups) -> UpdateRule:
@@ -140,24 +144,38 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
     except (InputError, MemoryError):
         raise
     except Exception as error:
-        raise InputError(f"the optimizer cannot be used: {type(error).__name__}: {first_line(error)}") from error
+        raise InputError(
+            Message(
+                "the optimizer cannot be used: {type}: {first_line}",
+                type=type(error).__name__,
+                first_line=first_line(error),
+            )
+        ) from error
     for at, each in enumerate(samples):
         if torch.equal(whole[at], start[at].view(-1)):
             raise InputError(
-                f"in two steps the optimizer did not move a tensor of the group of {each.path}: it must update what "
-                "its param_groups hold"
+                Message(
+                    "in two steps the optimizer did not move a tensor of the group of {path}: it must update what its "
+                    "param_groups hold",
+                    path=each.path,
+                )
             )
         one = slice(at, at + 1)
         try:
             single, _ = _run_probe(groups, samples[one], start[one], [gradients[one] for gradients in steps])
         except Exception as error:
             raise InputError(
-                f"the optimizer wants all tensors at once ({first_line(error)}), of which a rank holds a part"
+                Message(
+                    "the optimizer wants all tensors at once ({first_line}), of which a rank holds a part",
+                    first_line=first_line(error),
+                )
             ) from error
         if not _is_close(start[one], whole[one], single):
             raise InputError(
-                "the optimizer's update of one tensor depends on others, of which a rank holds a part: "
-                "use a rule that is elementwise (AdamW, SGD) or by tensor (Muon, Adafactor)"
+                Message(
+                    "the optimizer's update of one tensor depends on others, of which a rank holds a part: use a rule "
+                    "that is elementwise (AdamW, SGD) or by tensor (Muon, Adafactor)"
+                )
             )
     for rule in (ELEMENTWISE, UpdateRule(True, False), UpdateRule(False, True)):
         flat = [at for at, each in enumerate(samples) if not rule.needs_full(each.shape, each.kind == KIND_MATRIX)]
@@ -192,7 +210,13 @@ def _probe_foreign_rule(
     except (InputError, MemoryError):
         raise
     except Exception as error:
-        raise InputError(f"the optimizer cannot be used: {type(error).__name__}: {first_line(error)}") from error
+        raise InputError(
+            Message(
+                "the optimizer cannot be used: {type}: {first_line}",
+                type=type(error).__name__,
+                first_line=first_line(error),
+            )
+        ) from error
     for rule in (
         least,
         *(UpdateRule(matrices, others) for matrices, others in ((True, False), (False, True), (True, True))),
@@ -207,10 +231,12 @@ def _probe_foreign_rule(
         if _is_close(start, whole, cut):
             return rule
     raise InputError(
-        "the optimizer's update of one tensor depends on others, of which a rank holds a part, on how many it is "
-        "given in a step, or on their values when it "
-        f"is made: {steps} steps with tensors one by one differ from as many with all at once: use a rule that is "
-        "elementwise (AdamW, SGD) or by tensor (Muon, Adafactor)"
+        Message(
+            "the optimizer's update of one tensor depends on others, of which a rank holds a part, on how many it is "
+            "given in a step, or on their values when it is made: {steps} steps with tensors one by one differ from "
+            "as many with all at once: use a rule that is elementwise (AdamW, SGD) or by tensor (Muon, Adafactor)",
+            steps=steps,
+        )
     )
 
 

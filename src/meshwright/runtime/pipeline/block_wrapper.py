@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from meshwright.analysis.block_calls import hidden_of, map_first, with_hidden
 from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON, saved_tensor_state
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.layout.placeholder import skipped_block_output
 from meshwright.runtime.pipeline.boundary_tensors import BoundaryState
 from meshwright.runtime.recompute.policy import MutatedBuffers, RecomputePolicy
@@ -120,7 +121,12 @@ class BlockWrapper:
         run, index = self.run, self.index
         if index is not None and run.recording is not None and saved_tensor_state() != run.recording:
             raise InputError(
-                f"pipeline: block {index} {OWN_CHECKPOINT_REASON}, and stages are left and entered between blocks: use pp1"
+                Message(
+                    "pipeline: block {index} {own_checkpoint_reason}, and stages are left and entered between blocks: "
+                    "use pp1",
+                    index=index,
+                    own_checkpoint_reason=OWN_CHECKPOINT_REASON,
+                )
             )
         if index is None:
             return self._compute(args, kwargs)

@@ -26,6 +26,7 @@ from torch import nn
 from meshwright.analysis.dataflow import BlockArgument, BlockEntry, BlockExit, DataflowRecord, TracedOp, names_from_bits
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message, mark_msgid
 
 
 @dataclass(frozen=True)
@@ -142,11 +143,12 @@ def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpe
             entries.setdefault(event.block, event)
         elif isinstance(event, BlockExit):
             returns.setdefault(event.block, event.values)
-    missing = [number for number in range(len(paths)) if number not in entries]
-    if missing:
-        raise InputError(
-            f"block {paths[missing[0]]} did not run with what the model seems to read: give an example of it, or use pp1"
+    missing = next((path for number, path in enumerate(paths) if number not in entries), None)
+    if missing is not None:
+        text = mark_msgid(
+            "block {path} did not run with what the model seems to read: give an example of it, or use pp1"
         )
+        raise InputError(Message(text, path=missing))
     ends = [0]
     for _, count in anatomy.stacks:
         ends.append(ends[-1] + count)
@@ -220,5 +222,9 @@ def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, spec: BoundarySpec
         elif name in anatomy.after_blocks:
             found["back"].append(name)
         else:
-            raise InputError(f"it cannot be told where {name} is used beside the blocks of several stacks: use pp1")
+            raise InputError(
+                Message(
+                    "it cannot be told where {name} is used beside the blocks of several stacks: use pp1", name=name
+                )
+            )
     return [(layer, names) for layer, names in found.items() if names]

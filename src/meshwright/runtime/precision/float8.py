@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 from meshwright.spec.precision import Recipe
 
@@ -46,7 +47,15 @@ def check_precision_support(recipe: Recipe, device: torch.device) -> None:
             here = f"this CUDA device is of {found[0]}.{found[1]}" if found else f"this rank's device is {device.type}"
             other = "fp32" if kind == "tf32" else "bf16"
             raise InputError(
-                f"precision {recipe.name} needs a CUDA device of capability {least[0]}.{least[1]} or newer; {here}: use --precision {other}"
+                Message(
+                    "precision {recipe} needs a CUDA device of capability {major}.{minor} or newer; {here}: use "
+                    "--precision {other}",
+                    recipe=recipe.name,
+                    major=least[0],
+                    minor=least[1],
+                    here=here,
+                    other=other,
+                )
             )
     if recipe.rate == "tf32":
         torch.set_float32_matmul_precision("high")

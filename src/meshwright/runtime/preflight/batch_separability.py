@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.analysis.dry_run import ParamWriteRecorder, StorageSpan, dry_run
 from meshwright.core.errors import PlanRefused
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.engine import Engine
@@ -109,17 +110,32 @@ def _check_rows_independent(
             continue
         together, separate, gradient = found
         why = (
-            f"{counts} gives tokens a place among those of other rows"
+            Message("{counts} gives tokens a place among those of other rows", counts=counts)
             if counts
-            else "a mean or a contrast over the batch, or a mean over labels"
+            else Message("a mean or a contrast over the batch, or a mean over labels")
         )
-        shown = f"together their loss is {together:.6g}, apart {separate:.6g} (they differ by {relative_difference(together, separate):.1e} of it)"
+        shown = Message(
+            "together their loss is {together:.6g}, apart {separate:.6g} (they differ by {difference:.1e} of it)",
+            together=together,
+            separate=separate,
+            difference=relative_difference(together, separate),
+        )
         if gradient.name:
-            why = "a hook or backward that is not linear, scale_grad_by_freq, or a contrast behind a gate of 0"
-            shown = f"the gradient of {gradient.name} differs by {gradient.size:.3g} of its norm when they pass together and apart"
+            why = Message("a hook or backward that is not linear, scale_grad_by_freq, or a contrast behind a gate of 0")
+            shown = Message(
+                "the gradient of {name} differs by {size:.3g} of its norm when they pass together and apart",
+                name=gradient.name,
+                size=gradient.size,
+            )
         raise PlanRefused(
-            f"plan {name}: rows of a batch see each other in this model or its loss ({why}): {shown}, and this plan divides the batch into {pieces} parts: "
-            "use dp1 with the batch as one micro-batch"
+            Message(
+                "plan {name}: rows of a batch see each other in this model or its loss ({why}): {shown}, and this "
+                "plan divides the batch into {pieces} parts: use dp1 with the batch as one micro-batch",
+                name=name,
+                why=why,
+                shown=shown,
+                pieces=pieces,
+            )
         )
 
 
@@ -218,9 +234,17 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
     by_rows = plan.dp > 1 and abs(_total_loss(engine, [whole], True, behind=_split_in_half(whole)[0]) - after) > near
     if len(batches) > 1 or plan.recompute == Recompute.full or by_rows:
         raise PlanRefused(
-            f"plan {plan.name}: this model keeps something of each forward that changes the next (a count, a running mean, spectral norm): "
-            f"the same rows give {first:.6g} and then {after:.6g} (they differ by {relative_difference(first, after):.1e} of it), and micro-batches, recompute or data ranks would move it otherwise than one device "
-            "does: use one micro-batch without recompute, on dp1 where it keeps something of the rows"
+            Message(
+                "plan {plan}: this model keeps something of each forward that changes the next (a count, a running "
+                "mean, spectral norm): the same rows give {first:.6g} and then {after:.6g} (they differ by "
+                "{relative_difference:.1e} of it), and micro-batches, recompute or data ranks would move it otherwise "
+                "than one device does: use one micro-batch without recompute, on dp1 where it keeps something of the "
+                "rows",
+                plan=plan.name,
+                first=first,
+                after=after,
+                relative_difference=relative_difference(first, after),
+            )
         )
 
 

@@ -33,6 +33,7 @@ from torch import nn
 
 from meshwright.analysis.run_conditions import set_seed
 from meshwright.core.errors import PlanRefused
+from meshwright.core.messages import Message
 from meshwright.runtime.engine import Engine, OncePerStepBuffers
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss.objective import Batch, num_rows
@@ -124,22 +125,44 @@ def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], 
         )
         if not inside or depends or different:
             raise PlanRefused(
-                f"plan {plan.name}: the model writes to its parameter {name} in a pass, forward or backward, and this plan's passes would leave another value than the "
-                "one pass of one device: write to it between steps, or use dp1 with the batch as one micro-batch, ZeRO 2 at most, without recompute"
+                Message(
+                    "plan {plan}: the model writes to its parameter {name} in a pass, forward or backward, and this "
+                    "plan's passes would leave another value than the one pass of one device: write to it between "
+                    "steps, or use dp1 with the batch as one micro-batch, ZeRO 2 at most, without recompute",
+                    plan=plan.name,
+                    name=name,
+                )
             )
         return
     if depends and pieces > 1:
         raise PlanRefused(
-            f"plan {plan.name}: the buffer {name} keeps something of the rows of each pass, and this plan passes the batch in {pieces} parts, which would leave another "
-            "value than one device: use dp1 with the batch as one micro-batch, or register it with persistent=False if nothing reads it"
+            Message(
+                "plan {plan}: the buffer {name} keeps something of the rows of each pass, and this plan passes the "
+                "batch in {pieces} parts, which would leave another value than one device: use dp1 with the batch as "
+                "one micro-batch, or register it with persistent=False if nothing reads it",
+                plan=plan.name,
+                name=name,
+                pieces=pieces,
+            )
         )
     if passes > 1 and any(each.backward for each in said):
         raise PlanRefused(
-            f"plan {plan.name}: the backward moves the buffer {name}, which {passes} micro-batches would move as often: use one micro-batch"
+            Message(
+                "plan {plan}: the backward moves the buffer {name}, which {passes} micro-batches would move as often: "
+                "use one micro-batch",
+                plan=plan.name,
+                name=name,
+                passes=passes,
+            )
         )
     if different:
         raise PlanRefused(
-            f"plan {plan.name}: ranks write unlike values to the buffer {name} in a pass, each of its own part of the weights or the sequence: use tp1 and cp1"
+            Message(
+                "plan {plan}: ranks write unlike values to the buffer {name} in a pass, each of its own part of the "
+                "weights or the sequence: use tp1 and cp1",
+                plan=plan.name,
+                name=name,
+            )
         )
 
 
@@ -156,8 +179,12 @@ def _check_max_norm(engine: Engine) -> set[str]:
     found = [path for each in gather_objects(found) for path in each]  # the stage with the table refuses for all ranks
     if found and not (plan.world == 1 and _updates_in_place(engine)):
         raise PlanRefused(
-            f"plan {plan.name}: {found[0]} has max_norm, which writes to the rows of the table that a pass reads: ranks would cut other rows each: "
-            "use one process, or cut the norm where the table is read (F.normalize)"
+            Message(
+                "plan {plan}: {found} has max_norm, which writes to the rows of the table that a pass reads: ranks "
+                "would cut other rows each: use one process, or cut the norm where the table is read (F.normalize)",
+                plan=plan.name,
+                found=found[0],
+            )
         )
     return {f"{path}.weight" for path in found}
 
@@ -236,8 +263,12 @@ def check_replaced_storage(engine: Engine) -> None:
 
 def _replaced_error(engine: Engine, name: str) -> PlanRefused:
     return PlanRefused(
-        f"plan {engine.mesh.plan.name}: the model gives its parameter {name} another tensor in a pass (.data = ...), where the update does not come to: write its values "
-        "in place (.data.copy_(...)), or use torch.nn.utils.parametrize"
+        Message(
+            "plan {plan}: the model gives its parameter {name} another tensor in a pass (.data = ...), where the "
+            "update does not come to: write its values in place (.data.copy_(...)), or use torch.nn.utils.parametrize",
+            plan=engine.mesh.plan.name,
+            name=name,
+        )
     )
 
 

@@ -48,6 +48,7 @@ from meshwright.analysis.dry_run import dry_run
 from meshwright.analysis.example_inputs import ExampleInputs, make_example
 from meshwright.analysis.model_copy import copy_to_meta, isolated_run
 from meshwright.core.errors import InputError, PlanRefused
+from meshwright.core.messages import Message
 from meshwright.runtime.engine import Engine, OncePerStepBuffers, PassRecorder
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.layout.placeholder import StagePlaceholder
@@ -141,7 +142,7 @@ class AnalysisGuard:
         if together:
             line = next(filter(None, gather_objects(line)), "")
         if line:
-            raise PlanRefused(f"plan {self.plan}: {line}")
+            raise PlanRefused(Message("plan {plan}: {message}", plan=self.plan, message=line))
         self.forms.add(form)
 
     def _objection(self, inputs: Mapping[str, Any], is_training: bool) -> str:
@@ -151,14 +152,25 @@ class AnalysisGuard:
         if not is_known and self.skeleton is not None:
             why, is_known = self._found(self.example, self.was_training)
             if not is_known:
-                self._give_up(why or "a copy of it reads other parameters than the model")
+                self._give_up(why or Message("a copy of it reads other parameters than the model"))
         if not objection or input_signature(inputs) in self.forms:
             return ""
         given, known = ", ".join(sorted(inputs)), ", ".join(sorted(self.example))
-        remedy = "give parallelize a batch as it comes (example=...)"
         if self.skeleton is None:
-            return f"the model was analysed with {known} and cannot be analysed again with {given}, for no copy of it runs by itself ({self.why}): {remedy}"
-        return f"with {given} the model runs otherwise than with {known}, which it was analysed with ({objection}): {remedy}"
+            return Message(
+                "the model was analysed with {known} and cannot be analysed again with {given}, for no copy of it "
+                "runs by itself ({why}): give parallelize a batch as it comes (example=...)",
+                known=known,
+                given=given,
+                why=self.why,
+            )
+        return Message(
+            "with {given} the model runs otherwise than with {known}, which it was analysed with ({why}): give "
+            "parallelize a batch as it comes (example=...)",
+            known=known,
+            given=given,
+            why=objection,
+        )
 
     def _is_example(self, inputs: Mapping[str, Any], is_training: bool) -> bool:
         """Returns whether the analysis run before sharding had the same dtypes and sizes, so that another run would be
@@ -293,8 +305,13 @@ def _run_stage(
     output = forward(stage, batch, tuple(torch.rand(shape, dtype=dtype, device=mesh.device) for shape, dtype in forms))
     if stage and any(bool(tensor.isnan().any()) for tensor in output):
         raise InputError(
-            f"plan {mesh.plan.name}: stage {stage} of this model reads what layers of an earlier stage make past the state that it is sent, such as the "
-            "far end of a U-Net's connection: cut elsewhere with layers per stage, or use pp1"
+            Message(
+                "plan {plan}: stage {stage} of this model reads what layers of an earlier stage make past the state "
+                "that it is sent, such as the far end of a U-Net's connection: cut elsewhere with layers per stage, "
+                "or use pp1",
+                plan=mesh.plan.name,
+                stage=stage,
+            )
         )
     return output
 
@@ -313,7 +330,13 @@ def _try_stage(
         return str(error), []
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
-        line = f"plan {mesh.plan.name}: stage {stage} of this model does not run without the layers of the others ({reason}): use pp1"
+        line = Message(
+            "plan {plan}: stage {stage} of this model does not run without the layers of the others ({reason}): use "
+            "pp1",
+            plan=mesh.plan.name,
+            stage=stage,
+            reason=reason,
+        )
         return line, []
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.core.messages import Message
 from meshwright.core.units import show_rate
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.device import host_id
@@ -90,14 +91,24 @@ def describe_slow_links(pairs: Sequence[LinkSample], ranks: int) -> list[tuple[t
         return []
     if len(pairs) == 1:
         (pair,) = pairs
-        words = (
-            f"the link between the hosts of ranks {pair.first} and {pair.second} carries {show_rate(pair.bandwidth)}"
+        words = Message(
+            "the link between the hosts of ranks {first} and {second} carries {bandwidth}",
+            first=pair.first,
+            second=pair.second,
+            bandwidth=show_rate(pair.bandwidth),
         )
         return [((pair.first, pair.second), words)]
     rates = [pair.bandwidth for pair in pairs]
     odd = find_network_tiers(pairs, ranks, min(SLOW_LINK_RATIO, SIMILAR_RATE_FACTOR * min(rates) / median(rates))).odd
     if not odd:
-        return [((), f"no link between hosts is slower than the others: {show_rate(median(rates))} each")]
+        return [
+            (
+                (),
+                Message(
+                    "no link between hosts is slower than the others: {median} each", median=show_rate(median(rates))
+                ),
+            )
+        ]
     return [((), line) for line in odd]
 
 

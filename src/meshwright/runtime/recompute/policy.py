@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.analysis.remat.min_cut import RematPlanCache
 from meshwright.analysis.remat.tape import RematTape, active_saved_tensor_hooks
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.recompute.activation_offload import (
     ActivationOffload,
@@ -101,8 +102,11 @@ class MutatedBuffers:
         delayed = next((each.name for each in before if each.value is None and each.has_moved), None)
         if delayed is not None:
             raise InputError(
-                f"the buffer {delayed} of a block is moved on in some passes and was not in the first one, so that what is recomputed would read another value: "
-                "leave recompute out"
+                Message(
+                    "the buffer {delayed} of a block is moved on in some passes and was not in the first one, so that "
+                    "what is recomputed would read another value: leave recompute out",
+                    delayed=delayed,
+                )
             )
         return [each for each in before if self._may_move(each.holder, each.name)]
 
@@ -184,7 +188,10 @@ class RecomputePolicy:
             if FUNCTORCH_HOOK_ERROR not in str(error):
                 raise
             raise InputError(
-                "this block takes gradients by torch.func, which lets nobody else keep what it needs: leave recompute and off-activations out"
+                Message(
+                    "this block takes gradients by torch.func, which lets nobody else keep what it needs: leave "
+                    "recompute and off-activations out"
+                )
             ) from None
 
     def _run(
@@ -273,8 +280,10 @@ def _recompute_attention(forward: BlockForward) -> BlockForward:
             output = forward(*args, **kwargs)
         if not core.met:
             raise InputError(
-                "recompute selective: this block calls no scaled_dot_product_attention whose inside could be computed again; "
-                'build the model with attn_implementation="sdpa", or take rc-full'
+                Message(
+                    "recompute selective: this block calls no scaled_dot_product_attention whose inside could be "
+                    'computed again; build the model with attn_implementation="sdpa", or take rc-full'
+                )
             )
         return output
 

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.shard.optimizer_shard import (
     NO_SCALARS,
@@ -195,8 +196,11 @@ def import_torchao() -> Any:
         from torchao.optim import quant_utils
     except ImportError as error:
         raise InputError(
-            f"optimizer.state 8bit needs the package torchao ({error}): "
-            "pip install 'meshwright[lowbit]', or leave state out"
+            Message(
+                "optimizer.state 8bit needs the package torchao ({error}): pip install 'meshwright[lowbit]', or leave "
+                "state out",
+                error=error,
+            )
         ) from None
     return quant_utils
 

@@ -31,6 +31,7 @@ from meshwright.analysis.local_layers import (
     update_layer_sizes,
 )
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.tensor_parallel import collectives
 from meshwright.runtime.tensor_parallel.column import ColumnLinear, RegionEntryHook, ReplicatedInputHook
@@ -91,15 +92,30 @@ def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_
         sizes = split.parts or (tensor.shape[split.dim],)
         wrong += [f"{name} ({size})" for size in sizes if name not in vocabulary and size % ranks]
     if wrong:
-        raise InputError(f"tp({ranks}) must divide {', '.join(wrong)}: choose another tp")
+        raise InputError(
+            Message("tp({ranks}) must divide {wrong}: choose another tp", ranks=ranks, wrong=", ".join(wrong))
+        )
     if not (anatomy.regions or anatomy.experts):
-        raise InputError(f"tp({ranks}): no part of this model can be sharded ({'; '.join(anatomy.findings)}): use tp1")
+        raise InputError(
+            Message(
+                "tp({ranks}): no part of this model can be sharded ({findings}): use tp1",
+                ranks=ranks,
+                findings="; ".join(anatomy.findings),
+            )
+        )
     if vocabulary and anatomy.vocabulary <= -(-anatomy.vocabulary // ranks) * (ranks - 1):
         raise InputError(
-            f"tp({ranks}) leaves tensor rank {ranks - 1} none of the vocabulary ({anatomy.vocabulary}): choose a smaller tp"
+            Message(
+                "tp({ranks}) leaves tensor rank {last} none of the vocabulary ({vocabulary}): choose a smaller tp",
+                ranks=ranks,
+                last=ranks - 1,
+                vocabulary=anatomy.vocabulary,
+            )
         )
     if sequence_parallel and anatomy.against_sequence:
-        raise InputError(f"sp: {anatomy.against_sequence}: leave sequence parallelism out")
+        raise InputError(
+            Message("sp: {against_sequence}: leave sequence parallelism out", against_sequence=anatomy.against_sequence)
+        )
 
 
 def with_full_logits(model: nn.Module, anatomy: ModelGraph) -> ModelGraph:
@@ -195,7 +211,11 @@ def _make_column_subset(module: nn.Module, entry: RegionEntryHook | None, split:
     """Makes a replicated layer compute only the outputs that this rank uses."""
     if not is_linear_like(module):
         raise InputError(
-            f"tp({group.size}): {type(module).__name__} has a forward of its own and too few key-value heads: choose a smaller tp"
+            Message(
+                "tp({size}): {type} has a forward of its own and too few key-value heads: choose a smaller tp",
+                size=group.size,
+                type=type(module).__name__,
+            )
         )
     along_bias = TpSplit(0, split.parts, split.ways)
 
@@ -286,8 +306,12 @@ class SequenceParallelRegion:
         """
         if hidden.shape[1] % self.ranks:
             raise InputError(
-                f"sequence ({hidden.shape[1]}) is not a multiple of tp({self.ranks}), which sequence parallelism needs: "
-                "pad the sequence or leave sp out"
+                Message(
+                    "sequence ({shape}) is not a multiple of tp({ranks}), which sequence parallelism needs: pad the "
+                    "sequence or leave sp out",
+                    shape=hidden.shape[1],
+                    ranks=self.ranks,
+                )
             )
         return collectives.scatter_sequence(hidden, self.group)
 

@@ -27,6 +27,7 @@ from torch import nn
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.run_conditions import set_seed
 from meshwright.core.errors import PlanRefused
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import Backend, initialized_accelerators
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.spec.enums import Recompute
@@ -126,8 +127,12 @@ def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
     drawn = [name for name, state in _python_rng_states().items() if before.get(name, state) != state]
     if drawn:
         raise PlanRefused(
-            f"plan {plan.name}: the model's forward draws random numbers from {drawn[0]}, which differ between the ranks and passes that compute the same "
-            "rows: draw them with torch, or use data ranks without recompute"
+            Message(
+                "plan {plan}: the model's forward draws random numbers from {drawn}, which differ between the ranks "
+                "and passes that compute the same rows: draw them with torch, or use data ranks without recompute",
+                plan=plan.name,
+                drawn=drawn[0],
+            )
         )
 
 

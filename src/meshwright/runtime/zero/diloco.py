@@ -17,13 +17,14 @@ from __future__ import annotations
 import torch
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.compression import make_compressed_reducer
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.zero.param_group import FlatParamGroup, flat_slice
 from meshwright.runtime.zero.reducer import GradReducer
-from meshwright.spec.constraints import diloco_violations
 from meshwright.spec.precision import DilocoConfig, GradientCompression, Recipe
+from meshwright.spec.workload_constraints import diloco_violations
 
 
 class OuterOptimizer:
@@ -93,7 +94,7 @@ def make_outer_optimizer(recipe: Recipe, reducer: GradReducer) -> OuterOptimizer
     if recipe.local is None:
         return None
     for violation in diloco_violations(reducer.mesh.plan, recipe.local):
-        raise InputError(f"plan {reducer.mesh.plan.name}: {violation.message}")
+        raise InputError(Message("plan {plan}: {message}", plan=reducer.mesh.plan.name, message=violation.message))
     return OuterOptimizer(recipe.local, reducer, recipe.compression)
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.parallel_context import ParallelContext
@@ -131,24 +132,40 @@ class ExternalWrites:
         for name in names:
             if plan.pp > 1 or any(name in each for _, _, each, _ in reports):
                 raise InputError(
-                    f"plan {plan.name}: {name} was written to between steps, and no rank holds the whole model, so "
-                    "that the value may be another than on one "
-                    f"device: {FULL_PARAMETERS_HINT}"
+                    Message(
+                        "plan {plan}: {name} was written to between steps, and no rank holds the whole model, so that "
+                        "the value may be another than on one device: {full_parameters_hint}",
+                        plan=plan.name,
+                        name=name,
+                        full_parameters_hint=FULL_PARAMETERS_HINT,
+                    )
                 )
             for rank, (other, checksums, _, _) in enumerate(reports):
                 first = next(at for at, each in enumerate(reports) if each[0] == other)
                 if checksums[name] != reports[first][1][name]:
                     raise InputError(
-                        f"plan {plan.name}: {name} was written to between steps in another way on rank {rank} than "
-                        f"on rank {first}: {FULL_PARAMETERS_HINT}"
+                        Message(
+                            "plan {plan}: {name} was written to between steps in another way on rank {rank} than on "
+                            "rank {first}: {full_parameters_hint}",
+                            plan=plan.name,
+                            name=name,
+                            rank=rank,
+                            first=first,
+                            full_parameters_hint=FULL_PARAMETERS_HINT,
+                        )
                     )
         name = next((bypassed for _, _, _, bypassed in reports if bypassed), "")
         if name:
             raise InputError(
-                f"plan {plan.name}: {name} was written to through .data or by another way around torch's versions, "
-                f"so that its {engine.recipe.master} master "
-                "weights do not have the change and the update would undo it: write to the parameter itself under "
-                f"torch.no_grad(), or {FULL_PARAMETERS_HINT}"
+                Message(
+                    "plan {plan}: {name} was written to through .data or by another way around torch's versions, so "
+                    "that its {master} master weights do not have the change and the update would undo it: write to "
+                    "the parameter itself under torch.no_grad(), or {full_parameters_hint}",
+                    plan=plan.name,
+                    name=name,
+                    master=engine.recipe.master,
+                    full_parameters_hint=FULL_PARAMETERS_HINT,
+                )
             )
         for run in self._runs():
             run.main_params.copy_(torch.where(run.written, run.weights.to(run.main_params.dtype), run.main_params))

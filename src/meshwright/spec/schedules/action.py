@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 
 
 class ActionKind(StrEnum):
@@ -46,7 +47,9 @@ def parse_action(text: str) -> Action:
     """
     match = re.fullmatch(r"(\d+)([FBW])(\d+)", text)
     if match is None:
-        raise InputError(f"pipeline action {text!r} is not stage, F, B or W, and micro-batch, such as '2F5'")
+        raise InputError(
+            Message("pipeline action {text!r} is not stage, F, B or W, and micro-batch, such as '2F5'", text=text)
+        )
     return Action(ActionKind(match[2]), int(match[1]), int(match[3]))
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.spec.schedules.action import Action, ActionKind, action_dependencies
 
 RankOrders = Sequence[Sequence[Action]]
@@ -30,8 +31,13 @@ def stage_ranks(orders: RankOrders) -> dict[int, int]:
         for action in order:
             if found.setdefault(action.stage, rank) != rank:
                 raise InputError(
-                    f"stage {action.stage} is on pipeline ranks {found[action.stage]} and {rank} ({action}); a stage "
-                    "has one rank"
+                    Message(
+                        "stage {stage} is on pipeline ranks {found} and {rank} ({action}); a stage has one rank",
+                        stage=action.stage,
+                        found=found[action.stage],
+                        rank=rank,
+                        action=action,
+                    )
                 )
     return dict(sorted(found.items()))
 
@@ -71,12 +77,22 @@ def _deadlock_error(orders: RankOrders, position: Sequence[int], rank: int, wait
     missing = next(need for need, ranks in waiting.items() if rank in ranks)
     holder = next((other for other, order in enumerate(orders) if missing in order), None)
     if holder is None:
-        why = "which no rank runs"
+        why = Message("which no rank runs")
     elif holder == rank:
-        why = "which comes later on the same rank"
+        why = Message("which comes later on the same rank")
     else:
-        why = f"which pipeline rank {holder} cannot reach: it waits at {orders[holder][position[holder]]}"
-    return f"pipeline deadlock: {action} on pipeline rank {rank} can never run; it needs {missing}, {why}"
+        why = Message(
+            "which pipeline rank {holder} cannot reach: it waits at {orders}",
+            holder=holder,
+            orders=orders[holder][position[holder]],
+        )
+    return Message(
+        "pipeline deadlock: {action} on pipeline rank {rank} can never run; it needs {missing}, {why}",
+        action=action,
+        rank=rank,
+        missing=missing,
+        why=why,
+    )
 
 
 def check_orders(orders: RankOrders, stages: int, micro_batches: int) -> None:
@@ -89,22 +105,36 @@ def check_orders(orders: RankOrders, stages: int, micro_batches: int) -> None:
     for action, count in counts.items():
         if action.stage >= stages or action.micro_batch >= micro_batches:
             raise InputError(
-                f"pipeline action {action} is outside {stages} stages and {micro_batches} "
-                f"micro-batches{_action_location(orders, action)}"
+                Message(
+                    "pipeline action {action} is outside {stages} stages and {micro_batches} "
+                    "micro-batches{action_location}",
+                    action=action,
+                    stages=stages,
+                    micro_batches=micro_batches,
+                    action_location=_action_location(orders, action),
+                )
             )
         if count > 1:
             raise InputError(
-                f"pipeline action {action} stands {count} times{_action_location(orders, action)}; each stands once"
+                Message(
+                    "pipeline action {action} stands {count} times{action_location}; each stands once",
+                    action=action,
+                    count=count,
+                    action_location=_action_location(orders, action),
+                )
             )
     split = {action.stage for action in counts if action.kind is ActionKind.W}
     for stage in range(stages):
         for kind in ActionKind if stage in split else (ActionKind.F, ActionKind.B):
             for micro_batch in range(micro_batches):
                 if Action(kind, stage, micro_batch) not in counts:
-                    where = f" on pipeline rank {owner[stage]}" if stage in owner else ""
+                    where = Message(" on pipeline rank {owner}", owner=owner[stage]) if stage in owner else ""
                     raise InputError(
-                        f"pipeline action {Action(kind, stage, micro_batch)} is missing{where}; every stage runs "
-                        "every micro-batch"
+                        Message(
+                            "pipeline action {action} is missing{where}; every stage runs every micro-batch",
+                            action=Action(kind, stage, micro_batch),
+                            where=where,
+                        )
                     )
     for _ in topological_walk(orders):
         pass
@@ -112,7 +142,9 @@ def check_orders(orders: RankOrders, stages: int, micro_batches: int) -> None:
 
 def _action_location(orders: RankOrders, action: Action) -> str:
     rank, order = next((rank, order) for rank, order in enumerate(orders) if action in order)
-    return f" (pipeline rank {rank}, place {order.index(action) + 1} of {len(order)})"
+    return Message(
+        " (pipeline rank {rank}, place {index} of {count})", rank=rank, index=order.index(action) + 1, count=len(order)
+    )
 
 
 def stage_messages(orders: RankOrders) -> dict[tuple[int, int], list[Action]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.spec.schedules.action import Action, ActionKind
 from meshwright.spec.schedules.schedule import InFlight, Schedule, elementwise_max, elementwise_min
 from meshwright.spec.schedules.zb_v import ActionWriter
@@ -46,8 +47,13 @@ class DualPipeV(Schedule):
         """
         if micro_batches < 2 * pp:
             raise InputError(
-                f"schedule dualpipev needs at least 2 * pp({pp}) = {2 * pp} micro-batches, "
-                f"the batch gives {micro_batches}; use schedule zbv"
+                Message(
+                    "schedule dualpipev needs at least 2 * pp({pp}) = {least} micro-batches, the batch gives "
+                    "{micro_batches}; use schedule zbv",
+                    pp=pp,
+                    least=2 * pp,
+                    micro_batches=micro_batches,
+                )
             )
         F, B, W = ActionKind
         writer, later_ranks = ActionWriter(rank, pp), pp - rank - 1

@@ -16,6 +16,7 @@ import re
 from typing import Any
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.spec.schedules.action import Action, ActionKind
 from meshwright.spec.schedules.one_f_one_b import alternate_actions
 from meshwright.spec.schedules.schedule import InFlight, Schedule
@@ -39,8 +40,13 @@ class Interleaved(Schedule):
             below = micro_batches // pp * pp
             nearest = f"{below} and {below + pp}" if below else str(pp)
             raise InputError(
-                f"schedule interleaved needs micro-batches in multiples of pp({pp}), the batch gives {micro_batches}; "
-                f"the nearest choices are {nearest}, or schedule 1f1b"
+                Message(
+                    "schedule interleaved needs micro-batches in multiples of pp({pp}), the batch gives "
+                    "{micro_batches}; the nearest choices are {nearest}, or schedule 1f1b",
+                    pp=pp,
+                    micro_batches=micro_batches,
+                    nearest=nearest,
+                )
             )
         passes = [
             (turn, first + micro_batch)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.spec.schedules.action import Action
 
 
@@ -111,15 +112,25 @@ class Schedule:
         """
         if min(pp, virtual_stages, micro_batches) < 1:
             raise InputError(
-                "a pipeline needs at least 1 rank, stage and micro-batch, "
-                f"got pp({pp}), {virtual_stages} and {micro_batches}"
+                Message(
+                    "a pipeline needs at least 1 rank, stage and micro-batch, got pp({pp}), {virtual_stages} and "
+                    "{micro_batches}",
+                    pp=pp,
+                    virtual_stages=virtual_stages,
+                    micro_batches=micro_batches,
+                )
             )
         if not self.any_stages_per_rank and virtual_stages != self.stages_per_rank:
             own = self.stages_per_rank
-            remedy = "use schedule interleaved" if own == 1 else "use that many"
+            remedy = Message("use schedule interleaved") if own == 1 else Message("use that many")
             raise InputError(
-                f"schedule {self.name} holds {own} stage{'s' * (own > 1)} a rank, the plan has {virtual_stages}; "
-                f"{remedy}"
+                Message(
+                    "schedule {name} holds {own:count stage} a rank, the plan has {virtual_stages}; {remedy}",
+                    name=self.name,
+                    own=own,
+                    virtual_stages=virtual_stages,
+                    remedy=remedy,
+                )
             )
         return [self.order(rank, pp, virtual_stages, micro_batches) for rank in range(pp)]
 

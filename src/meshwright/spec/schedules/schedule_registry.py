@@ -13,6 +13,7 @@ from functools import cache
 from importlib import import_module
 
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.spec.schedules.action import Action
 from meshwright.spec.schedules.schedule import Schedule
 
@@ -44,7 +45,14 @@ def find_schedule(name: str, actions: tuple[str, ...] = ()) -> Schedule:
     kind = _schedule_classes().get(name)
     if kind is None:
         known = schedule_names()
-        raise InputError(f"schedule {name!r} is not one of {', '.join(known)}{did_you_mean(str(name), known)}")
+        raise InputError(
+            Message(
+                "schedule {name!r} is not one of {known}{hint}",
+                name=name,
+                known=", ".join(known),
+                hint=did_you_mean(str(name), known),
+            )
+        )
     return kind(actions)
 
 

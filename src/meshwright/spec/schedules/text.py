@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.spec.schedules.action import Action, ActionKind
 from meshwright.spec.schedules.check import check_orders, stage_ranks
 
@@ -38,7 +39,9 @@ def parse_table(text: str, where: str) -> tuple[str, ...]:
         for rank, row in enumerate(rows)
     ]
     if not any(table):
-        raise InputError(f"{where}: no actions; a row for each pipeline rank, such as '0F0,0F1,0B0,0B1'")
+        raise InputError(
+            Message("{where}: no actions; a row for each pipeline rank, such as '0F0,0F1,0B0,0B1'", where=where)
+        )
     split = {stage for row in table for stage, kind, _ in row if kind in "IW"}
     with_w = {(stage, count) for row in table for stage, kind, count in row if kind == "W"}
     return tuple(
@@ -75,9 +78,14 @@ def parse_orders(rows: Sequence[str], stages: int, micro_batches: int) -> list[l
             if all(owner[stage] != place[stage] for place in places) or owner[stage] != places[0][stage]
         )
         raise InputError(
-            f"stage {stage} is on pipeline rank {owner[stage]}; stages lie round after round (this one on rank "
-            f"{places[0][stage]}), "
-            f"or all of them as a V (this one on rank {places[1][stage]})"
+            Message(
+                "stage {stage} is on pipeline rank {owner}; stages lie round after round (this one on rank {places}), "
+                "or all of them as a V (this one on rank {folded})",
+                stage=stage,
+                owner=owner[stage],
+                places=places[0][stage],
+                folded=places[1][stage],
+            )
         )
     return table
 
@@ -92,11 +100,16 @@ def _rows_from_json(text: str, where: str) -> list[list[str]]:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: line {error.lineno}: {error.msg}") from None
+        raise InputError(
+            Message("{where}: line {lineno}: {msg}", where=where, lineno=error.lineno, msg=error.msg)
+        ) from None
     data = data.get("actions") if isinstance(data, dict) else data
     if not isinstance(data, list) or not all(isinstance(row, str | list) for row in data):
         raise InputError(
-            f"{where}: a schedule is a list of rows, one for each pipeline rank, such as ['0F0 0B0', '1F0 1B0']"
+            Message(
+                "{where}: a schedule is a list of rows, one for each pipeline rank, such as ['0F0 0B0', '1F0 1B0']",
+                where=where,
+            )
         )
     return [row.split() if isinstance(row, str) else [str(cell) for cell in row] for row in data]
 
@@ -104,7 +117,13 @@ def _rows_from_json(text: str, where: str) -> list[list[str]]:
 def _parse_cell(text: str, where: str) -> tuple[int, str, int]:
     match = _ACTION_CELL.fullmatch(text.strip())
     if match is None:
-        raise InputError(f"{where}: action {text.strip()!r} is not stage, F, B, I or W, and micro-batch, such as '2F5'")
+        raise InputError(
+            Message(
+                "{where}: action {text!r} is not stage, F, B, I or W, and micro-batch, such as '2F5'",
+                where=where,
+                text=text.strip(),
+            )
+        )
     return int(match[1]), match[2], int(match[3])
 
 

@@ -17,6 +17,7 @@ import torch
 
 from meshwright.analysis.model_copy import ModelCopy
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message, mark_msgid
 from meshwright.runtime.loss.objective import Batch, num_rows
 from meshwright.runtime.preflight.numeric_probes import perturb_constants
 from meshwright.spec.proof import ProofResult
@@ -39,14 +40,18 @@ from meshwright.train.step.state import TrainState
 
 RANDOMNESS_TOLERANCE = 1e-9
 """The relative difference of two losses of one device above which the model draws random numbers."""
+NOTHING_PROVEN_TEXT = mark_msgid("plan {plan}: the proof run proves nothing with this batch: {note}: use another batch")
+ONE_DEVICE_FAILED_TEXT = mark_msgid(
+    "plan {plan}: the proof run cannot compute one device's side ({problem}): train without it with prove='never'"
+)
+NO_GRADIENTS_TEXT = mark_msgid(
+    "plan {plan}: the proof run cannot compute one device's gradients ({problem}): train without it with prove='never'"
+)
 
 
 def no_gradients(plan: str, problem: str) -> InputError:
     """Returns the error for a backward of one device that does not run."""
-    return InputError(
-        f"plan {plan}: the proof run cannot compute one device's gradients ({problem}): train without it with "
-        "prove='never'"
-    )
+    return InputError(Message(NO_GRADIENTS_TEXT, plan=plan, problem=problem))
 
 
 class NothingProven(InputError):
@@ -86,10 +91,7 @@ class ProofRun:
                     first = self._located(content, one)
                     break
         if not found:
-            raise NothingProven(
-                f"plan {state.plan.name}: the proof run proves nothing with this batch: {self.side.notes[-1]}: use "
-                "another batch"
-            )
+            raise NothingProven(Message(NOTHING_PROVEN_TEXT, plan=state.plan.name, note=self.side.notes[-1]))
         proof = self._proof(found, first) if self.side.is_rank_0 else None
         said = proof.model_dump() if proof is not None else {}
         said |= {
@@ -112,10 +114,7 @@ class ProofRun:
             if content.optional:
                 self.side.notes.append(f"{content.title}: not proven, one device does not run it ({problem})")
                 return None
-            raise InputError(
-                f"plan {self.state.plan.name}: the proof run cannot compute one device's side ({problem}): train "
-                "without it with prove='never'"
-            )
+            raise InputError(Message(ONE_DEVICE_FAILED_TEXT, plan=self.state.plan.name, problem=problem))
         planned, planned_labels, scale, reached = self._planned(content.batch)
         compared = ProofComparison((loss, planned), (labels, planned_labels), planned=reached)
         sketches: dict[str, torch.Tensor] = {}

@@ -24,6 +24,7 @@ from torch import nn
 from meshwright.analysis.model_copy import copy_to_meta
 from meshwright.core.errors import InputError, PlanRefused
 from meshwright.core.heartbeat import RankPhase
+from meshwright.core.messages import Message
 from meshwright.core.units import show_seconds
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
@@ -134,7 +135,7 @@ def resolve_proof_mode(given: ProofMode | None) -> ProofMode:
     return validate_proof_mode(int(said) if said.isdecimal() else said)  # type: ignore[arg-type]
 
 
-UNREADABLE_LOSS_REASON = (
+UNREADABLE_LOSS_REASON = Message(
     "the loss reads parameters beside the output, and the copy of the model that a proof compares with has others"
 )
 """Why a plan is not proven whose loss reads parameters. Such a loss runs only where the data ranks have all of them."""
@@ -153,7 +154,9 @@ class ProofSchedule:
         try:
             self.skeleton = None if mode == "never" or model is None else copy_to_meta(model, loss)
         except InputError as error:
-            raise InputError(f"no proof run: {error}, or train without it with prove='never'") from None
+            raise InputError(
+                Message("no proof run: {error}, or train without it with prove='never'", error=error)
+            ) from None
         self.fingerprints = (
             {}
             if self.skeleton is None or model is None or not _is_rank_0()
@@ -194,7 +197,13 @@ class ProofSchedule:
             return
         when = f"again ({reason})" if self.required else reason
         if self.predicted.seconds > ANNOUNCE_SECONDS:
-            self.say(f"proving the plan {when}, for about {show_seconds(self.predicted.seconds)}")
+            self.say(
+                Message(
+                    "proving the plan {when}, for about {seconds}",
+                    when=when,
+                    seconds=show_seconds(self.predicted.seconds),
+                )
+            )
         state.on_phase(RankPhase.prove)
         try:
             run_preflight(state, batch)
@@ -218,7 +227,9 @@ class ProofSchedule:
     def _prove_or_refuse(self, state: TrainState, batch: Batch | LocalBatch, reason: str, when: str) -> None:
         if state.engine.objective.unreadable.is_used:
             self.required = ""
-            self.skipped = f"the plan is not proven: {UNREADABLE_LOSS_REASON}"
+            self.skipped = Message(
+                "the plan is not proven: {unreadable_loss_reason}", unreadable_loss_reason=UNREADABLE_LOSS_REASON
+            )
             self.say(self.skipped)
             return
         try:
@@ -227,7 +238,7 @@ class ProofSchedule:
                 proof = self.prove(state, batch)
         except NothingProven as nothing:
             self.required = reason  # a step that one device skips is no error of the plan
-            self.say(f"{nothing}; the next update is proven instead")
+            self.say(Message("{nothing}; the next update is proven instead", nothing=nothing))
             return
         shown = self.reason != reason and reason not in map(_before_step, REPEAT_UPDATES)
         self.reason, self.required = reason, ""
@@ -237,24 +248,31 @@ class ProofSchedule:
             self.say(_passed_line(proof, when, self.predicted.seconds))
         if not proof.equal:
             raise PlanRefused(
-                f"plan {proof.plan}: the proof run differs from one device: {proof.line}: use another plan (data "
-                "parallelism alone changes least), "
-                "or train without the proof with prove='never'"
+                Message(
+                    "plan {plan}: the proof run differs from one device: {line}: use another plan (data parallelism "
+                    "alone changes least), or train without the proof with prove='never'",
+                    plan=proof.plan,
+                    line=proof.line,
+                )
             )
 
     def prove(self, state: TrainState, batch: Batch | LocalBatch) -> ProofResult:
         """Runs a proof now and returns its result. All ranks call it."""
         if self.skeleton is None:
             raise InputError(
-                "prove='never' has no copy of the model to compare with: call parallelize with prove='auto'"
+                Message("prove='never' has no copy of the model to compare with: call parallelize with prove='auto'")
             )
         if state.engine.outer is not None:
             raise InputError(
-                "replicas that take local steps have no single device to compare with: the proof runs without local "
-                "steps alone"
+                Message(
+                    "replicas that take local steps have no single device to compare with: the proof runs without "
+                    "local steps alone"
+                )
             )
         if state.engine.objective.unreadable.is_used:
-            raise InputError(f"no proof: {UNREADABLE_LOSS_REASON}")
+            raise InputError(
+                Message("no proof: {unreadable_loss_reason}", unreadable_loss_reason=UNREADABLE_LOSS_REASON)
+            )
         state.engine.zero.external_writes.sync(state.engine)
         now = module_values(state.engine.model, state.engine.objective.loss)
         apply_changes(self.skeleton.model, self.skeleton.loss, changed_values(self.plain, now))
@@ -288,16 +306,16 @@ class ProofSchedule:
             return ""
         if state.engine.outer is not None:
             if not self.skipped:
-                self.skipped = (
-                    f"plan {state.plan.name} is not proven: replicas that take local steps have no single device "
-                    "to compare with"
+                self.skipped = Message(
+                    "plan {plan} is not proven: replicas that take local steps have no single device to compare with",
+                    plan=state.plan.name,
                 )
                 self.say(self.skipped)
             return ""
         if self.required:
             return self.required
         if isinstance(self.mode, int) and self._updates and not state.steps % self.mode:
-            return f"every {self.mode} steps"
+            return Message("every {mode} steps", mode=self.mode)
         if self._updates == 0:
             self.skipped = self._why_not(state, batch)
             if self.skipped:
@@ -323,7 +341,7 @@ class ProofSchedule:
         rows = num_rows(batch) if isinstance(batch, dict) else sum(map(num_rows, batch.micro_batches)) * plan.dp
         count = rows // max(plan.rows_per_round, 1) if whole else len(batch.micro_batches)  # type: ignore[union-attr]
         if is_one_device(plan) and count <= 1 and not state.engine.recipe.products:
-            return "one device with the batch as one micro-batch: nothing to prove"
+            return Message("one device with the batch as one micro-batch: nothing to prove")
         if self.mode != "auto":
             return ""
         if self.predicted.seconds:
@@ -348,27 +366,37 @@ class ProofSchedule:
         """Returns why 'auto' skips a proof of `seconds`, or ''."""
         if self._all(state, is_proof_cheap(seconds, step)):
             return ""
-        return (
-            f"the plan is not proven on these ranks: a proof would take about {show_seconds(seconds)}, more than "
-            f"{CHEAP_PROOF_FRACTION:.0%} of the first "
-            f"{CHEAP_PROOF_STEPS:,} steps; --prove runs it all the same (prove='start' in Python), `meshwright "
-            "verify` proves a small model of this kind"
+        return Message(
+            "the plan is not proven on these ranks: a proof would take about {seconds}, more than "
+            "{cheap_proof_fraction:.0%} of the first {cheap_proof_steps:,} steps; --prove runs it all the same "
+            "(prove='start' in Python), `meshwright verify` proves a small model of this kind",
+            seconds=show_seconds(seconds),
+            cheap_proof_fraction=CHEAP_PROOF_FRACTION,
+            cheap_proof_steps=CHEAP_PROOF_STEPS,
         )
 
 
 def _before_step(updates: int) -> str:
-    return f"before step {updates + 1}"
+    return Message("before step {updates}", updates=updates + 1)
 
 
 def _passed_line(proof: ProofResult, when: str, predicted: float) -> str:
     """Returns one line about a proof that has found the plan equal."""
-    said = f", {show_seconds(predicted)} predicted" if predicted else ""
-    more = "".join(f"; {note}" for note in proof.notes)
-    return (
-        f"proven equal to one device {when}: loss {proof.loss:.1e}, gradients {proof.gradient:.1e}, "
-        f"{proof.parameters} parameters, "
-        f"{proof.rows} rows in {len(proof.contents)} batches ({show_seconds(proof.seconds)}{said}){more}"
+    seconds = show_seconds(proof.seconds)
+    if predicted:
+        seconds = Message("{seconds}, {predicted} predicted", seconds=seconds, predicted=show_seconds(predicted))
+    line = Message(
+        "proven equal to one device {when}: loss {loss:.1e}, gradients {gradient:.1e}, {parameters} parameters, "
+        "{rows} rows in {batches} batches ({seconds})",
+        when=when,
+        loss=proof.loss,
+        gradient=proof.gradient,
+        parameters=proof.parameters,
+        rows=proof.rows,
+        batches=len(proof.contents),
+        seconds=seconds,
     )
+    return Message("{lines}", lines=(line, *proof.notes))
 
 
 def is_one_device(plan: Plan) -> bool:

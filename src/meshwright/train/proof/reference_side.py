@@ -1,4 +1,4 @@
-"""One device's side of a proof: rank 0 computes it, and the other ranks serve its requests for weights and gradients."""
+"""One device's side of a proof: rank 0 computes it, and the other ranks serve its requests."""
 
 from __future__ import annotations
 

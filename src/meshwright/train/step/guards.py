@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.loss.objective import Batch
 from meshwright.train.step.size_ranges import SizeRanges
 
@@ -54,9 +55,11 @@ class OptimizerGuard:
         probed."""
         if optimizer is not self._optimizer:
             raise InputError(
-                f"trainer.optimizer is another {type(optimizer).__name__} than parallelize has made, and would "
-                "update nothing of this rank's parts: give "
-                "parallelize what makes it, `lambda params: ...`"
+                Message(
+                    "trainer.optimizer is another {type} than parallelize has made, and would update nothing of this "
+                    "rank's parts: give parallelize what makes it, `lambda params: ...`",
+                    type=type(optimizer).__name__,
+                )
             )
         stored, given = (
             sum(len(group["params"]) for group in optimizer.param_groups),
@@ -64,15 +67,20 @@ class OptimizerGuard:
         )
         if stored != given:
             raise InputError(
-                f"the optimizer's groups have {stored} parameters and parallelize has given it {given}: groups are "
-                "made before anything is sharded; freeze with "
-                "requires_grad_(False), and let what is trained later be a parameter of the model from the start"
+                Message(
+                    "the optimizer's groups have {stored} parameters and parallelize has given it {given}: groups are "
+                    "made before anything is sharded; freeze with requires_grad_(False), and let what is trained "
+                    "later be a parameter of the model from the start",
+                    stored=stored,
+                    given=given,
+                )
             )
         if _count_step_hooks(optimizer) > self._hooks:
             raise InputError(
-                "the optimizer got a hook around its step after parallelize, which would see parts of tensors: "
-                "register it in what makes the optimizer, where "
-                "it is tried"
+                Message(
+                    "the optimizer got a hook around its step after parallelize, which would see parts of tensors: "
+                    "register it in what makes the optimizer, where it is tried"
+                )
             )
 
 
@@ -81,12 +89,17 @@ def check_torch_modes(device: torch.device) -> None:
     the precision."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
-        raise InputError(f"the step is inside of {mode}, where no gradient comes to any parameter: call it outside")
+        raise InputError(
+            Message(
+                "the step is inside of {mode}, where no gradient comes to any parameter: call it outside", mode=mode
+            )
+        )
     if torch.is_autocast_enabled(device.type):
         raise InputError(
-            "the step is inside of torch.autocast, which keeps copies of weights and computes in other types than "
-            "were proven: leave it out and give "
-            "parallelize a precision, 'bf16' or 'fp16'"
+            Message(
+                "the step is inside of torch.autocast, which keeps copies of weights and computes in other types than "
+                "were proven: leave it out and give parallelize a precision, 'bf16' or 'fp16'"
+            )
         )
 
 
@@ -179,9 +192,11 @@ class StepGuards:
         )
         if name is not None:
             raise InputError(
-                f"{name} got a hook after its gradient is accumulated, when its gradient is no longer in .grad: "
-                "register it before parallelize, or use "
-                "register_hook"
+                Message(
+                    "{name} got a hook after its gradient is accumulated, when its gradient is no longer in .grad: "
+                    "register it before parallelize, or use register_hook",
+                    name=name,
+                )
             )
 
     def outside(self, engine: Engine, batches: Sequence[Batch], proven: SizeRanges) -> Outside:

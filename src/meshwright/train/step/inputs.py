@@ -34,6 +34,7 @@ import xxhash
 from torch import nn
 
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import Message
 from meshwright.models.model_io import IGNORE_INDEX
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.async_collectives import all_reduce
@@ -76,24 +77,40 @@ def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> No
         if other[:2] != first[:2]:
             details = f"{first[0]} and {other[0]}" if first[0] != other[0] else f"two of the name {first[0]}"
             raise InputError(
-                f"ranks disagree on the plan: ranks 0 and {rank} were given {details}; give every rank the same"
+                Message(
+                    "ranks disagree on the plan: ranks 0 and {rank} were given {details}; give every rank the same",
+                    rank=rank,
+                    details=details,
+                )
             )
         if other[2] != first[2]:
             raise InputError(
-                f"ranks disagree on the precision: {first[2]} on rank 0, {other[2]} on rank {rank}; give every rank "
-                "the same"
+                Message(
+                    "ranks disagree on the precision: {first} on rank 0, {other} on rank {rank}; give every rank the "
+                    "same",
+                    first=first[2],
+                    other=other[2],
+                    rank=rank,
+                )
             )
         if other[3:5] != first[3:5]:
             raise InputError(
-                f"ranks disagree on the model: {first[3]} parameters on rank 0, {other[3]} on rank {rank}, or of "
-                "other names and shapes; "
-                "build the same model on every rank"
+                Message(
+                    "ranks disagree on the model: {first} parameters on rank 0, {other} on rank {rank}, or of other "
+                    "names and shapes; build the same model on every rank",
+                    first=first[3],
+                    other=other[3],
+                    rank=rank,
+                )
             )
         if not _is_close(other[5], first[5]):
             raise InputError(
-                f"ranks disagree on the weights: those of rank {rank} are others than those of rank 0; "
-                "call torch.manual_seed with one number on every rank before the model is built, or load the same "
-                "weights"
+                Message(
+                    "ranks disagree on the weights: those of rank {rank} are others than those of rank 0; call "
+                    "torch.manual_seed with one number on every rank before the model is built, or load the same "
+                    "weights",
+                    rank=rank,
+                )
             )
 
 
@@ -116,20 +133,34 @@ def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *,
     said = gather_objects(signature)
     rank, first = next((rank, first) for rank, first in enumerate(first_of) if found[rank] != found[first])
     readers = (
-        "every rank gives the whole batch, of which it takes its part; or give a LocalBatch of what its replica reads"
+        Message(
+            "every rank gives the whole batch, of which it takes its part; or give a LocalBatch of what its replica "
+            "reads"
+        )
         if whole
-        else "ranks of one replica read the same"
+        else Message("ranks of one replica read the same")
     )
     if said[rank] == said[first]:
         raise InputError(
-            f"ranks disagree on the batch: rank {rank} was given other numbers than rank {first}; {readers}"
+            Message(
+                "ranks disagree on the batch: rank {rank} was given other numbers than rank {first}; {readers}",
+                rank=rank,
+                first=first,
+                readers=readers,
+            )
         )
     one, other = next(
         ((a, b) for a, b in zip(said[first], said[rank], strict=False) if a != b), (said[first], said[rank])
     )
     raise InputError(
-        f"ranks disagree on the batch: rank {first} was given {_describe_batch(one)}, rank {rank} "
-        f"{_describe_batch(other)}; {readers}"
+        Message(
+            "ranks disagree on the batch: rank {first} was given {batch}, rank {rank} {other_batch}; {readers}",
+            first=first,
+            batch=_describe_batch(one),
+            rank=rank,
+            other_batch=_describe_batch(other),
+            readers=readers,
+        )
     )
 
 
@@ -205,23 +236,36 @@ def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
     not take."""
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.ndim and not len(value):
-            raise InputError(f"the batch is empty: {name!r} has shape {tuple(value.shape)}; give at least one row")
+            raise InputError(
+                Message(
+                    "the batch is empty: {name!r} has shape {shape}; give at least one row",
+                    name=name,
+                    shape=tuple(value.shape),
+                )
+            )
         is_array = type(value).__module__ == "numpy" and hasattr(value, "__len__")
         if pieces > 1 and (is_array or (isinstance(value, SEQUENCE_TYPES) and value)):
             raise InputError(
-                f"the batch's {name!r} is a {type(value).__name__}, which is not divided into the {pieces} parts "
-                "that this plan makes of a batch: "
-                "give a tensor with rows first"
+                Message(
+                    "the batch's {name!r} is a {type}, which is not divided into the {pieces} parts that this plan "
+                    "makes of a batch: give a tensor with rows first",
+                    name=name,
+                    type=type(value).__name__,
+                    pieces=pieces,
+                )
             )
     names = batch.keys() if objective.loss is not None else batch.keys() - {"labels"}
-    check_argument_names(objective.model, names, "the batch")
+    check_argument_names(objective.model, names, Message("the batch"))
 
 
 def check_batch_type(batch: Any) -> Batch:
     """Returns `batch` itself. Raises InputError where it is no dict."""
     if not isinstance(batch, dict):
         raise InputError(
-            f"a batch is a dict of tensors by the names that forward takes, but a {type(batch).__name__} was given"
+            Message(
+                "a batch is a dict of tensors by the names that forward takes, but a {type} was given",
+                type=type(batch).__name__,
+            )
         )
     return batch
 
@@ -232,8 +276,8 @@ def check_example(model: nn.Module, example: Any) -> None:
         return
     if not isinstance(example, Mapping) or not example:
         kind = "empty" if isinstance(example, Mapping) else f"a {type(example).__name__}"
-        raise InputError(f"the example is {kind}: give a batch of a few rows, as step takes it")
-    check_argument_names(model, example.keys() - {"labels"}, "the example")
+        raise InputError(Message("the example is {kind}: give a batch of a few rows, as step takes it", kind=kind))
+    check_argument_names(model, example.keys() - {"labels"}, Message("the example"))
 
 
 def check_argument_names(model: nn.Module, names: Any, what: str) -> None:
@@ -244,9 +288,15 @@ def check_argument_names(model: nn.Module, names: Any, what: str) -> None:
     unknown = sorted(set(names) - requested.keys())
     if unknown:
         raise InputError(
-            f"{what} has {unknown[0]!r}, which {type(model).__name__}.forward does not take (it takes "
-            f"{', '.join(requested)})"
-            f"{did_you_mean(unknown[0], requested)}: leave it out, or give forward a parameter of that name"
+            Message(
+                "{what} has {unknown!r}, which {type}.forward does not take (it takes {requested}){hint}: leave it "
+                "out, or give forward a parameter of that name",
+                what=what,
+                unknown=unknown[0],
+                type=type(model).__name__,
+                requested=", ".join(requested),
+                hint=did_you_mean(unknown[0], requested),
+            )
         )
 
 

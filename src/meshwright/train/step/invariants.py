@@ -28,6 +28,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from meshwright.core.errors import MeshwrightError, PlanRefused
+from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
@@ -146,22 +147,41 @@ class StepInvariants:
         end = "the step is not made; go on from a checkpoint of an earlier step"
         if labels == labels and state.engine.outer is None and round(labels) != tokens:
             raise InvariantViolated(
-                f"{step}: the replicas have passed {labels:.0f} valid labels and the loss is divided by {tokens}: "
-                f"{end}, and look at what counts them"
+                Message(
+                    "{step}: the replicas have passed {labels:.0f} valid labels and the loss is divided by {tokens}: "
+                    "{end}, and look at what counts them",
+                    step=step,
+                    labels=labels,
+                    tokens=tokens,
+                    end=end,
+                )
             )
         if passes:
             raise InvariantViolated(
-                f"{step}: {self._ranks(state, 'passes')} made {abs(passes):.0f} passes "
-                f"{'less' if passes < 0 else 'more'} than micro-batches: {end}"
+                Message(
+                    "{step}: {ranks} made {passes:.0f} passes {what} than micro-batches: {end}",
+                    step=step,
+                    ranks=self._ranks(state, "passes"),
+                    passes=abs(passes),
+                    what=Message("less") if passes < 0 else Message("more"),
+                    end=end,
+                )
             )
         for what, off in (("weights", weights), ("gradients", gradients)):
             if off:
                 raise InvariantViolated(
-                    f"{step}: {what} that are held alike differ: {self._ranks(state, what)}: {end}, and test these "
-                    "devices"
+                    Message(
+                        "{step}: {what} that are held alike differ: {ranks}: {end}, and test these devices",
+                        step=step,
+                        what=what,
+                        ranks=self._ranks(state, what),
+                        end=end,
+                    )
                 )
         if math.isfinite(norm) and not math.isfinite(loss):
-            raise InvariantViolated(f"{step}: the loss is {loss} and the gradient is finite: {end}")
+            raise InvariantViolated(
+                Message("{step}: the loss is {loss} and the gradient is finite: {end}", step=step, loss=loss, end=end)
+            )
         if trained or changed:
             self._check_outside(state, batches, given)
         elif state.engine.preflight.checked == state.engine.preflight.steps:
@@ -175,9 +195,13 @@ class StepInvariants:
         said = [outside for _, outside in everyone]
         if name := next((each.trained for each in said if each.trained), ""):
             raise PlanRefused(
-                f"plan {plan.name}: {name} is trained since step {step} and was frozen when the optimizer was made, "
-                "which has no state of it: "
-                "let it require gradients before parallelize, or go on from a checkpoint"
+                Message(
+                    "plan {plan}: {name} is trained since step {step} and was frozen when the optimizer was made, "
+                    "which has no state of it: let it require gradients before parallelize, or go on from a checkpoint",
+                    plan=plan.name,
+                    name=name,
+                    step=step,
+                )
             )
         at = next((outside.at for replica, outside in everyone if replica == state.mesh.replica and outside.at >= 0), 0)
         if any(each.unchecked for each in said):
@@ -192,9 +216,14 @@ class StepInvariants:
             place := next(filter(None, gather_objects(engine.preflight.paths.unrepeated())), "")
         ):
             raise PlanRefused(
-                f"plan {plan.name}: in step {step} values lead through code that no check could repeat ({place}), so "
-                "that it is not known whether rows see each "
-                "other there: use one device, or branches that do not depend on values"
+                Message(
+                    "plan {plan}: in step {step} values lead through code that no check could repeat ({place}), so "
+                    "that it is not known whether rows see each other there: use one device, or branches that do not "
+                    "depend on values",
+                    plan=plan.name,
+                    step=step,
+                    place=place,
+                )
             )
         self.guards.accept(engine, batches)
 

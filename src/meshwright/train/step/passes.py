@@ -11,6 +11,7 @@ import torch
 
 from meshwright.core.errors import InputError
 from meshwright.core.heartbeat import RankPhase
+from meshwright.core.messages import Message
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.expert_parallel.token_dispatcher import count_pairs_by_expert, expert_loads, summarize_loads
 from meshwright.runtime.loss.objective import Batch, num_rows
@@ -97,8 +98,11 @@ class StepPasses:
         if engine.unfilled:
             name = min(engine.unfilled)
             raise InputError(
-                f"the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) "
-                "first"
+                Message(
+                    "the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) "
+                    "first",
+                    name=name,
+                )
             )
         whole = not isinstance(batch, LocalBatch)
         if whole or not self._checked_batches:

@@ -9,14 +9,16 @@ from meshwright.analysis.batch_coupling import find_batch_norm
 from meshwright.analysis.example_inputs import DOES_NOT_RUN_PREFIX
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message, join_messages, mark_msgid
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.compile import check_compiler
 from meshwright.runtime.engine import check_batch_norm
 from meshwright.runtime.expert_parallel.token_dispatcher import check_expert_plan
 from meshwright.runtime.tensor_parallel.random import has_dropout
-from meshwright.spec.constraints import block_count_violations, diloco_violations, unsupported_parts
+from meshwright.spec.constraints import block_count_violations, unsupported_parts
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
+from meshwright.spec.workload_constraints import diloco_violations
 
 
 @build_pass(reads=("model", "base", "recipe", "graph"), writes=("batch_norm",))
@@ -30,7 +32,7 @@ def check_plan(build: Build) -> None:
     _check_graph(build.graph, plan)
     _check_recipe(build.model, plan, build.base.device, build.recipe)
     for fault in diloco_violations(plan, build.recipe.local) if build.recipe.local is not None else ():
-        raise InputError(f"plan {plan.name}: {fault.message}")
+        raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=fault.message))
     build.batch_norm = find_batch_norm(build.model)
     check_batch_norm(build.batch_norm, plan, 1)
 
@@ -39,36 +41,68 @@ def _check_graph(graph: ModelGraph, plan: Plan) -> None:
     """Checks that the structure of the model allows the degrees of the plan."""
     if unsupported_parts(plan):
         raise InputError(
-            f"plan {plan.name}: {', '.join(unsupported_parts(plan))} can be planned and priced but do not run yet; leave them out"
+            Message(
+                "plan {plan}: {unsupported_parts} can be planned and priced but do not run yet; leave them out",
+                plan=plan.name,
+                unsupported_parts=", ".join(unsupported_parts(plan)),
+            )
         )
-    if plan.tp > 1 and not (graph.regions or graph.experts):
-        unseen = next((line for line in graph.findings if DOES_NOT_RUN_PREFIX in line), "")
-        lines = [line for line in graph.findings if "whole" in line]
-        some = [line for at, line in enumerate(lines, 1) if at == 1 or sum(map(len, lines[:at])) <= 200]
-        why = "".join(f" ({line})" for line in ([unseen] if unseen else some))
-        way = "give parallelize an example of its batch, or use tp1" if unseen else "use tp1"
-        raise InputError(
-            f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none{why}: {way}"
-        )
-    if plan.tp > 1 and (unproven := graph.unsupported.get("proof")):
-        raise InputError(
-            f"plan {plan.name}: tp({plan.tp}): {unproven}: give parallelize an example of its batch that it runs with, or use tp1"
-        )
+    _check_tensor_parallel(graph, plan)
     if plan.zero == 3 and (written := graph.unsupported.get("gathering")):
         raise InputError(
-            f"plan {plan.name}: the model writes to {written} in its own forward, and ZeRO 3 gathers weights anew for each: use z2 at most, or turn that off"
+            Message(
+                "plan {plan}: the model writes to {written} in its own forward, and ZeRO 3 gathers weights anew for "
+                "each: use z2 at most, or turn that off",
+                plan=plan.name,
+                written=written,
+            )
         )
     if plan.stages > 1 and (called := graph.unsupported.get("stages")):
-        raise InputError(f"plan {plan.name}: {called}, and stages are left and entered between blocks: use pp1")
+        text = mark_msgid("plan {plan}: {called}, and stages are left and entered between blocks: use pp1")
+        raise InputError(Message(text, plan=plan.name, called=called))
     if plan.stages > 1 and graph.blocks is None:
         raise InputError(
-            f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1"
+            Message(
+                "plan {plan}: {stages} stages need a repeated list of blocks to cut between; none was found: use pp1",
+                plan=plan.name,
+                stages=plan.stages,
+            )
         )
     if plan.stages == 1:
         plan.stage_layers(max(graph.count, 1))
     for fault in block_count_violations(plan, max(graph.count, 1)):
-        raise InputError(f"plan {plan.name}: {fault.message}")
+        raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=fault.message))
     check_expert_plan(graph, plan)
+
+
+def _check_tensor_parallel(graph: ModelGraph, plan: Plan) -> None:
+    """Checks that tensor ranks have something to shard."""
+    if plan.tp > 1 and not (graph.regions or graph.experts):
+        unseen = next((line for line in graph.findings if DOES_NOT_RUN_PREFIX in line), "")
+        lines = [line for line in graph.findings if "whole" in line]
+        some = [line for at, line in enumerate(lines, 1) if at == 1 or sum(map(len, lines[:at])) <= 200]
+        why = join_messages("", [Message(" ({line})", line=line) for line in ([unseen] if unseen else some)])
+        way = Message("give parallelize an example of its batch, or use tp1") if unseen else Message("use tp1")
+        raise InputError(
+            Message(
+                "plan {plan}: tp({tp}) needs a model with attention or feed-forward pairs to shard; this one has "
+                "none{why}: {way}",
+                plan=plan.name,
+                tp=plan.tp,
+                why=why,
+                way=way,
+            )
+        )
+    if plan.tp > 1 and (unproven := graph.unsupported.get("proof")):
+        raise InputError(
+            Message(
+                "plan {plan}: tp({tp}): {unproven}: give parallelize an example of its batch that it runs with, or "
+                "use tp1",
+                plan=plan.name,
+                tp=plan.tp,
+                unproven=unproven,
+            )
+        )
 
 
 def _check_recipe(model: nn.Module, plan: Plan, device: torch.device, recipe: Recipe) -> None:
@@ -78,21 +112,37 @@ def _check_recipe(model: nn.Module, plan: Plan, device: torch.device, recipe: Re
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise InputError(
-                f"{name} {tuple(parameter.shape)} is complex, and weights are trained as real numbers of the precision's type: "
-                "hold it as a real parameter with a last dimension of 2, and take torch.view_as_complex of it in forward"
+                Message(
+                    "{name} {shape} is complex, and weights are trained as real numbers of the precision's type: hold "
+                    "it as a real parameter with a last dimension of 2, and take torch.view_as_complex of it in "
+                    "forward",
+                    name=name,
+                    shape=tuple(parameter.shape),
+                )
             )
         if not parameter.is_floating_point():
             raise InputError(
-                f"{name} {tuple(parameter.shape)} is a parameter of {str(parameter.dtype).removeprefix('torch.')}, and weights are laid as numbers of the "
-                "precision's type, which would round it: hold it as a buffer (register_buffer)"
+                Message(
+                    "{name} {shape} is a parameter of {dtype}, and weights are laid as numbers of the precision's "
+                    "type, which would round it: hold it as a buffer (register_buffer)",
+                    name=name,
+                    shape=tuple(parameter.shape),
+                    dtype=str(parameter.dtype).removeprefix("torch."),
+                )
             )
     if not recipe.exact:
         return
     if recipe.loss_scaling:
         raise InputError(
-            f"exact: {recipe.name} scales its loss, so that gradients are not of their own size; use bf16 or fp32"
+            Message(
+                "exact: {recipe} scales its loss, so that gradients are not of their own size; use bf16 or fp32",
+                recipe=recipe.name,
+            )
         )
     if has_dropout(model):
         raise InputError(
-            "exact: the model drops at random, which other numbers of ranks do otherwise; set its rates of dropout to 0"
+            Message(
+                "exact: the model drops at random, which other numbers of ranks do otherwise; set its rates of "
+                "dropout to 0"
+            )
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.expert_parallel.load_balancing import check_aux_loss, check_expert_bias, make_capacity_limiter
 from meshwright.runtime.loss.cross_entropy import check_chunked_head
 from meshwright.runtime.loss.objective import LossHead
 from meshwright.runtime.tensor_parallel.layers import check_divisible
-from meshwright.spec.constraints import UpdateProperties, update_violations
+from meshwright.spec.workload_constraints import UpdateProperties, update_violations
 
 
 @build_pass(reads=("model", "hints", "recipe", "partition", "context", "experts", "sequence", "full_tensors"))
@@ -29,7 +30,10 @@ def check_shards(build: Build) -> None:
         names = dict(model.get_submodule(experts.path).named_parameters(remove_duplicate=False))
         if not names.keys() >= set(experts.names):
             raise InputError(
-                f"{experts.path} is wrapped by an adapter, which ep does not deal: adapt linear layers, or use ep1"
+                Message(
+                    "{path} is wrapped by an adapter, which ep does not deal: adapt linear layers, or use ep1",
+                    path=experts.path,
+                )
             )
     check_chunked_head(graph, plan, loss is not None)
     check_aux_loss(model, loss, plan)

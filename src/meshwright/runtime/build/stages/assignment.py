@@ -15,6 +15,7 @@ from meshwright.analysis.dataflow import DataflowRecord, StageInterface, trace_s
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
 from meshwright.spec.plan import Plan
 
@@ -39,25 +40,62 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
             "random": "runs in some passes and not in others (layers dropped at random?)",
         }
         raise InputError(
-            f"{where} {paths[block]} {reasons[what]}, and stages are left and entered between blocks: use pp1"
+            Message(
+                "{where} {paths} {reasons}, and stages are left and entered between blocks: use pp1",
+                where=where,
+                paths=paths[block],
+                reasons=reasons[what],
+            )
         )
     twice = next((block for block, times in Counter(record.calls).items() if times > 1), None)
     if twice is not None:
         raise InputError(
-            f"{where} {paths[twice]} runs more than once in a pass, and stages are left and entered between blocks: use pp1"
+            Message(
+                "{where} {paths} runs more than once in a pass, and stages are left and entered between blocks: use "
+                "pp1",
+                where=where,
+                paths=paths[twice],
+            )
         )
     missing = next((path for block, path in enumerate(paths) if block not in record.calls), None)
     if missing is not None:
         raise InputError(
-            f"{where} {missing} did not run with what the model seems to read: give an example of it, or use pp1"
+            Message(
+                "{where} {missing} did not run with what the model seems to read: give an example of it, or use pp1",
+                where=where,
+                missing=missing,
+            )
         )
     earlier = next((paths[after] for before, after in pairwise(record.calls) if after < before), None)
     if earlier is not None and len(graph.stacks) > 1:
-        raise InputError(f"blocks of several lists run by turns ({earlier} behind one of a later list): use pp1")
+        raise InputError(
+            Message(
+                "blocks of several lists run by turns ({earlier} behind one of a later list): use pp1", earlier=earlier
+            )
+        )
     if earlier is not None:
         raise InputError(
-            f"{where} {earlier} runs behind a later block of its list, and stages run blocks in the order of the list: use pp1"
+            Message(
+                "{where} {earlier} runs behind a later block of its list, and stages run blocks in the order of the "
+                "list: use pp1",
+                where=where,
+                earlier=earlier,
+            )
         )
+
+
+def _read_elsewhere(plan: Plan, name: str, stage: int, stored: int) -> InputError:
+    """Returns the error for a parameter of a block that another stage than its own reads."""
+    return InputError(
+        Message(
+            "plan {plan}: {name} is read on stage {stage} and lies in a block of stage {stored}: use pp1, or let "
+            "stages share it outside of the blocks",
+            plan=plan.name,
+            name=name,
+            stage=stage,
+            stored=stored,
+        )
+    )
 
 
 def find_param_stages(
@@ -79,7 +117,11 @@ def find_param_stages(
     """
     if boundary.unsent:
         raise InputError(
-            f"{boundary.unsent} is given a mask or numbers that are made of weights of another stage: use pp1, or give them as floats"
+            Message(
+                "{unsent} is given a mask or numbers that are made of weights of another stage: use pp1, or give them "
+                "as floats",
+                unsent=boundary.unsent,
+            )
         )
     paths = graph.block_paths
     stage_of = {
@@ -99,15 +141,17 @@ def find_param_stages(
         needed, lost = trace_stage_parameters(record, stage, paths, own_loss)
         if lost:
             raise InputError(
-                f"plan {plan.name}: stage {number} of this model reads what layers of an earlier stage make past the state that it is sent ({lost}): "
-                "cut elsewhere with layers per stage, or use pp1"
+                Message(
+                    "plan {plan}: stage {number} of this model reads what layers of an earlier stage make past the "
+                    "state that it is sent ({lost}): cut elsewhere with layers per stage, or use pp1",
+                    plan=plan.name,
+                    number=number,
+                    lost=lost,
+                )
             )
         for name in sorted(needed):
             if name in stage_of:
-                raise InputError(
-                    f"plan {plan.name}: {name} is read on stage {number} and lies in a block of stage {stage_of[name]}: use pp1, or let stages share it "
-                    "outside of the blocks"
-                )
+                raise _read_elsewhere(plan, name, number, stage_of[name])
             found[name].append(number)
     return {name: tuple(stages) for name, stages in found.items()}
 
@@ -131,15 +175,25 @@ def find_buffer_stages(
     replaced = min((name for name in record.replaced & set(saved) if not name.startswith(inside)), default=None)
     if replaced is not None:
         raise InputError(
-            f"plan {plan.name}: the forward puts another tensor in the place of the buffer {replaced}, and stages hold one each: write to it in place "
-            "(copy_), register it with persistent=False, or use pp1"
+            Message(
+                "plan {plan}: the forward puts another tensor in the place of the buffer {replaced}, and stages hold "
+                "one each: write to it in place (copy_), register it with persistent=False, or use pp1",
+                plan=plan.name,
+                replaced=replaced,
+            )
         )
     found = {}
     for name, blocks in record.written_buffers.items():
         stages = sorted({next(stage for stage, (_, stop) in bounds.items() if block < stop) for block in blocks})
         if len(stages) > 1 and name in saved:
             raise InputError(
-                f"plan {plan.name}: stages {stages[0]} and {stages[1]} both write to the buffer {name}: use pp1"
+                Message(
+                    "plan {plan}: stages {first} and {second} both write to the buffer {name}: use pp1",
+                    plan=plan.name,
+                    first=stages[0],
+                    second=stages[1],
+                    name=name,
+                )
             )
         found[name] = stages[0]
     return found
@@ -212,7 +266,11 @@ def assign_layers(
                 table.append(StageLayer(name, tuple(some), 0))  # the head holds the last stage's copy
             elif name == "embedding" and graph.tied:
                 raise InputError(
-                    f"plan {plan.name}: {some[0]} is read between blocks and by the head that it is tied to: use pp1"
+                    Message(
+                        "plan {plan}: {some} is read between blocks and by the head that it is tied to: use pp1",
+                        plan=plan.name,
+                        some=some[0],
+                    )
                 )
             elif len(stages) > 1:
                 table += [StageLayer(f"shared.{parameter}", (parameter,), stages[0], stages[1:]) for parameter in some]

@@ -18,6 +18,7 @@ from meshwright.analysis.dataflow_recorder import record_dataflow
 from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.build.stages.assignment import (
     NO_PARAM_STAGES,
     ParamStages,
@@ -145,13 +146,17 @@ def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: E
         record = record_dataflow(model, blocks, example)
         if plan.stages > 1 and record.written_params:
             raise InputError(
-                f"the model writes to its parameter {min(record.written_params)} in its forward, and other stages have none of it: write to it between steps, or use pp1"
+                Message(
+                    "the model writes to its parameter {written_params} in its forward, and other stages have none of "
+                    "it: write to it between steps, or use pp1",
+                    written_params=min(record.written_params),
+                )
             )
         return record
     except InputError as error:
         if plan.stages == 1 and plan.zero < 3:
             return None
-        raise InputError(f"plan {plan.name}: {error}") from None
+        raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=error)) from None
 
 
 def _untie_embedding(graph: ModelGraph, plan: Plan, record: DataflowRecord | None) -> ModelGraph:
@@ -190,7 +195,10 @@ def _boundary_spec(
     try:
         if record is None:
             raise InputError(
-                "what goes from stage to stage of this model cannot be told: give an example of what it reads, or use pp1"
+                Message(
+                    "what goes from stage to stage of this model cannot be told: give an example of what it reads, or "
+                    "use pp1"
+                )
             )
         if plan.stages > 1:
             check_block_calls(record, graph, plan)
@@ -203,7 +211,11 @@ def _boundary_spec(
             raise
         if plan.zero == 3 or plan.recompute != Recompute.none:
             raise InputError(
-                f"plan {plan.name}: {str(error).replace('use pp1', 'use z2 at most and no recompute')}"
+                Message(
+                    "plan {plan}: {message}",
+                    plan=plan.name,
+                    message=str(error).replace("use pp1", "use z2 at most and no recompute"),
+                )
             ) from None
         return None
 
@@ -214,7 +226,12 @@ def _check_boundary(plan: Plan, graph: ModelGraph, boundary: BoundarySpec | None
     if boundary is not None and boundary.is_more and (sequence or plan.cp > 1):
         part = f"cp{plan.cp}" if plan.cp > 1 else "sp"
         raise InputError(
-            f"plan {plan.name}: blocks of this model hand on more than a hidden state, which {part} does not cut: leave it out"
+            Message(
+                "plan {plan}: blocks of this model hand on more than a hidden state, which {part} does not cut: leave "
+                "it out",
+                plan=plan.name,
+                part=part,
+            )
         )
 
 
@@ -235,12 +252,22 @@ def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
         block = model.get_submodule(graph.block(index))
         if block._forward_hooks or block._forward_pre_hooks:
             raise InputError(
-                f"plan {plan.name}: {graph.block(index)} has a hook, and stages pass by the hooks of blocks: hang it to a layer inside, or use pp1"
+                Message(
+                    "plan {plan}: {block} has a hook, and stages pass by the hooks of blocks: hang it to a layer "
+                    "inside, or use pp1",
+                    plan=plan.name,
+                    block=graph.block(index),
+                )
             )
     for name, parameter in model.named_parameters() if plan.tp > 1 else ():
         if has_gradient_hooks(parameter) and name in graph.splits:
             raise InputError(
-                f"plan {plan.name}: {name} has a gradient hook, which shares of tensor ranks do not call: use tp1, or take it off"
+                Message(
+                    "plan {plan}: {name} has a gradient hook, which shares of tensor ranks do not call: use tp1, or "
+                    "take it off",
+                    plan=plan.name,
+                    name=name,
+                )
             )
     for name, parameter in model.named_parameters() if max(plan.tp, plan.cp, plan.stages) > 1 else ():
         if not has_gradient_hooks(parameter):
@@ -250,13 +277,22 @@ def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
         except Exception as error:
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
             raise InputError(
-                f"plan {plan.name}: the gradient hook of {name} does not run with a random gradient ({reason}), which shows whether it is linear: "
-                "use data parallelism alone, or let it"
+                Message(
+                    "plan {plan}: the gradient hook of {name} does not run with a random gradient ({reason}), which "
+                    "shows whether it is linear: use data parallelism alone, or let it",
+                    plan=plan.name,
+                    name=name,
+                    reason=reason,
+                )
             ) from None
         if not is_linear:
             raise InputError(
-                f"plan {plan.name}: the gradient hook of {name} is not linear, and tensor, context or pipeline ranks may each compute a part of that gradient: "
-                "use data parallelism alone, or a linear hook"
+                Message(
+                    "plan {plan}: the gradient hook of {name} is not linear, and tensor, context or pipeline ranks "
+                    "may each compute a part of that gradient: use data parallelism alone, or a linear hook",
+                    plan=plan.name,
+                    name=name,
+                )
             )
 
 

@@ -34,6 +34,7 @@ from typing import Any, Protocol
 import torch
 
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.messages import Message
 from meshwright.runtime.comm.shm.memory import SharedMemory
 from meshwright.runtime.comm.shm.progress import InterHostTransfer, ProgressQueue, StagingBufferPool
 
@@ -281,9 +282,16 @@ class ShmCollectives:
             for each in (signature, expected)
         )
         raise MeshwrightError(
-            f"rank {self.host.rank} and rank {rank} are not in the same collective: their {number}th of ranks "
-            f"{', '.join(map(str, self.ranks))} is of {actual_text} on rank {rank}, "
-            f"rank {self.host.rank} expects {expected_text}"
+            Message(
+                "rank {rank} and rank {peer} are not in the same collective: their {number}th of ranks {ranks} is of "
+                "{actual_text} on rank {peer}, rank {rank} expects {expected_text}",
+                rank=self.host.rank,
+                peer=rank,
+                number=number,
+                ranks=", ".join(map(str, self.ranks)),
+                actual_text=actual_text,
+                expected_text=expected_text,
+            )
         )
 
     def _wait_for_all(self, number: int, field: int) -> None:

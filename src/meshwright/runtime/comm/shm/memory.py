@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.heartbeat import WAIT_INCREMENT
+from meshwright.core.messages import Message
 from meshwright.runtime.error_propagation import CURRENT_PROPAGATOR, gather_objects
 
 SHARED_MEMORY_ENV = "MESHWRIGHT_SHARED"
@@ -199,9 +200,13 @@ class SharedMemory:
         if self._propagator is not None:
             self._propagator.poll(waited)
         if not self._is_alive(rank):
-            raise self._lost(f"connection closed by rank {rank}: its process ended")
+            raise self._lost(Message("connection closed by rank {rank}: its process ended", rank=rank))
         if waited > self.timeout:
-            raise self._lost(f"rank {rank} did not answer within {self.timeout:.0f} s: socket timeout")
+            raise self._lost(
+                Message(
+                    "rank {rank} did not answer within {timeout:.0f} s: socket timeout", rank=rank, timeout=self.timeout
+                )
+            )
 
     def _lost(self, line: str) -> ConnectionError:
         error = ConnectionError(line)

@@ -1,0 +1,33 @@
+"""Chooses the language of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.messages import LANGUAGES, Message
+
+
+def choose_language(requested: str | None, environment: Mapping[str, str]) -> str:
+    """Returns the requested language, else that of the locale, else English.
+
+    Raises: InputError for a language that does not exist.
+
+    >>> choose_language(None, {"LANG": "zh_CN.UTF-8"}), choose_language("en", {"LANG": "zh_CN.UTF-8"})
+    ('zh', 'en')
+    >>> choose_language(None, {})
+    'en'
+    """
+    if requested is not None:
+        if requested not in LANGUAGES:
+            raise InputError(
+                Message(
+                    "--lang {requested!r} is not one of {languages}{hint}",
+                    requested=requested,
+                    languages=", ".join(LANGUAGES),
+                    hint=did_you_mean(requested, LANGUAGES),
+                )
+            )
+        return requested
+    locale = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := environment.get(name))), "")
+    return locale[:2] if locale[:2] in LANGUAGES else "en"

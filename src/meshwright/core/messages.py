@@ -1,0 +1,192 @@
+"""Text that people read, in English and Simplified Chinese.
+
+A `Message` is an English string that remembers its template and its fields. Code that does not translate treats it as
+any other string. `translate` looks the template up in the gettext catalogue `zh_CN.po` and formats the translation with
+the same fields. A field may be a message itself and is then translated too.
+
+Fields are written `{name}` or `{name:format}`. The format is Python's, or one of the kinds that show a number with its
+unit: bytes, seconds, percent, times, count, `count NAME` (adds a plural s), parameters, rate. A tuple of texts
+is shown as its parts with a separator between them. A list or a tuple of numbers is shown as Python does.
+
+`pack_messages` turns the messages of JSON data into objects, so that another process can translate them. Text of torch,
+of the operating system and of other libraries has no template and stays in English.
+
+>>> fits = Message("fits, {spare:bytes} ({share:percent}) headroom", spare=8 * 2**30, share=0.1)
+>>> fits
+'fits, 8.00 GiB (10%) headroom'
+>>> translate(fits, "zh")
+'放得下，余量 8.00 GiB（10%）'
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from meshwright.core.i18n.terms import TERMS
+from meshwright.core.units import show_bytes, show_count, show_rate, show_seconds
+
+LANGUAGES = ("en", "zh")
+PACKED_KEYS = {"text", "msgid", "context", "fields"}
+"""The keys of a packed message."""
+_QUANTITY_KINDS = {"bytes": show_bytes, "seconds": show_seconds, "parameters": show_count, "rate": show_rate}
+_KIND_FIELD = re.compile(r":(bytes|seconds|parameters|rate|percent|times|count)\b")
+_PLAIN_TEMPLATE = re.compile(r"(?:[^{}]|\{\{|\}\}|\{\w+(?::(?:bytes|seconds|parameters|rate|percent|times|count))?\})*")
+"""A template whose fields are names and kinds. Any other is formatted only where the catalogue has a translation."""
+_CHINESE_SPACE = re.compile(r"(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])")
+"""A space between two Chinese characters. A translation has one where a field may hold Latin letters."""
+
+
+class Message(str):
+    """English text with the template (`msgid`) and the fields from which it was formatted.
+
+    `context` is the gettext context of a term that has several translations. `str(message)` and an exception that holds
+    a message return the message itself, so that the template is not lost.
+    """
+
+    msgid: str
+    context: str
+    fields: Mapping[str, Any]
+
+    def __new__(cls, msgid: str, /, **fields: Any) -> Message:
+        fields = {name: str(value) if isinstance(value, BaseException) else value for name, value in fields.items()}
+        return _make_message(_format_message(msgid, fields, "en"), msgid, "", fields)
+
+    def __str__(self) -> str:
+        return self
+
+    def __add__(self, other: str) -> Message:
+        return join_messages("", (self, other))
+
+    def __radd__(self, other: str) -> Message:
+        return join_messages("", (other, self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_message, (str.__str__(self), self.msgid, self.context, dict(self.fields))
+
+
+def _make_message(text: str, msgid: str, context: str, fields: Mapping[str, Any]) -> Message:
+    message = str.__new__(Message, text)
+    message.msgid, message.context, message.fields = msgid, context, fields
+    return message
+
+
+def mark_msgid(template: str) -> str:
+    """Returns `template` itself. Marks the template of a later `Message`, so that the catalogue has it."""
+    return template
+
+
+def term(group: str, word: str) -> Message:
+    """Returns the name of `word` in `group`, such as a kind of memory. An unknown word is its own name."""
+    msgid = TERMS[group].get(word, word)
+    return _make_message(msgid, msgid, group, {})
+
+
+def join_messages(separator: str, parts: Iterable[str]) -> Message:
+    """Joins `parts` with a separator that is the same in every language.
+
+    >>> translate(join_messages(", ", [term("memory", "gradients"), "dp2"]), "zh")
+    '梯度, dp2'
+    """
+    fields = {f"part{index}": part for index, part in enumerate(parts)}
+    escaped = separator.replace("{", "{{").replace("}", "}}")
+    return Message(escaped.join(f"{{{name}}}" for name in fields), **fields)
+
+
+def translate(text: str, language: str = "en") -> str:
+    """Returns `text` in `language` ("en" or "zh"). Text without a translation stays in English."""
+    if language == "en" or not isinstance(text, Message):
+        return text
+    from meshwright.core.i18n.catalogue import read_catalogue
+
+    catalogue = read_catalogue(language)
+    msgid = catalogue.pgettext(text.context, text.msgid) if text.context else catalogue.gettext(text.msgid)
+    if msgid == text.msgid and not _PLAIN_TEMPLATE.fullmatch(msgid):
+        return str.__str__(text)
+    try:
+        translated = _format_message(msgid, text.fields, language)
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError):  # fields of another version of the sender
+        return str.__str__(text)
+    return _CHINESE_SPACE.sub("", translated)
+
+
+def _format_message(msgid: str, fields: Mapping[str, Any], language: str) -> str:
+    plain = language == "en" and not any(_is_text_list(value) for value in fields.values())
+    if plain and not _has_kinds(msgid):
+        return msgid.format_map(fields)
+    return _MessageFormatter(language).vformat(msgid, (), fields)
+
+
+def _is_text_list(value: Any) -> bool:
+    """Whether `value` is a list of texts: a tuple that has text, or a list that has messages."""
+    kind = str if isinstance(value, tuple) else Message if isinstance(value, list) else None
+    return kind is not None and any(isinstance(part, kind) for part in value)
+
+
+@cache
+def _has_kinds(msgid: str) -> bool:
+    return _KIND_FIELD.search(msgid) is not None
+
+
+class _MessageFormatter(string.Formatter):
+    """Formats the fields of a message in one language."""
+
+    def __init__(self, language: str) -> None:
+        self.language = language
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, str):
+            return format(translate(value, self.language), format_spec)
+        if _is_text_list(value):
+            return translate(LIST_SEPARATOR, self.language).join(self.format_field(part, format_spec) for part in value)
+        kind, _, noun = format_spec.partition(" ")
+        if kind == "percent":
+            return f"{100 * value:,.0f}%" if abs(value) >= 0.0095 or not value else f"{100 * value:.1f}%"
+        if kind == "count":
+            return f"{value:,.0f}" + (f" {noun}{'' if value == 1 else 's'}" if noun else "")
+        if kind == "times":
+            return f"{value:.1f}" if value < 9.95 else f"{value:,.0f}"
+        return _QUANTITY_KINDS[kind](value) if kind in _QUANTITY_KINDS else format(value, format_spec)
+
+
+LIST_SEPARATOR = Message("; ")
+"""The separator between the parts of a field that is a list."""
+
+
+def pack_messages(data: Any) -> Any:
+    """Returns JSON `data` with each message replaced by an object of its text, template and fields.
+
+    >>> pack_messages({"why": Message("is a folder")})
+    {'why': {'text': 'is a folder', 'msgid': 'is a folder', 'context': '', 'fields': {}}}
+    """
+    if isinstance(data, Message):
+        fields = {name: _pack_field(value) for name, value in data.fields.items()}
+        return {"text": str.__str__(data), "msgid": data.msgid, "context": data.context, "fields": fields}
+    if isinstance(data, dict):
+        return {name: pack_messages(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [pack_messages(value) for value in data]
+    return data
+
+
+def _pack_field(value: Any) -> Any:
+    """Packs a field of a message. A value that JSON does not have, such as a path, becomes its text."""
+    return pack_messages(value if isinstance(value, str | int | float | dict | list | tuple | None) else str(value))
+
+
+def unpack_messages(data: Any) -> Any:
+    """Returns JSON `data` with each packed message as a `Message`.
+
+    Guarantees: nothing is formatted here. The English text is the sender's.
+    """
+    if isinstance(data, list):
+        return [unpack_messages(value) for value in data]
+    if not isinstance(data, dict):
+        return data
+    values = {name: unpack_messages(value) for name, value in data.items()}
+    if values.keys() == PACKED_KEYS and isinstance(values["fields"], dict):
+        return _make_message(str(values["text"]), str(values["msgid"]), str(values["context"]), values["fields"])
+    return values

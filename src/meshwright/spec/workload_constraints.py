@@ -1,0 +1,178 @@
+"""Checks a plan against the workload: exact sums, DiLoCo replicas and the optimizer update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from meshwright.core.messages import Message
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.enums import (
+    ACTIVATION_OFFLOADS,
+    offloads_states,
+    offloads_weights,
+)
+from meshwright.spec.model import LayerSpec
+from meshwright.spec.plan import Plan
+from meshwright.spec.precision import DilocoConfig, Recipe
+from meshwright.spec.violation import Violation
+from meshwright.spec.workload import Workload
+
+
+def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
+    """Checks that exact sums use micro-batches of one size, the one that the workload names."""
+    if exact and plan.micro_batch_sizes:
+        yield Violation(
+            "exact sums are of micro-batches of one size",
+            Message(
+                "micro-batch sizes {list} are not workload.exact({exact}); use mb{exact}",
+                list=list(plan.micro_batch_sizes),
+                exact=exact,
+            ),
+        )
+    elif exact and plan.micro_batch != exact:
+        yield Violation(
+            "exact sums are of other micro-batches",
+            Message(
+                "micro_batch({micro_batch}) is not workload.exact({exact}); use mb{exact}",
+                micro_batch=plan.micro_batch,
+                exact=exact,
+            ),
+        )
+
+
+def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violation]:
+    """Checks that the DiLoCo replicas are the state replicas of the plan."""
+    if local is None:
+        return
+    if plan.dp_replicate != local.replicas:
+        yield Violation(
+            "replicas are of another number",
+            Message(
+                "dp_replicate({dp_replicate}) is not workload.local.replicas({replicas}); use dp{replicas}, or "
+                "dp{replicas}xN.z1",
+                dp_replicate=plan.dp_replicate,
+                replicas=local.replicas,
+            ),
+        )
+    other = [
+        name
+        for name, there in (
+            ("ep", plan.ep > 1),
+            ("ga", plan.shares),
+            ("mb of unlike sizes", plan.micro_batch_sizes),
+            *((f"off-{what}", True) for what in offloaded_state_names(plan)),
+            ("z0 with cp", plan.cp > 1 and not plan.zero),
+        )
+        if there
+    ]
+    if other:
+        yield Violation(
+            "replicas of their own do not go with it",
+            Message("workload.local does not go with {other}; leave it out", other=", ".join(other)),
+        )
+
+
+def offloaded_state_names(plan: Plan) -> tuple[str, ...]:
+    """Returns the offloaded kinds of state that an optimizer update reads and writes.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> offloaded_state_names(parse_plan("dp2.z1.off-optimizer-disk.off-activations"))
+    ('optimizer-disk',)
+    """
+    return tuple(str(what) for what in plan.offload if what not in ACTIVATION_OFFLOADS)
+
+
+class UpdateProperties(NamedTuple):
+    """The properties of the optimizer update: the precision recipe, whether some or all tensors are updated as a
+    whole, and which expert tensors are. `on_cores` means that the devices are CPU cores, whose memory is the
+    host's."""
+
+    recipe: Recipe
+    whole: bool = False
+    on_cores: bool = True
+    experts: tuple[str, ...] = ()
+
+    @property
+    def there(self) -> bool:
+        """Whether offloaded weights are updated on the host. This is the case on an accelerator without main
+        weights: the weights themselves are updated, and the device cannot reach them while they are offloaded."""
+        return not (self.on_cores or self.recipe.master)
+
+    @classmethod
+    def of(cls, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()) -> UpdateProperties:
+        """Returns the properties for a workload, a cluster and, where known, the layers of the model."""
+        rule = workload.optimizer
+        on_cores = all(group.device.name.lower().startswith("cpu") for group in cluster.groups)
+        values = [(layer, each) for layer in layers for each in layer.parameters if each.experts and not each.frozen]
+        experts = tuple(f"{layer.name}.{each.name}" for layer, each in values if rule.updates_whole(each.shape, True))
+        return cls(workload.recipe, rule.whole, on_cores, experts)
+
+
+def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violation]:
+    """Checks the update against precision types and against rules that update whole tensors."""
+    recipe, offloaded = update.recipe, offloaded_state_names(plan)
+    if recipe.products == "fp8" and (plan.tp > 1 or any(plan.splits_backward(stage) for stage in range(plan.stages))):
+        yield Violation(
+            "float8 layers multiply whole weights in one action",
+            Message("fp8 runs without tensor parallelism and zero-bubble schedules: use tp1 and 1f1b, or bf16"),
+        )
+    if recipe.compression is not None and plan.shard_weights:
+        yield Violation(
+            "compressed gradients go in equal parts",
+            Message("compressed gradients go in equal parts: leave shards out, or compression"),
+        )
+    if update.there and offloads_weights(plan.offload) and not offloads_states(plan.offload):
+        yield Violation(
+            "weights that wait on the host are updated there",
+            Message(
+                "in {recipe} what is updated is the weights themselves, which wait on the host: add off-optimizer, so "
+                "that they are updated there, or use bf16",
+                recipe=recipe.name,
+            ),
+        )
+    elif update.there and offloads_weights(plan.offload) and plan.offload_share < plan.weights_share:
+        yield Violation(
+            "weights that wait on the host are updated there",
+            Message(
+                "in {recipe} what is updated is the weights themselves: of the states at least the share of the "
+                "weights must wait on the host ({weights_share}, not {offload_share}), so that those which wait are "
+                "updated there; or use bf16",
+                recipe=recipe.name,
+                weights_share=plan.weights_share,
+                offload_share=plan.offload_share,
+            ),
+        )
+    if offloaded and (update.whole or recipe.rounds or recipe.eight):
+        what = (
+            Message("an optimizer of whole tensors")
+            if update.whole
+            else Message("precision {recipe}", recipe=recipe.name)
+            if recipe.rounds
+            else Message("states of 8 bits")
+        )
+        yield Violation(
+            "such states cannot wait elsewhere",
+            Message(
+                "{what} cannot wait elsewhere: leave off-{offloaded} out, or use AdamW with bf16",
+                what=what,
+                offloaded=offloaded[0],
+            ),
+        )
+    if plan.ep > 1 and update.experts:
+        yield Violation(
+            "experts that are dealt are nowhere whole",
+            Message(
+                "the optimizer needs {experts} whole, of which ep deals the experts to ranks: use ep1, or AdamW",
+                experts=update.experts[0],
+            ),
+        )
+
+
+def workload_violations(
+    plan: Plan, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()
+) -> Iterator[Violation]:
+    """Checks every rule of a workload except those of its batch. `layers` are those of the model, if they are known."""
+    yield from update_violations(plan, UpdateProperties.of(workload, cluster, layers))
+    yield from exact_sum_violations(plan, workload.exact)
+    yield from diloco_violations(plan, workload.local)
