@@ -1,2 +1,2 @@
-"""Known models, devices, links and clusters: data files with their sources. Knows nothing of the rest of the
-project."""
+"""Contains known models, devices, links and clusters as data files with their sources. The package imports nothing else
+of the project."""

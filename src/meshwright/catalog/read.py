@@ -1,9 +1,9 @@
-"""Reads the data files. Rows come out as plain dictionaries, keyed by name, in the order of the files; aliases and
-spellings are one rule.
+"""Reads the data files. Each function returns rows as plain dictionaries by name, in the order of the files. All
+lookups handle aliases and letter case in the same way.
 
-Adding a model is a row in `models/*.csv`, a device an entry in `devices/*.json`, a cluster or a link a line in its
-file. Every row names its
-source. Numbers of models stay text here, as the table has them: who reads them knows which are whole.
+To add a model, add a row to `models/*.csv`; for a device, an entry to `devices/*.json`; for a cluster or a link, an
+entry to its file. Every row names its source. Numbers of models stay text, as in the table, because the caller knows
+which are integers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CATALOG_FOLDER = Path(__file__).parent
 
 
 def models() -> dict[str, CatalogEntry]:
-    """Architectures. A cell that is empty in the table is left out of its row.
+    """Returns the model architectures. Empty cells of the table are omitted.
 
     >>> models()["llama2-7b"]["hidden"]
     '4096'
@@ -32,8 +32,8 @@ def models() -> dict[str, CatalogEntry]:
 
 
 def devices() -> dict[str, CatalogEntry]:
-    """Accelerators, with the link between those of a node and the network that such nodes usually have. The `vendor` is
-    the name of the file.
+    """Returns the accelerators. Each has the link between the devices of a node and the usual network between nodes.
+    The `vendor` is the name of the file.
 
     >>> devices()["a100-80gb"]["memory"]
     '80 GiB'
@@ -47,22 +47,22 @@ def devices() -> dict[str, CatalogEntry]:
 
 
 def links() -> dict[str, CatalogEntry]:
-    """Networks between nodes, by the share of one device."""
+    """Returns the networks between nodes. Bandwidths are per device."""
     return {row["name"]: row for row in _read_entries(_CATALOG_FOLDER / "links.json")}
 
 
 def clusters() -> dict[str, CatalogEntry]:
-    """Clusters of common shape, each written as `is` in the words of `--cluster`."""
+    """Returns common clusters. The field `is` is the cluster in the notation of `--cluster`."""
     return {row["name"]: row for row in _read_entries(_CATALOG_FOLDER / "clusters.json")}
 
 
 def failures() -> dict[str, CatalogEntry]:
-    """How often devices of known fleets failed."""
+    """Returns the failure rates of devices of published fleets."""
     return {row["name"]: row for row in _read_entries(_CATALOG_FOLDER / "failures.json")}
 
 
 def find_entry(rows: Mapping[str, CatalogEntry], name: str) -> CatalogEntry | None:
-    """The row of that name or alias, whatever the case.
+    """Returns the row with this name or alias, ignoring case.
 
     >>> find_entry(models(), "LLaMA-65B")["model"]
     'llama1-65b'
@@ -75,7 +75,7 @@ def find_entry(rows: Mapping[str, CatalogEntry], name: str) -> CatalogEntry | No
 
 
 def all_names(rows: Mapping[str, CatalogEntry]) -> list[str]:
-    """Every name and alias, for suggestions."""
+    """Returns every name and alias, for suggestions."""
     return [word for key, row in rows.items() for word in (key, *row.get("aliases", ()))]
 
 

@@ -1,2 +1,2 @@
-"""Provides what every other package depends on: errors, units, and strict reading of JSON and YAML. It knows nothing
-of training."""
+"""Provides what all other packages use: errors, units, and strict reading of JSON and YAML. The package does not depend
+on training code."""

@@ -1,5 +1,5 @@
-"""Appends lines to files while a process runs: the records and the journal of a run. A full disk never ends the run;
-lines are then buffered in memory."""
+"""Appends lines to files while a process runs: the records and the event log of a training run. A full disk never ends
+the training run; until the disk has room, lines are buffered in memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from meshwright.core import storage
 
 MAX_BACKLOG_BYTES = 16 * 2**20
-"""Bytes of lines buffered in memory while the disk is full. The oldest lines are dropped first."""
+"""Maximum bytes of lines buffered in memory while the disk is full. Beyond this limit the oldest lines are dropped."""
 
 
 class AppendOnlyFile:
-    """Appends whole lines to the file at `path`. No other process writes to it. A line that does not fit on the disk is
-    buffered in memory, in order, until the next write.
+    """Appends whole lines to the file at `path`. No other process may write to this file. A line that does not fit on
+    the disk is buffered in memory, in order, until the next write.
 
     A failed write is undone, so that the file contains whole lines only.
     """
@@ -55,7 +55,7 @@ class AppendOnlyFile:
         self._handle = -1
 
     def close(self) -> OSError | None:
-        """Writes the buffered lines if the disk has room now. Returns the error for lines that are lost."""
+        """Writes the buffered lines if the disk has room. Returns the error if lines are lost."""
         error = self.flush() if self._waiting else None
         self.lost += len(self._waiting) if error else 0
         self._drop()

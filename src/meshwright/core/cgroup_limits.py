@@ -1,8 +1,8 @@
-"""Reads the limits of this process's control group: the memory limit, the number of OOM kills, and the number of files
-that it may open.
+"""Reads the memory limit and the number of OOM kills of this process's control group, and raises the limit of open
+files.
 
-Both versions of control groups are supported. A limit of a parent group counts too. Without control groups there is no
-limit.
+Both versions of control groups are supported. Memory limits of parent groups also apply. Without control groups there
+is no limit.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 BASE_OPEN_FILES, OPEN_FILES_PER_RANK = 64, 4
-"""Open files of the supervisor and of the process that forks ranks: a base number, and a number for each rank. The
-files for the in-memory checkpoints of a rank under two plans are two in the supervisor. The pipes of a rank are
-two in the forking process."""
+"""Open files that the supervisor and the process that forks ranks need: a base number, and a number for each rank. Per
+rank, the supervisor has two files for in-memory checkpoints, because a rank can have them under two plans. The forking
+process has two pipes."""
 
 MAX_OPEN_FILES = 2**16
-"""Largest limit of open files that is requested, even where the system allows more."""
+"""Largest limit of open files that is requested, even if the system allows more."""
 
 CGROUP_ROOT, PROCESS_CGROUP_FILE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cgroup_folders(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> Iterator[Path]:
-    """Yields the memory control-group folders of this process, its own group first."""
+    """Yields the memory control-group folders of this process, from its own group to the root."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -44,7 +44,7 @@ def cgroup_folders(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) ->
 
 
 def cgroup_memory_limit(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> float:
-    """Returns the least memory limit of all groups in bytes, or infinity if none has a limit."""
+    """Returns the lowest memory limit of all groups in bytes, or infinity without a limit."""
     least = float("inf")
     for folder in cgroup_folders(root, own):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -54,8 +54,8 @@ def cgroup_memory_limit(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FIL
 
 
 def cgroup_memory_available(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> float:
-    """Returns the bytes until the first limit is reached. The page cache does not count, because the kernel reclaims
-    it when memory is short."""
+    """Returns the bytes until the first memory limit is reached. The page cache does not count as used, because the
+    kernel reclaims it when memory is short."""
     least = float("inf")
     for folder in cgroup_folders(root, own):
         for limit, used, cached in (
@@ -84,7 +84,7 @@ def oom_kill_count(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) ->
 def raise_open_file_limit(ranks: int) -> None:
     """Raises the limit of open files for this process and its children as far as the system allows.
 
-    Raises: InputError if that limit is too low for `ranks` ranks.
+    Raises: InputError if the system's limit is too low for `ranks` ranks.
     """
     needed = BASE_OPEN_FILES + OPEN_FILES_PER_RANK * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -4,10 +4,9 @@ numbers, booleans and None, each limited in size.
 A `StrictModel` is a frozen pydantic model that validates itself. An unknown field is an error that names the nearest
 known field.
 
-Guarantees: reading ends in data, in a model, or in one `InputError` line; never in a traceback. The line names the
-file, the line number where it is known, and the path of the value (`$.device.memory: ...`). YAML tags, dates, sets,
-keys that are lists or mappings, and values that contain themselves are rejected or read as text. Every number fits in a
-float.
+Guarantees: reading returns data or a model, or raises an `InputError` of one line. The line names the file, the line
+number if it is known, and the path of the value (`$.device.memory: ...`). YAML tags, dates, sets, keys that are lists
+or mappings, and values that contain themselves are rejected or read as text. Every number fits in a float.
 
 Source: YAML 1.1 as PyYAML resolves scalars, without timestamps and merge keys; RFC 8259 for JSON.
 """
@@ -36,7 +35,7 @@ MAX_INTEGER_DIGITS = 300
 """Maximum number of digits of an integer. A float has 308."""
 
 MAX_TEXT_VALUES = 10**6
-"""Maximum number of values of one text. Values that an alias repeats count each time."""
+"""Maximum number of values of one text. Values that an alias repeats count at each repetition."""
 
 _EXPONENT_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 """Numbers such as 1e-4, which YAML 1.1 reads as text."""
@@ -45,7 +44,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _TextError(Exception):
-    """Reports what is wrong and on which line. Line 0 means that the line is not known."""
+    """Reports an error in a text and its line. Line 0 means that the line is not known."""
 
     def __init__(self, what: str, line: int = 0) -> None:
         super().__init__(what)
@@ -192,7 +191,7 @@ class _YamlReader:
         raise _TextError(what, line)
 
     def _value(self, depth: int) -> tuple[Any, int]:
-        """Returns the next value, and the number of values that it consists of."""
+        """Returns the next value, and the number of values that it contains."""
         yaml, event = self._yaml, self._loader.get_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
@@ -262,7 +261,7 @@ class _YamlReader:
             if kind == "float":
                 return _finite_float(self._loader.construct_yaml_float(node), text, line)
         except ValueError:
-            pass  # text that resembles a number but is none, such as 0x_
+            pass  # text that resembles a number but is not one, such as 0x_
         if kind in ("bool", "null"):
             return None if kind == "null" else self._loader.construct_yaml_bool(node)
         _check_text(text, line)
@@ -404,7 +403,7 @@ def read_text_file(path: Path | str, what: str = "file") -> str:
     """Returns the text of the file `path`. Every failure is one InputError."""
     try:
         with Path(path).open(encoding="utf-8") as file:
-            # one character more than the limit, so that a longer file is detected
+            # Reading one character more than the limit detects a longer file.
             return file.read(MAX_TEXT_CHARACTERS + 1)
     except FileNotFoundError:
         raise InputError(Message("{what} {path!r} does not exist", what=what, path=str(path))) from None

@@ -1,11 +1,12 @@
-"""Accepts connections for every port that a process of a run opens. It enforces limits and survives any input.
+"""Accepts connections on every port that a process of a training run opens. The listener enforces limits and tolerates
+any input.
 
 Guarantees:
 - At most `MAX_PENDING_CONNECTIONS` connections are pending and at most `MAX_OPEN_CONNECTIONS` are open. Both limits are
   lower if the process may open few files.
 - A connection that is not admitted within `HANDSHAKE_SECONDS` is closed, however it spaces its bytes. Before admission
   it may send `MAX_UNAUTHENTICATED_BYTES` bytes.
-- If too many connections are pending, the address with the most of them loses its oldest one.
+- If too many connections are pending, the address with the most pending connections loses its oldest one.
 - No connection blocks another one. An error in one connection ends that connection only.
 - `accept` continues after any system error, including a lack of file descriptors.
 
@@ -47,15 +48,15 @@ class ConnectionRejected(Exception):
 
 
 class InboundConnection:
-    """One connection. A subclass implements a protocol: `greet` runs when the connection begins, `receive` handles
-    incoming data. The subclass sets `is_admitted` once the peer has authenticated itself."""
+    """A connection that a peer opened. A subclass implements a protocol: `greet` runs when the connection begins,
+    `receive` handles incoming data. The subclass sets `is_admitted` once the peer has authenticated itself."""
 
     is_admitted = False
     patience: float | None = None
-    """Seconds until admission is required, if different from `HANDSHAKE_SECONDS`."""
+    """Seconds until admission is required; None means `HANDSHAKE_SECONDS`."""
 
     def begin(self, end: socket.socket, host: str, listener: ConnectionListener) -> None:
-        """Is called once by the listener. `host` is the address of the peer."""
+        """Starts the connection. The listener calls this once. `host` is the address of the peer."""
         self.end, self.host, self.listener = end, host, listener
         self.began = time.monotonic()
         self.until = self.began + (HANDSHAKE_SECONDS if self.patience is None else self.patience)
@@ -73,7 +74,7 @@ class InboundConnection:
         raise NotImplementedError
 
     def closed(self) -> None:
-        """Is called when the connection has ended."""
+        """Handles the end of the connection."""
 
     def send(self, data: bytes) -> None:
         """Sends without blocking. Bytes that do not fit in the socket buffer are sent later."""
@@ -81,13 +82,13 @@ class InboundConnection:
         self.listener.flush(self)
 
     def leave(self) -> socket.socket:
-        """Returns the socket in blocking mode. From then on it belongs to the caller. It counts as open until it is
+        """Returns the socket in blocking mode. The socket then belongs to the caller, and counts as open until it is
         closed."""
         return self.listener.release(self)
 
 
 class ConnectionListener:
-    """Listens on the socket `end`. `guest` makes the object for a new connection. `report` receives the reason and
+    """Listens on the socket `end`. `guest` returns the object for a new connection. `report` receives the reason and
     the address when a connection is refused."""
 
     def __init__(
@@ -177,8 +178,8 @@ class ConnectionListener:
             end.close()
 
     def _drop_one(self, reason: str) -> bool:
-        """Closes the oldest pending connection of the address that has the most of them. Returns False if none is
-        pending."""
+        """Closes the oldest pending connection of the address with the most pending connections. Returns False if none
+        is pending."""
         pending = [guest for guest in self._guests.values() if not guest.is_admitted]
         if not pending:
             return False
@@ -206,7 +207,7 @@ class ConnectionListener:
             self.drop(guest, Message("a message that cannot be read ({name})", name=type(error).__name__))
 
     def flush(self, guest: InboundConnection) -> None:
-        """Sends as much as the socket buffer takes. Called from the listener's thread."""
+        """Sends as much as the socket buffer accepts. Called from the listener's thread."""
         if self._guests.get(guest.end.fileno()) is not guest:
             return
         try:
@@ -214,7 +215,7 @@ class ConnectionListener:
                 del guest.unsent[: guest.end.send(guest.unsent)]
         except BlockingIOError:
             pass
-        except OSError:  # the peer has closed the connection; the sender of this message need not know
+        except OSError:  # the peer has closed the connection; the sender does not need to know
             self.drop(guest)
             return
         self._waiting.modify(guest.end, selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0), guest)

@@ -7,7 +7,8 @@
     ├── VerificationFailed   4  the run does not compute what one device computes
     └── Interrupted         75  preempted or interrupted; the same command resumes the job
 
-A message is one line with the error, the place, the numbers and the remedy. `assert` is used for internal invariants.
+A message is one line with the error, its location, the numbers and the remedy. `assert` is used for internal
+invariants.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 from meshwright.core.messages import Message
 
 MAX_SHOWN_CHARACTERS = 120
-"""Characters shown of a word that is more than twice as long."""
+"""Number of characters shown of a word that is more than twice as long."""
 _LONG_WORD = re.compile(rf"(\S{{{MAX_SHOWN_CHARACTERS}}})\S{{{MAX_SHOWN_CHARACTERS},}}")
 
 
@@ -29,12 +30,12 @@ class MeshwrightError(Exception):
 
     exit_code = 1
     raised_by: int | None = None
-    """The rank that raised the error first, if this rank only waited for that rank."""
+    """The rank that raised the error first, if this rank failed only because it waited for that rank."""
 
 
 class InputError(MeshwrightError, ValueError):
-    """Reports an error in what a person wrote: a name, a number, a file. The message shows only the beginning of words
-    that are too long for a line.
+    """Reports an error in what a person wrote: a name, a number, a file. The message shows only the beginning of very
+    long words.
 
     >>> len(str(InputError(f"steps {'9' * 5000}: too large")))
     141
@@ -47,8 +48,8 @@ class InputError(MeshwrightError, ValueError):
 
 
 class PlanRefused(InputError):
-    """Reports that the model does not run under this plan as on one device. Every rank raises it at the same point,
-    so that the job can try another plan."""
+    """Reports that the first step under this plan would differ from the result on one device. Every rank raises the
+    error at the same point, so that the job can try another plan."""
 
 
 class NothingFits(MeshwrightError):
@@ -64,7 +65,7 @@ class VerificationFailed(MeshwrightError):
 
 
 class Interrupted(MeshwrightError):
-    """Reports that the job was stopped from outside after saving everything. The same command resumes at this point."""
+    """Reports that the job was stopped from outside after saving everything. The same command resumes the job."""
 
     exit_code = 75
 
@@ -83,7 +84,7 @@ DISK_ERROR_REMEDIES = {
 
 
 def describe_disk_error(error: OSError, path: str) -> str:
-    """Returns the system's message for `path`, the name of the errno and the remedy, on one line.
+    """Returns one line with `path`, the system's message, the name of the errno and the remedy.
 
     >>> describe_disk_error(OSError(5, "Input/output error"), "runs/a/records.jsonl")
     "runs/a/records.jsonl: Input/output error (EIO); the disk or the way to it fails: the kernel's log says more"
@@ -94,14 +95,14 @@ def describe_disk_error(error: OSError, path: str) -> str:
 
 
 STORAGE_FAILURE_ERRNOS = (errno.EIO, errno.EROFS, errno.ESTALE)
-"""Errors of the storage device itself, independent of the operation."""
+"""Error numbers that report a failure of the storage device itself, whatever the operation."""
 
 
 def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseException:
-    """Translates an error of the system to an error of this package; returns any other error unchanged.
+    """Translates an error of the system to an error of this package. Returns any other error unchanged.
 
-    It translates Ctrl-C, a full disk and too many open files. It also translates an error for a path that is one of
-    `words`, the arguments of a command.
+    The translated errors are Ctrl-C, a full disk, too many open files, and an error for a path that is one of the
+    command's arguments `words`.
 
     >>> error = FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json")
     >>> translate_system_error(error, ["--save", "/proc/out/plan.json"])
@@ -141,7 +142,8 @@ def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseEx
 
 
 MAX_SIMILARITY_GAP = 0.05
-"""Maximum difference in similarity to the nearest name, up to which a name is also suggested."""
+"""Maximum difference in similarity to the word, compared with the nearest name, up to which a further name is
+suggested."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,11 +1,12 @@
-"""Replaces files atomically: a reader sees the complete new file or the complete old one. The files are those that a
-user names, or that other processes read while they change.
+"""Replaces files atomically: another process reads either the complete old file or the complete new file. The module is
+for files that a user names, or that other processes read while they change.
 
-The text is written to a temporary file in the same folder, which is then renamed. A symbolic link stays a link: its
-target is replaced. A path that is no regular file (/dev/stdout, a shell's pipe) cannot be replaced by a rename and is
-written directly.
+The text is written to a temporary file in the same folder, which is then renamed. For a symbolic link the target is
+replaced. A path that is not a regular file (/dev/stdout, a shell's pipe) cannot be replaced by a rename and is written
+directly.
 
-The user's cache folder is $MESHWRIGHT_CACHE, else $XDG_CACHE_HOME/meshwright, else ~/.cache/meshwright (XDG 0.8).
+The user's cache folder is the first of these that is set: $MESHWRIGHT_CACHE, $XDG_CACHE_HOME/meshwright,
+~/.cache/meshwright (XDG 0.8).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_FILE_NAME_BYTES = 255
 
 
 def path_from_text(text: str) -> Path:
-    """Returns the path that `text` names. The text may also be a name of another kind, such as a model name.
+    """Returns the path that `text` names. The text may also be the name of something else, such as a model.
 
     Raises: InputError if no file can have that name, so that a later existence check cannot fail.
     """
@@ -36,8 +37,8 @@ def path_from_text(text: str) -> Path:
 
 
 def write_atomically(path: Path, text: str, private: bool = False) -> None:
-    """Writes `text` to the file `path` and preserves its permissions. `private` makes the file readable by this user
-    alone.
+    """Writes `text` to the file `path` and preserves its permissions. `private` makes the file readable only by this
+    user.
 
     Raises: OSError that names `path`.
     """
@@ -67,7 +68,7 @@ def _replace_file(path: Path, text: str, rights: int | None) -> None:
 
 
 def cache_folder() -> Path:
-    """Returns the cache folder of this user. The folder need not exist yet."""
+    """Returns the cache folder of this user. The folder may not exist yet."""
     if chosen := os.environ.get("MESHWRIGHT_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")

@@ -1,8 +1,8 @@
 """Reports the progress of a rank to its supervisor through shared memory, without messages.
 
-Each rank writes its own row of 64-bit fields and no other row; a supervisor only reads. The supervisor owns the memory
-(an anonymous file), so that the last values of a rank survive its death: its phase, and the step of its in-memory
-checkpoint. Without a supervisor the row is private memory of the rank.
+Each rank writes only its own row of 64-bit fields, and the supervisor reads all rows. The supervisor owns the memory
+(an anonymous file). After a rank has died, its last phase and the step of its in-memory checkpoint can still be read.
+Without a supervisor the row is private memory of the rank.
 
 >>> pulse = Heartbeat(memoryview(bytearray(2 * HEARTBEAT_FIELDS * 8)), 1)
 >>> pulse.at(RankPhase.reduce, 7)
@@ -20,11 +20,11 @@ from collections.abc import Callable
 from enum import IntEnum
 
 HEARTBEAT_FIELDS = 8
-"""64-bit fields of one rank."""
+"""Number of 64-bit fields of one rank."""
 
 
 WAIT_INCREMENT = 1 << 16
-"""Increment of the field `waits` for each unsuccessful poll of the other rank."""
+"""Increment of the field `waits` for each unsuccessful poll of another rank."""
 
 
 class HeartbeatField(IntEnum):
@@ -33,8 +33,8 @@ class HeartbeatField(IntEnum):
     - `step` is the step in progress.
     - `phase` is the current `RankPhase`.
     - `beat` increases with every sign of progress.
-    - `waits` is 1 + the rank that this rank waits for. Above `WAIT_INCREMENT` it counts unsuccessful polls, so that a
-      rank that really waits keeps changing it.
+    - `waits` is 1 + the rank that this rank waits for, plus `WAIT_INCREMENT` for each unsuccessful poll. The value of a
+      waiting rank therefore keeps changing.
     - `snapshot_step` is the newest step with a complete in-memory checkpoint.
     - `busy` is 1 while an asynchronous checkpoint is written. The supervisor resets it to 0.
     - `saved` is the duration of the last checkpoint in microseconds.
@@ -80,7 +80,7 @@ class Heartbeat:
         self._began: float | None = None
 
     def at(self, phase: RankPhase, step: int | None = None) -> None:
-        """Records that the rank enters `phase`, and that it begins `step` if one is given."""
+        """Records that the rank enters `phase`. If `step` is given, also records that the rank begins this step."""
         if step is not None:
             self._begin(step)
         self.row[HeartbeatField.phase] = phase
@@ -91,8 +91,8 @@ class Heartbeat:
         self.row[HeartbeatField.beat] += 1
 
     def _begin(self, step: int) -> None:
-        """Begins `step`. If it directly follows the previous step, records the duration of that one; otherwise sets
-        the duration to 0."""
+        """Begins `step`. If it directly follows the previous step, records the duration of the previous step; otherwise
+        sets the duration to 0."""
         now = self.clock()
         is_next = self._began is not None and step == self.row[HeartbeatField.step] + 1
         self.row[HeartbeatField.took] = max(1, int(1e6 * (now - (self._began or 0.0)))) if is_next else 0
@@ -109,7 +109,7 @@ class Heartbeat:
 
 
 def open_heartbeats(path: str, world: int) -> memoryview:
-    """Returns the rows of `world` ranks in the file at `path`. An empty `path` gives private memory."""
+    """Returns the rows of `world` ranks in the file at `path`. Without `path` the rows are private memory."""
     size = world * HEARTBEAT_FIELDS * 8
     if not path:
         return memoryview(bytearray(size))

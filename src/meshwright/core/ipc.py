@@ -1,7 +1,7 @@
 """Sends JSON lines over pipes between the processes of one machine. Each line is one object. There is no pickle, and
 nothing received is executed.
 
-Guarantees: a reader never blocks and never loses a line that a write has cut in two. A writer writes the whole line or
+Guarantees: a reader never blocks, and never loses a line that arrives in two reads. A writer writes the whole line or
 raises OSError.
 
 >>> import os
@@ -36,7 +36,7 @@ def write_message(handle: int, message: IpcMessage) -> None:
 def parse_message(line: bytes) -> IpcMessage:
     """Returns the object in `line`.
 
-    Raises: ValueError for anything else, and for nesting deeper than `MAX_MESSAGE_DEPTH`.
+    Raises: ValueError if the line is not one object, or is nested deeper than `MAX_MESSAGE_DEPTH`.
 
     >>> parse_message(b'{"do": "end"}')
     {'do': 'end'}
@@ -70,7 +70,8 @@ class MessageReader:
         self._rest = b""
 
     def read(self) -> tuple[list[IpcMessage], bool]:
-        """Returns the messages that have arrived since the last call, and whether the writer has closed its end."""
+        """Returns the messages that have arrived since the last call, and whether the writer has closed the
+        connection."""
         ended = False
         while True:
             try:

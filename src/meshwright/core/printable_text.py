@@ -19,7 +19,8 @@ MAX_LINE_CHARACTERS = 4096
 """Maximum characters of a name: the longest path that Linux accepts."""
 
 FORBIDDEN_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")
-"""Unicode categories: control characters, lone surrogates, line and paragraph separators."""
+"""Unicode categories that a name may not contain: control characters, lone surrogates, line and paragraph
+separators."""
 
 BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that make a terminal display text in another order."""
@@ -57,7 +58,7 @@ def check_one_line(text: str) -> str:
 
 
 def reason_of(error: Exception, longest: int = 200) -> str:
-    """Returns the class of `error` and the first sentence of its message, on one line. A message longer than `longest`
+    """Returns the class of `error` and the first sentence of its message, on one line. A line longer than `longest`
     characters is cut at a word and ends in dots.
 
     >>> (reason_of(ValueError("a size is wrong: 3. Hint: look")), reason_of(KeyError()),
@@ -80,12 +81,12 @@ def escape_unprintable(text: str) -> str:
 TERMINAL_CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""Control characters of both sets except tabs and line ends, marks that change the direction of text, and lone
-surrogates."""
+"""Matches control characters of both sets except tabs and line ends, characters that change the direction of text, and
+lone surrogates."""
 
 
 def escape_terminal_controls(text: str) -> str:
-    """Returns `text` with every character that controls a terminal written as its code.
+    """Returns `text` with every character that controls a terminal replaced by an escape.
 
     >>> escape_terminal_controls("a\\x9b31m\\u202eb\\n")
     'a\\\\x9b31m\\\\u202eb\\n'

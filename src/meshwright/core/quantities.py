@@ -22,14 +22,15 @@ _UNIT_SUFFIXES = {
     "B/s": {"B/s": 1.0, "Bps": 1.0, "bit/s": _BIT, "b/s": _BIT, "bps": _BIT, "bit": _BIT, "b": _BIT},
     "FLOP/s": {"FLOP/s": 1.0, "FLOPS": 1.0, "flop/s": 1.0},
 }
-"""Maps the symbol after the prefix to base units. Network rates are sold in bits: 200Gb is 25 GB/s."""
+"""Maps the symbol after the prefix to a factor for base units. Network rates are often given in bits: 200Gb is 25
+GB/s."""
 
 _QUANTITY = re.compile(r"\s*([-+0-9.eE]+)\s*([A-Za-zµ/]*)\s*")
 
 
 def _unit_factor(unit: str, kind: str) -> float | None:
-    """Returns the factor of `unit` for a quantity of `kind` ('B', 'B/s', 'FLOP/s', 's'), or None if it is no such
-    unit."""
+    """Returns the factor of `unit` for a quantity of `kind` ('B', 'B/s', 'FLOP/s', 's'). Returns None if `unit` is not
+    a unit of this kind."""
     if kind == "s":
         return _TIME.get(unit)
     for suffix, part in _UNIT_SUFFIXES[kind].items():

@@ -1,15 +1,15 @@
-"""Serves the store in which the ranks of a generation exchange addresses. Clients use torch's TCPStore; all other
-clients are rejected.
+"""Serves the store in which the ranks of a generation exchange addresses. Clients must speak the protocol of torch's
+TCPStore; all others are rejected.
 
 Guarantees: the first key of a client must begin with the prefix of its generation (`store_key_prefix`). Until then the
 server answers only `check`, and the limits `MAX_UNAUTHENTICATED_BYTES` and `JOIN_TIMEOUT_SECONDS` apply
-(core/connection_listener.py). Prefixes are message authentication codes of 128 bits: a known prefix, such as from the
-log of a failed rank, reveals nothing about later ones. Each generation has separate values. The first client of a new
-generation ends the connections of older generations and drops their values.
+(core/connection_listener.py). Prefixes are message authentication codes of 128 bits. A known prefix, for example from
+the log of a failed rank, reveals nothing about the prefixes of later generations. Each generation has separate values.
+The first client of a new generation ends the connections of older generations and drops their values.
 
-Torch's own server is not used. It lists its keys to every client (`list_keys`), so that a secret in them protects
-nothing. It also accepts connections and values until files and memory run out. tests/ranks/test_rendezvous_store.py
-runs torch's client against this server and fails if the protocol changes.
+Torch's own server is not used for two reasons. It lists its keys to every client (`list_keys`), so that a secret prefix
+would not protect them. It also accepts connections and values until file descriptors and memory run out.
+tests/ranks/test_rendezvous_store.py runs torch's client against this server and fails if the protocol changes.
 
 Source of the protocol: torch/csrc/distributed/c10d/TCPStoreBackend.hpp (command codes). Numbers are in the byte order
 of the machine. An 8-byte length precedes each key and value.
@@ -33,11 +33,11 @@ MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS_PER_COMMAND = 2**16, 2**26, 2**17
 """Maximum bytes of a key, bytes of a value, and keys of one command."""
 
 JOIN_TIMEOUT_SECONDS = 60.0
-"""Seconds until a client must name its first key. Ranks on a crowded machine join all at once."""
+"""Seconds until a client must name its first key. On a busy machine many ranks join at the same time."""
 
 POLL_TIMEOUT_SECONDS = 60.0
-"""Seconds that a client which only sends `check` stays connected after each one. NCCL's watchdog does this with a
-key without our prefix."""
+"""Seconds for which a client that only sends `check` stays connected after each request. NCCL's watchdog sends such
+requests, with a key that lacks the generation's prefix."""
 
 
 class StoreCommand(IntEnum):
@@ -65,12 +65,12 @@ class StoreCommand(IntEnum):
 REPLY_READY, REPLY_NOT_READY, REPLY_CANCELLED = b"\0", b"\1", b"\1"
 
 RequestParser = Generator[int, bytes, bytes]
-"""A generator that yields the number of bytes that it needs and receives them."""
+"""A generator that yields the number of bytes that it needs next, and receives those bytes."""
 
 
 def store_key_prefix(secret: str, generation: int) -> str:
-    """Returns the prefix of all keys of a generation. Only a client that knows the secret of the run can write such a
-    key.
+    """Returns the prefix of all keys of a generation. Only a client that knows the secret of the training run can write
+    such a key.
 
     >>> store_key_prefix("a", 0) != store_key_prefix("a", 1) != store_key_prefix("b", 1)
     True
@@ -102,7 +102,7 @@ class StoreValues:
 
 
 class RendezvousStore:
-    """Stores the values of the newest generation. `secret` is the secret of the run."""
+    """Stores the values of the newest generation. `secret` is the secret of the training run."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
@@ -113,7 +113,7 @@ class RendezvousStore:
         return StoreClient(self)
 
     def admit(self, client: StoreClient, key: bytes) -> StoreValues | None:
-        """Returns the values of the generation that `key` proves, or None if the key proves nothing."""
+        """Returns the values of the generation to which `key` gives access, or None if `key` has no valid prefix."""
         prefix = key.removeprefix(b"/").partition(b"/")[0].decode(errors="replace")
         number = prefix.partition(".")[0]
         if not (number.isascii() and number.isdigit() and len(number) < 16):
@@ -131,7 +131,7 @@ class RendezvousStore:
 
 
 class StoreClient(InboundConnection):
-    """One connection of a TCPStore."""
+    """One client connection in the protocol of torch's TCPStore."""
 
     patience = JOIN_TIMEOUT_SECONDS
 
@@ -163,7 +163,7 @@ class StoreClient(InboundConnection):
             self._own.clients.discard(self)
 
     def came(self, key: bytes) -> None:
-        """Notifies the client that a key that it waits for now exists."""
+        """Notifies the client that a key for which it waits now exists."""
         if key in self._awaited:
             self._awaited.remove(key)
             if not self._awaited:

@@ -2,8 +2,8 @@
 pickle, and nothing received is executed.
 
 Guarantees: a listener uses only the address that it was given, within the limits of core/connection_listener.py. Both
-ends prove that they know the token before anything else is read (HMAC-SHA256 over the other's fresh challenge). The
-token itself is never sent. A reader never blocks. A line has at most `MAX_MESSAGE_BYTES` bytes.
+ends prove that they know the token before anything else is read. The proof is an HMAC-SHA256 over a fresh challenge of
+the other end. The token itself is never sent. A reader never blocks. A line has at most `MAX_MESSAGE_BYTES` bytes.
 
 Messages after the handshake are neither encrypted nor signed. The network between the machines must be private, as for
 NCCL and gloo.
@@ -39,7 +39,7 @@ from meshwright.core.messages import Message, pack_messages
 TOKEN_MISMATCH = "another token"
 
 CONNECT_TIMEOUT_SECONDS = 5.0
-"""Seconds until a machine must answer."""
+"""Seconds until a machine must accept the connection."""
 
 MAX_MESSAGE_BYTES = 2**26
 """Maximum bytes of a line."""
@@ -54,7 +54,7 @@ _TCP_USER_TIMEOUT = 18
 
 
 class AuthenticationError(MeshwrightError):
-    """Reports that the peer does not know the job's token, or is no Meshwright process. `wrong_token` means that the
+    """Reports that the peer does not know the job's token, or is not a Meshwright process. `wrong_token` means that the
     peer rejected our token."""
 
     def __init__(self, words: str, wrong_token: bool = False) -> None:
@@ -87,7 +87,7 @@ class SecureChannel:
         self.write(encode_message(message))
 
     def write(self, line: bytes) -> None:
-        """Sends an already encoded line, such as one for several peers."""
+        """Sends an encoded line. The same line can be sent to several peers."""
         rest = memoryview(line)
         with self._speaks:
             while rest:
@@ -127,7 +127,7 @@ class SecureListener:
         """Opens the port. `me` is the greeting of this end. `refused` receives the reason and the address when a
         connection is refused.
 
-        Raises: OSError if the address is not of this machine or the port is taken.
+        Raises: OSError if the address does not belong to this machine or the port is in use.
         """
         end = socket.create_server((host, port))
         self.host, self.port = end.getsockname()[:2]
@@ -172,7 +172,7 @@ class _PendingHandshake(InboundConnection):
 def open_channel(host: str, port: int, token: str, me: IpcMessage) -> tuple[socket.socket, IpcMessage]:
     """Connects to a listener. Returns the socket and the greeting of the listener.
 
-    Raises: OSError if nobody listens there, AuthenticationError if the tokens differ.
+    Raises: OSError if there is no listener at the address, AuthenticationError if the tokens differ.
     """
     until = time.monotonic() + HANDSHAKE_SECONDS
     end = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_SECONDS)
@@ -194,7 +194,7 @@ def open_channel(host: str, port: int, token: str, me: IpcMessage) -> tuple[sock
 
 
 def network_interface_of(host: str) -> str:
-    """Returns the name of the network interface of this machine that has the address of `host`; empty if none has.
+    """Returns the name of the network interface of this machine that has the address of `host`; empty if there is none.
 
     >>> network_interface_of("127.0.0.1") in ("lo", "lo0", "")
     True
@@ -209,11 +209,11 @@ def network_interface_of(host: str) -> str:
 
 
 def collective_environment(address: str) -> dict[str, str]:
-    """Returns the environment that selects the network interface for gloo and NCCL, unless the user has set it. The
-    interface is the one with this machine's `address` in the job.
+    """Returns the environment that selects the network interface for gloo and NCCL, unless the user has set it. It is
+    the interface with `address`, the address of this machine in the job.
 
-    By default gloo takes the interface that the host's own name resolves to, often loopback, and NCCL takes the first
-    one that is up. If all ranks are on one machine, NCCL chooses freely.
+    By default gloo uses the interface to which the host name resolves, which is often loopback. NCCL uses the first
+    interface that is up. If all ranks are on one machine, NCCL keeps its default.
 
     >>> collective_environment("127.0.0.1") in ({"GLOO_SOCKET_IFNAME": "lo"}, {"GLOO_SOCKET_IFNAME": "lo0"})
     True
@@ -224,7 +224,7 @@ def collective_environment(address: str) -> dict[str, str]:
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """Returns the address by which `host` sees this machine. Nothing is sent."""
+    """Returns the address of this machine from the viewpoint of `host`. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
@@ -235,7 +235,7 @@ def _handshake_mac(token: str, deed: str, challenge: str) -> str:
 
 
 def encode_message(message: IpcMessage) -> bytes:
-    """Returns `message` as a line of bytes."""
+    """Returns `message` encoded as one line."""
     return json.dumps(pack_messages(message), separators=(",", ":")).encode() + b"\n"
 
 
@@ -244,9 +244,9 @@ def _is_valid_mac(said: Any, token: str, deed: str, challenge: str) -> bool:
 
 
 def _read_first_line(end: socket.socket, until: float) -> IpcMessage:
-    """Reads one line of at most `MAX_UNAUTHENTICATED_BYTES` bytes before `until`, and not a byte more.
+    """Reads one line of at most `MAX_UNAUTHENTICATED_BYTES` bytes before `until`. Reads no byte after the line.
 
-    Raises: ValueError if the line is no JSON object.
+    Raises: ValueError if the line is not a JSON object.
     """
     line = b""
     while not line.endswith(b"\n"):
@@ -262,7 +262,7 @@ def _read_first_line(end: socket.socket, until: float) -> IpcMessage:
 
 
 def read_token(path: Path) -> str:
-    """Returns the secret that the head node has written to the run folder; empty if there is none yet."""
+    """Returns the secret that the head node has written to the run folder; empty if it has not written one."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -270,4 +270,4 @@ def read_token(path: Path) -> str:
 
 
 TOKEN_VARIABLE = "MESHWRIGHT_TOKEN"
-"""The environment variable with the secret of a job. It is set by whoever starts the nodes."""
+"""The environment variable with the secret of a job. The launcher of the nodes sets it."""

@@ -13,7 +13,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def raise_keyboard_interrupt(number: int, _: Any) -> None:
-    """Raises KeyboardInterrupt for any stop request, so that the running code cleans up. The next request ends the
+    """Raises KeyboardInterrupt for any stop request, so that the running code cleans up. A second request ends the
     process at once."""
     signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt
@@ -21,8 +21,8 @@ def raise_keyboard_interrupt(number: int, _: Any) -> None:
 
 @contextmanager
 def stop_signal_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Routes stop requests to `handler` while the block runs. Outside the main thread signals cannot be received,
-    and nothing changes."""
+    """Routes stop requests to `handler` while the block runs. Outside the main thread this does nothing, because only
+    the main thread receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -37,7 +37,7 @@ def stop_signal_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
 def install_stop_handler(handler: Callable[[int, Any], None]) -> dict[signal.Signals, Any]:
     """Routes stop requests to `handler` from now on. Returns the previous handlers.
 
-    An ignored SIGHUP (nohup) stays ignored. Output to a closed terminal is discarded, so that writing it is no error.
+    An ignored SIGHUP (nohup) stays ignored. Output to a closed terminal is discarded, so that it does not raise errors.
     """
     screens = [handle for handle in range(3) if os.isatty(handle)]
 

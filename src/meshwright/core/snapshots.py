@@ -1,16 +1,16 @@
 """Defines the layout of a file of in-memory checkpoints of one rank: a header of 64-bit fields, the index of tensors,
 then slots with one checkpoint each.
 
-Guarantees: a slot without a step is incomplete, for every reader at any time. A checkpoint is intact if its digest
-matches.
+Guarantees: a slot with a step contains a complete checkpoint, for every process that reads it at any time. A checkpoint
+is intact if its digest matches.
 
 Header fields in the order of `SnapshotHeader`: magic number; size and digest of the index; bytes of a checkpoint;
-number of slots; two steps that are pinned for nodes that read them. From the sixteenth field, each slot has four: step,
-digest, bytes of the run state, pinned.
+number of slots; two steps that are pinned for nodes that read them. From the sixteenth field on, each slot has four
+fields: step, digest, bytes of the run state, pinned.
 
 The module also has the client for in-memory checkpoints on another node. The server is elastic/snapshot_replication.py.
-A request is one line, {"key", "rank", "begin", "size"}. The reply is one line, {"size", "whole"}, followed by that many
-bytes. There are fewer bytes than requested at the end of the memory, and none if there is no such memory.
+A request is one line, {"key", "rank", "begin", "size"}. The reply is one line, {"size", "whole"}, followed by `size`
+bytes. The reply has fewer bytes than requested at the end of the memory, and none if the checkpoint does not exist.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from meshwright.core.ipc import parse_message
 from meshwright.core.secure_channel import AuthenticationError, open_channel
 
 SNAPSHOT_SLOTS = 3
-"""Two slots that alternate ([Note: two slots] in checkpoint/memory_checkpoint.py) and one that may be pinned while
-it is written to disk."""
+"""Number of slots on one node: two slots that alternate ([Note: two slots] in checkpoint/memory_checkpoint.py), and one
+that may be pinned while it is written to disk."""
 
 SNAPSHOT_SLOTS_MULTI_NODE = SNAPSHOT_SLOTS + 1
-"""Slots on several nodes: two that alternate, one that another node also stores, and one that this node reads
-meanwhile."""
+"""Number of slots on several nodes: two that alternate, one that another node also stores, and one that this node reads
+at the same time."""
 
 MIN_STATE_BYTES = 1 << 16
 """Minimum bytes reserved for the run state."""
@@ -132,8 +132,8 @@ class SnapshotHeader:
         self.words[_MAGIC_FIELD] = _MAGIC
 
     def take(self, most: int | None = None) -> int:
-        """Returns the slot to write next, among the first `most` slots: the oldest one that is not pinned. The slot
-        has no step until `name` is called."""
+        """Returns the slot to write next: of the first `most` slots, the oldest that is not pinned. The slot has no
+        step until `name` is called."""
         saved = set(self.words[PINNED_STEPS_FIELD : PINNED_STEPS_FIELD + 2]) - {0}
         free = [
             slot
@@ -151,7 +151,7 @@ class SnapshotHeader:
         words[_STEP_FIELD] = step
 
     def hold(self, step: int) -> None:
-        """Pins the checkpoint of `step` until another one, or none (0), is pinned."""
+        """Pins the checkpoint of `step` and unpins all others. Step 0 pins none."""
         for slot in self.slots:
             words = self._slot(slot)
             words[_PINNED_FIELD] = int(words[_STEP_FIELD] == step != 0)
@@ -169,19 +169,19 @@ def round_up_to_page(size: int) -> int:
 
 
 REMOTE_PREFIX, LOST_LOCATION = "at:", "nowhere:"
-"""The prefix of a location on another node, and the location of a checkpoint that is lost with its node."""
+"""The prefix of a location on another node, and the location of a checkpoint that was lost with its node."""
 
 
 def read_snapshot_locations(table: str) -> tuple[str, ...]:
-    """Returns the locations of the in-memory checkpoints of all ranks, in order of rank, from the file `table`;
-    empty if there is no such file."""
+    """Returns the locations of the in-memory checkpoints of all ranks from the file `table`, in order of rank; empty
+    without a file."""
     return tuple(Path(table).read_text().splitlines()) if table else ()
 
 
 class SnapshotClient:
     """Reads the in-memory checkpoints of one rank from the node at `address`.
 
-    Raises: OSError if the node does not answer, or the token is not that of the job.
+    Raises: OSError if the node does not answer or rejects the token.
     """
 
     def __init__(self, address: str, token: str, key: str, rank: int) -> None:
@@ -200,7 +200,7 @@ class SnapshotClient:
                 part.close()
 
     def fetch(self, begin: int, size: int) -> bytes:
-        """Returns the bytes of the memory from `begin`, fewer than `size` at its end."""
+        """Returns `size` bytes of the memory from `begin` on. Returns fewer bytes at the end of the memory."""
         found = bytearray(self._ask(begin, size))
         self._read(memoryview(found))
         return bytes(found)
@@ -208,7 +208,7 @@ class SnapshotClient:
     def fill(self, begin: int, out: memoryview) -> None:
         """Fills `out` from `begin`.
 
-        Raises: OSError if there are fewer bytes.
+        Raises: OSError if the memory ends before `out` is full.
         """
         if self._ask(begin, len(out)) != len(out):
             raise ConnectionResetError("the node that lends these copies no longer has them")

@@ -1,13 +1,13 @@
 """Performs every operation on the files of a run folder: checkpoints, records, events, reports. No other module opens,
 lists, renames or removes them.
 
-Guarantees: a name appears only when its bytes are durable. No file is readable by other users (0700, 0600). A reader
-follows no link, does not block on a pipe and reads no device: it opens only regular files. Reading takes no more memory
-than the file takes on disk. An error is an OSError that names its path, and `describe_failure` turns it into one line
-with a remedy. A stale handle of a network file system (ESTALE) is reopened first.
+Guarantees: a name appears only when its bytes are durable. No file is readable by other users (0700, 0600). Reading
+opens only regular files: it follows no link, does not block on a pipe and reads no device. Reading uses no more memory
+than the file uses on disk. An error is an OSError that names its path, and `describe_failure` turns it into one line
+with a remedy. An operation with a stale handle of a network file system (ESTALE) is repeated.
 
-No call here has a time limit, since no process can interrupt its own call to a disk that does not answer. The waiting
-process reports the delay (`report_if_overdue`), and its parent ends it (elastic/writer_supervisor.py,
+No function here has a time limit, because a process cannot interrupt its own call to a disk that does not answer. The
+waiting process reports the delay (`report_if_overdue`), and its parent ends the process (elastic/writer_supervisor.py,
 elastic/hang_detector.py).
 
 Source: the order write, fsync, rename, fsync of the parent folder (Pillai et al., All File Systems Are Not Created
@@ -34,20 +34,21 @@ READ_CHUNK_BYTES = 8 * 2**20
 """Bytes read at a time."""
 
 FLUSH_INTERVAL_BYTES = 16 * 2**20
-"""Bytes after which a large file is flushed. A working disk therefore shows progress at least that often."""
+"""Number of bytes after which a large file is flushed. With a working disk, progress is therefore visible at least that
+often."""
 
 MAX_ATTEMPTS = 3
-"""Maximum attempts of an operation whose file handle is stale, and of removing a folder into which files are still
-written."""
+"""Maximum attempts of an operation whose file handle is stale, and of removing a folder to which another process still
+writes."""
 
 SPARSE_SIZE_RATIO = 100
-"""A file with less than one part in this many of its bytes on disk was not written by this package."""
+"""A file was not written by this package if less than 1 / `SPARSE_SIZE_RATIO` of its bytes are on disk."""
 
 OVERDUE_SECONDS = 5.0
-"""Seconds of waiting for a disk after which a line is printed."""
+"""Seconds of waiting for a disk after which a message is printed."""
 
 OPEN_FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""Flags with which opening a pipe does not wait for its other end."""
+"""Flags that prevent the opening of a pipe from waiting for its other end."""
 
 _LEFTOVER_NAME = re.compile(r"\.(step-|latest\.).*\.(tmp|trash)")
 ResultT = TypeVar("ResultT")
@@ -58,7 +59,7 @@ class StorageFailed(MeshwrightError):
 
 
 def describe_failure(error: OSError, path: Path | str = "") -> str:
-    """Returns the failure, its path and the remedy, on one line. `path` is for errors that name none."""
+    """Returns one line with the path, the failure and the remedy. `path` is used if the error does not name a path."""
     return describe_disk_error(error, str(error.filename or path))
 
 
@@ -78,8 +79,8 @@ def report_if_overdue(say: Callable[[], None], seconds: float = OVERDUE_SECONDS)
 
 
 def _retry_stale_handle(call: Callable[[], ResultT]) -> ResultT:
-    """Returns `call()`, repeated while a network file system reports a stale handle. Looking the path up again
-    repairs that."""
+    """Returns `call()`. Repeats it while a network file system reports a stale handle, because a new path lookup
+    returns a valid handle."""
     for _ in range(MAX_ATTEMPTS - 1):
         try:
             return call()
@@ -90,8 +91,8 @@ def _retry_stale_handle(call: Callable[[], ResultT]) -> ResultT:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Returns the names in `folder`, sorted; empty if it does not exist. Raises OSError if that cannot be
-    determined."""
+    """Returns the names in `folder`, sorted; empty if the folder does not exist. Raises OSError if the names cannot be
+    read."""
     try:
         return sorted(_retry_stale_handle(lambda: os.listdir(folder)))
     except FileNotFoundError:
@@ -99,7 +100,7 @@ def list_names(folder: Path) -> list[str]:
 
 
 def is_folder(path: Path) -> bool:
-    """Returns whether `path` is a folder or a link to one. Raises OSError if that cannot be determined."""
+    """Returns whether `path` is a folder or a link to a folder. Raises OSError if that cannot be determined."""
     try:
         return stat.S_ISDIR(_retry_stale_handle(lambda: os.stat(path)).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -107,7 +108,7 @@ def is_folder(path: Path) -> bool:
 
 
 def path_exists(path: Path) -> bool:
-    """Returns whether `path` exists, a broken link included. Raises OSError if that cannot be determined."""
+    """Returns whether `path` exists. A broken link exists. Raises OSError if that cannot be determined."""
     try:
         _retry_stale_handle(lambda: os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -116,7 +117,7 @@ def path_exists(path: Path) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Makes `path` and its missing parents, accessible to this user alone."""
+    """Makes `path` and its missing parents, accessible only to this user."""
     missing = [folder for folder in (path, *path.parents) if not is_folder(folder)]
     for folder in reversed(missing):
         with contextlib.suppress(FileExistsError):
@@ -125,7 +126,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_new_folder(path: Path) -> None:
-    """Makes `path`, accessible to this user alone. Raises FileExistsError if it exists."""
+    """Makes `path`, accessible only to this user. Raises FileExistsError if it exists."""
     os.mkdir(path, 0o700)
 
 
@@ -165,8 +166,8 @@ def remove(path: Path) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Removes `folder` with its contents. Files that appear meanwhile, such as those that a network file system
-    still has open, are removed too."""
+    """Removes `folder` with its contents. Also removes files that appear meanwhile, such as those that a network file
+    system still has open."""
     for left in reversed(range(MAX_ATTEMPTS)):
         for name in list_names(folder):
             path = folder / name
@@ -189,8 +190,7 @@ def _remove_tree(folder: Path) -> None:
 
 
 def remove_if_possible(path: Path) -> OSError | None:
-    """Removes `path` if that is possible. A failure does no harm: the error for what could not be removed is
-    returned."""
+    """Removes `path` if possible. Returns the error if something could not be removed."""
     try:
         remove(path)
     except OSError as error:
@@ -200,7 +200,7 @@ def remove_if_possible(path: Path) -> OSError | None:
 
 def remove_leftovers(folder: Path) -> None:
     """Removes the remains of interrupted saves from a folder of checkpoints. No other process may be saving there.
-    What cannot be removed is ignored."""
+    Files that cannot be removed are ignored."""
     for name in list_names(folder):
         if _LEFTOVER_NAME.fullmatch(name):
             remove_if_possible(folder / name)
@@ -257,7 +257,8 @@ def open_for_append(path: Path) -> int:
 
 
 def append_line(handle: int, line: bytes) -> None:
-    """Writes `line` after the existing lines. A line that a kill has cut off is ended first.
+    """Writes `line` after the existing lines. If the last existing line is incomplete because its writer was killed, a
+    line end is added first.
 
     Raises: OSError after a partial write has been undone.
     """
@@ -276,7 +277,7 @@ def append_line(handle: int, line: bytes) -> None:
 
 
 def open_regular_file(path: Path, links: bool = False) -> int:
-    """Returns a handle for reading a regular file. `links` allows symbolic links to it.
+    """Returns a handle for reading a regular file. `links` allows `path` to be a symbolic link.
 
     Raises: OSError that names the actual type of the path.
     """
@@ -313,14 +314,14 @@ def file_size(path: Path) -> int:
 
 
 def close_quietly(handle: int) -> None:
-    """Closes a file that was read. A disk error at this point does not affect the data and is ignored."""
+    """Closes a file that was read. A disk error at this point does not affect the data, so it is ignored."""
     with contextlib.suppress(OSError):
         os.close(handle)
 
 
 def is_sparse(handle: int) -> bool:
-    """Returns whether less than a hundredth of the file's bytes is on disk (`SPARSE_SIZE_RATIO`). If a file system
-    cannot report holes, the answer is False."""
+    """Returns whether less than a hundredth of the file's bytes is on disk (`SPARSE_SIZE_RATIO`). If the file system
+    cannot report holes, returns False."""
     size = handle_size(handle)
     there = at = 0
     while there * SPARSE_SIZE_RATIO < size:
@@ -328,14 +329,14 @@ def is_sparse(handle: int) -> bool:
             begin = os.lseek(handle, at, os.SEEK_DATA)
             at = os.lseek(handle, begin, os.SEEK_HOLE)
         except OSError as error:
-            # no data from here on; for any other error the file system cannot report holes
+            # ENXIO means that no data follows. After any other error the file system cannot report holes.
             return error.errno == errno.ENXIO
         there += at - begin
     return False
 
 
 def read_into(handle: int, offset: int, target: memoryview) -> None:
-    """Fills `target` from `offset`. Raises EOFError if the file ends before."""
+    """Fills `target` from `offset` on. Raises EOFError if the file ends before `target` is full."""
     while target:
         count = os.preadv(handle, [target[: 2**30]], offset)
         if not count:
@@ -348,8 +349,8 @@ def read_file(path: Path, start: int = 0, most: int | None = None, links: bool =
     """Returns at most `most` bytes of the text file `path` from `start` on. A negative `start` counts from the end.
     `links` follows symbolic links.
 
-    Raises: OSError that names `path`, also for a file with a hole of zeros, which no text has. Memory therefore stays
-    below the size on disk.
+    Raises: OSError that names `path`, also for a file with a hole of zeros, which text files do not have. The memory
+    used therefore stays below the size on disk.
     """
     try:
         handle = open_regular_file(path, links)

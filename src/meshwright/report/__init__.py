@@ -1,1 +1,2 @@
-"""Plans, estimates and records for people: tables of plans, a run as text, several runs side by side. No torch."""
+"""Formats plans, estimates and records for people: tables of plans, and reports of one or several training runs. The
+package does not import torch."""

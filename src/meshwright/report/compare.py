@@ -1,9 +1,8 @@
-"""Several runs side by side, one column each; what they should share is checked: the loss at equal steps.
+"""Compares several training runs, one column for each, and their losses at equal steps.
 
-The axiom behind the last rows: the workload decides the result and the plan must not, so runs of one workload under
-several plans have
-one loss curve. The difference is the largest over the steps that a run shares with the first run, relative to the first
-run's loss.
+The workload decides the result and the plan must not. Runs of one workload under several plans therefore have equal
+loss curves. The difference is the largest over the steps that a run shares with the first run, relative to the loss of
+the first run.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from meshwright.spec.run import job_difference
 
 
 class RunComparison(StrictModel):
-    """Runs and, for each, how far its losses are from those of the first: what `report --json` prints for several."""
+    """The runs, and for each run the difference of its losses from those of the first run. `report --json` prints it
+    for several runs."""
 
     runs: tuple[RunSummary, ...]
     shared_steps: tuple[int, ...]
@@ -54,21 +54,23 @@ def compare_runs(runs: Sequence[RunFolder]) -> RunComparison:
 
 
 def _relative_difference(loss: float, other: float) -> float:
-    """Relative difference. Two losses that are not finite are the same loss; one of two is infinitely far."""
+    """Returns the relative difference of two losses. It is 0 if both are not finite, and infinite if only one is
+    finite."""
     if not (math.isfinite(loss) and math.isfinite(other)):
         return 0.0 if math.isfinite(loss) == math.isfinite(other) else math.inf
     return abs(loss - other) / max(abs(other), 1e-300)
 
 
 def _job_difference(first: RunFolder, other: RunFolder) -> str | None:
-    """What makes `other` another job than `first`; empty when it is the same one, None when that is not known."""
+    """Returns how the job of `other` differs from that of `first`; empty if the jobs are equal, None if a launch file
+    is missing."""
     if first.launch is None or other.launch is None:
         return None
     return job_difference(other.launch, first.launch)
 
 
 def compare_text(comparison: RunComparison, language: str = "en") -> str:
-    """What `meshwright report RUN RUN ...` prints."""
+    """Returns the text that `meshwright report RUN RUN ...` prints."""
     say = lambda message: translate(message, language)
     runs = comparison.runs
     short = [Path(run.run).name for run in runs]

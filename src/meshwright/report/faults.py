@@ -1,10 +1,12 @@
-"""What broke in a run and what it cost: RUN/events.jsonl read back, and goodput with every term of its loss.
+"""Reports the faults of a training run and their cost, from RUN/events.jsonl, and the goodput with every kind of lost
+time.
 
-Rule: goodput = useful seconds / all seconds that are accounted for. Useful are the steps that count, each once as it
-was run last, without its waiting for data. Lost are: waiting for data, skipped steps, steps run again, saves that
-training waited for, silence before a hang was noticed, and recoveries (from the decision to the end of the next new
-step, less that step and those that were run again before it: they count above). The table of what broke shows a
-recovery whole and what of it was lost, goodput the sum of what was lost.
+Goodput = useful seconds / all seconds that are accounted for. Useful seconds are those of the steps that count, each in
+its last execution, without the wait for data. Lost seconds are the wait for data, skipped steps, repeated steps, saves
+for which training waited, the time until a hang was noticed, and recoveries. A recovery lasts from the decision to the
+end of the next new step. That step and the repeated steps before it already count as steps, so only the rest of the
+recovery is lost. The table of faults shows both the whole duration and the lost seconds of a recovery.
+
 Source: Jiang et al., MegaScale, NSDI 2024, and ByteRobust (effective training time ratio) for the notion.
 """
 
@@ -23,7 +25,7 @@ from meshwright.spec.event import RunEvent, parse_events
 from meshwright.spec.record import StepRecord
 
 MAX_FAULTS_SHOWN = 12
-"""Faults that are listed; of more the last ones."""
+"""Maximum number of faults that the table lists. It lists the last ones."""
 
 
 LOST_TIME_TEXTS = {
@@ -38,7 +40,7 @@ LOST_TIME_TEXTS = {
 
 
 class Goodput(StrictModel):
-    """Seconds by what they went into. `share` is the useful part of all."""
+    """Seconds by use. `share` is the useful fraction of all seconds."""
 
     share: float
     useful: float
@@ -51,12 +53,13 @@ class Goodput(StrictModel):
 
 
 def read_events(path: Path) -> tuple[RunEvent, ...]:
-    """The events of `path`; none where there is no such file. A line that a kill cut off is left out."""
+    """Returns the events in `path`; empty without a file. Incomplete lines are skipped."""
     return tuple(parse_events(read_text(path) or ""))
 
 
 def compute_goodput(records: Sequence[StepRecord], repeated: float, events: Sequence[RunEvent]) -> Goodput | None:
-    """`records`: each step once; `repeated`: seconds of records of steps that were run again. None without a step."""
+    """Returns the goodput, or None if there is no step. `records` has each step once. `repeated` is the seconds of the
+    records of repeated steps."""
     steps = [record for record in records if record.tokens or record.skipped]
     if not steps:
         return None
@@ -74,7 +77,7 @@ def compute_goodput(records: Sequence[StepRecord], repeated: float, events: Sequ
 
 
 def lost_seconds(event: RunEvent, steps: Sequence[StepRecord]) -> float:
-    """Seconds of a recovery in which no step ran: all but its new step and those run again, which count as steps.
+    """Returns the seconds of a recovery in which no step ran: its duration without its new step and the repeated steps.
 
     >>> step = StepRecord(step=1, loss=5.0, tokens=8, gradient_norm=1.0, lr=1e-3, seconds=2.0)
     >>> steps = [step.but(step=number) for number in (1, 2, 3, 4)]
@@ -86,7 +89,7 @@ def lost_seconds(event: RunEvent, steps: Sequence[StepRecord]) -> float:
 
 
 def goodput_text(found: Goodput, language: str = "en") -> str:
-    """One line: the share, then every term that is there.
+    """Returns one line with the useful percentage and every kind of lost time that is not zero.
 
     >>> goodput_text(Goodput(share=0.9, useful=90, saves=4, recovery=6))
     '90.0% useful; saves 4.00 s, lost in restarts 6.00 s'
@@ -100,7 +103,8 @@ def goodput_text(found: Goodput, language: str = "en") -> str:
 
 
 def _short_cause(event: RunEvent) -> str:
-    """
+    """Returns the cause of a fault without the step and without the details after the colon.
+
     >>> cause = "step 8: the states of ranks 0, 1, 2 differed: rank 2 held wrong ones"
     >>> _short_cause(RunEvent(kind="divergence", at=0.0, step=8, cause=cause))
     'the states of ranks 0, 1, 2 differed'
@@ -109,8 +113,8 @@ def _short_cause(event: RunEvent) -> str:
 
 
 class FaultRow(NamedTuple):
-    """What broke, and how the run went on from there. `seconds` of its recovery, of which `lost` were no steps;
-    `again`: steps run again."""
+    """A fault and its recovery. The recovery took `seconds`, of which no step ran in `lost`. `again` is the number of
+    repeated steps."""
 
     step: int
     ranks: str
@@ -124,11 +128,12 @@ class FaultRow(NamedTuple):
 
 
 def fault_rows(events: Sequence[RunEvent], records: Sequence[StepRecord] = ()) -> list[FaultRow]:
-    """One for each thing that broke. `records`: each step once, to tell what of a recovery was lost."""
+    """Returns one row for each fault. `records` has each step once; the lost seconds of a recovery are computed from
+    it."""
     rows: list[FaultRow] = []
     last = broken = 0
     for event in events:
-        last = event.step or last  # ranks that broke before they began a step say none
+        last = event.step or last  # events of ranks that failed before their first step have no step
         if event.kind in ("fault", "resize", "verdict"):
             broken = len(rows)
         if event.kind in ("fault", "verdict", "spike", "divergence", "bad_data", "unsaved"):
@@ -152,7 +157,7 @@ def fault_rows(events: Sequence[RunEvent], records: Sequence[StepRecord] = ()) -
 
 
 def faults_text(events: Sequence[RunEvent], records: Sequence[StepRecord] = (), language: str = "en") -> str:
-    """A table of what broke and how the run went on; empty when nothing did."""
+    """Returns the table of faults and recoveries; empty without faults."""
     rows = fault_rows(events, records)
     if not rows:
         return ""

@@ -1,4 +1,5 @@
-"""What fits as text: the largest model for each number of devices, with bars; the smallest cluster for a model."""
+"""Formats the results of `fit` as text: a chart of the largest model for each number of devices, or the smallest
+clusters for a model."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from meshwright.planner.search.fit import LargestModel, SmallestCluster
 
 MAX_DEVICE_COLUMNS = 8
-"""Columns of device counts that fit into the width."""
+"""Maximum number of device counts that have a column in the chart."""
 BAR_COLUMNS = 56
 
 
 def fit_conditions(cluster: Cluster, workload: Workload) -> Message:
-    """Under which assumptions."""
+    """Returns the assumptions under which models fit."""
     group = cluster.groups[0]
     return Message(
         "on {device} ({memory:bytes}, {each} a node): {precision}, {optimizer}, {sequence} tokens, one sequence a "
@@ -43,14 +44,15 @@ def fit_text(
     rows: Sequence[LargestModel] | Sequence[SmallestCluster],
     language: str = "en",
 ) -> str:
-    """What fits on one kind of node: the chart without a model, else the table of its smallest clusters."""
+    """Returns the text of `fit` for one kind of node: without a model the chart, otherwise the table of smallest
+    clusters."""
     if model is not None:
         return smallest_cluster_text(model, cluster, workload, rows, language)  # type: ignore[arg-type]
     return fit_chart_text(cluster, workload, rows, language)  # type: ignore[arg-type]
 
 
 def fit_chart_text(cluster: Cluster, workload: Workload, rows: Sequence[LargestModel], language: str = "en") -> str:
-    """A table of sizes by strategy and devices, and bars for the most devices."""
+    """Returns a table of model sizes by strategy and number of devices, and bars for the largest number of devices."""
     if not rows:
         return (
             wrap_text(translate(fit_conditions(cluster, workload), language))
@@ -94,7 +96,7 @@ def fit_chart_text(cluster: Cluster, workload: Workload, rows: Sequence[LargestM
 
 
 def chart_remarks(table: dict[tuple[str, int], LargestModel], most: int) -> list[Message]:
-    """What the chart shows, in words."""
+    """Returns the conclusions from the chart as messages."""
     said = []
     if ("DDP", most) in table:
         said.append(
@@ -119,7 +121,7 @@ def chart_remarks(table: dict[tuple[str, int], LargestModel], most: int) -> list
 def smallest_cluster_text(
     model: ModelSpec, cluster: Cluster, workload: Workload, rows: Sequence[SmallestCluster], language: str = "en"
 ) -> str:
-    """The fewest devices for each strategy, or why none are enough."""
+    """Returns a table of the fewest devices for each strategy, or of the reason why no number of devices is enough."""
     lines = [[table_heading(head, language) for head in ("strategy", "devices", "nodes", "memory", "plan")]]
     said = []
     for row in rows:
@@ -163,7 +165,7 @@ def smallest_cluster_text(
 def fit_data(
     cluster: Cluster, workload: Workload, rows: Sequence[LargestModel] | Sequence[SmallestCluster]
 ) -> dict[str, Any]:
-    """`fit --json`. Bytes; parameters as a count."""
+    """Returns the data of `fit --json`. Memory is in bytes, parameters are counts."""
     group = cluster.groups[0]
     return {
         "device": group.device.name,

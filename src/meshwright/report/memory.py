@@ -1,8 +1,8 @@
 """`report --memory`: the memory of one step over time on the peak rank, the module that ran at the peak, and the
 peak of each rank.
 
-Each column of the chart is a part of the step. Its height is the most that was allocated in it, with the kinds stacked
-in the order of the legend.
+Each column of the chart is a time interval of the step. Its height is the maximum that was allocated in this interval.
+The kinds of memory are stacked in the order of the legend.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ KIND_LETTERS = {
 
 
 def read_timelines(folder: Path) -> list[MemoryTimeline]:
-    """Returns the memory timelines of all ranks that wrote one, the peak rank first.
+    """Returns the memory timelines that ranks have written, sorted by peak in descending order.
 
-    Raises: InputError where there is none.
+    Raises: InputError if no rank has written a timeline.
     """
     found = [
         validate_data(MemoryTimeline, parse_text(read_text(path) or "", str(path)), f"{path}: $")
@@ -54,7 +54,7 @@ def read_timelines(folder: Path) -> list[MemoryTimeline]:
 
 
 def _rank_files(folder: Path, ending: str) -> list[Path]:
-    """What the ranks of a run wrote of their memory."""
+    """Returns the memory files of the ranks of a training run."""
     try:
         found = list_names(folder / "memory")
     except OSError as error:
@@ -63,12 +63,12 @@ def _rank_files(folder: Path, ending: str) -> list[Path]:
 
 
 def read_rank_peaks(folder: Path) -> list[dict[str, float]]:
-    """Of each rank, in order, its number and the most of each kind that it has held in any step."""
+    """Returns for each rank, in order, its number and the maximum of each kind of memory over all steps."""
     found: dict[int, dict[str, float]] = {}
     for path in _rank_files(folder, ".jsonl"):
         most = found.setdefault(int(path.stem.removeprefix("rank-")), {})
         for row in (read_text(path) or "").splitlines():
-            with suppress(ValueError):  # a line that a kill cut off
+            with suppress(ValueError):  # an incomplete line of a killed rank
                 most |= {
                     kind: max(size, most.get(kind, 0.0)) for kind, size in json.loads(row).items() if kind != "step"
                 }
@@ -78,7 +78,7 @@ def read_rank_peaks(folder: Path) -> list[dict[str, float]]:
 def memory_text(
     run: RunFolder, timelines: list[MemoryTimeline], ranks: list[dict[str, float]], language: str = "en"
 ) -> str:
-    """What `meshwright report RUN --memory` prints."""
+    """Returns the text that `meshwright report RUN --memory` prints."""
     say = lambda message: translate(message, language)
     place = lambda timeline: timeline.place or say(Message("outside of all modules"))
     peak_rank = timelines[0]
@@ -148,7 +148,7 @@ def _rank_table(ranks: list[dict[str, float]], language: str) -> str:
 
 
 def memory_chart(timeline: MemoryTimeline, width: int = CHART_COLUMNS, height: int = CHART_LINES) -> list[str]:
-    """Rows of letters, the highest first.
+    """Returns the rows of the chart from top to bottom. Letters are the kinds of memory.
 
     >>> moments = (AllocationEvent(at=0, activations=0, buffers=0), AllocationEvent(at=1, activations=2, buffers=0))
     >>> one = MemoryTimeline(rank=0, step=1, seconds=2, resident={"parameters": 2.0}, moments=moments, peak=moments[1])
@@ -167,7 +167,7 @@ def memory_chart(timeline: MemoryTimeline, width: int = CHART_COLUMNS, height: i
 
 
 def column_peaks(timeline: MemoryTimeline, width: int) -> list[AllocationEvent]:
-    """Of each column the highest moment, or what was there before where nothing changed."""
+    """Returns the peak of each column. A column without an event has the value of the column before it."""
     found: list[AllocationEvent | None] = [None] * width
     for moment in timeline.moments:
         at = min(int(moment.at * width / timeline.seconds), width - 1)

@@ -1,8 +1,7 @@
-"""Plans and estimates as text that fits 100 columns, and as the JSON that the command line promises. Numbers are the
-estimate's own.
+"""Formats plans and estimates as text of at most 100 columns, and as the data of the JSON output. All numbers come from
+the estimate.
 
-What a model is known to be, layer by layer: parameters, work, what is kept, what tensor ranks share and what stays
-whole, and why.
+Also formats the layers of a model: parameters, FLOPs, saved activations, and which tensors tensor parallelism shards.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
     from meshwright.planner.search.result import SearchResult
 
 MIN_NAME_COLUMNS = 20
-"""Columns that a plan's name has at the least, however narrow the terminal."""
+"""Minimum columns of a plan's name, even on a narrow terminal."""
 
 
 def job_text(job: Job, language: str = "en") -> str:
-    """Model, cluster and workload in three lines."""
+    """Returns three lines with the model, the cluster and the workload."""
     work, cluster, model = job.workload, job.cluster, job.model
     groups = " + ".join(
         f"{group.nodes} x {group.devices} {group.device.name} ({show_bytes(group.device.memory)})"
@@ -50,7 +49,7 @@ def job_text(job: Job, language: str = "en") -> str:
 
 
 def search_result_text(job: Job, answer: SearchResult, why: Sequence[Message], language: str = "en") -> str:
-    """The ranked plans, why the first one, and what was rejected for what reason."""
+    """Returns the ranked plans, the reasons for the first plan, and the rejected plans by reason."""
     ranked = plan_table([(entry.plan, entry.estimate) for entry in answer.plans], language)
     ranked += "".join(f"\n{wrap_text(translate(remark, language))}" for remark in plan_only_messages(answer))
     tally = Message(
@@ -69,7 +68,7 @@ def search_result_text(job: Job, answer: SearchResult, why: Sequence[Message], l
 
 
 def plan_only_messages(answer: SearchResult) -> list[Message]:
-    """Which of the plans only are planned, and the first that this version runs."""
+    """Returns notes on plans that this version cannot run, and on the first plan that it can run."""
     if all(entry.runs for entry in answer.plans):
         return []
     able = [(entry.estimate.time.step, entry.plan) for entry in answer.plans if entry.runs]
@@ -92,13 +91,13 @@ def plan_only_messages(answer: SearchResult) -> list[Message]:
 
 
 def messages_text(said: Sequence[Message], language: str = "en") -> str:
-    """Sentences, each on a line of its own that is folded."""
+    """Returns each message on a separate, wrapped line."""
     return "\n".join(wrap_text(translate(sentence, language)) for sentence in said)
 
 
 def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -> str:
-    """One plan a line; `memory` is what is reserved, `spare` what is left of the device, `exposed` communication that
-    nothing hides."""
+    """Returns a table with one plan per line. `memory` is the reserved memory, `spare` the remaining memory of the
+    device, and `exposed` the communication that is not hidden."""
     rows = [
         [
             table_heading(head, language)
@@ -124,8 +123,8 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -
 
 
 def wrap_plan_names(rows: list[list[str]], at: int = 0) -> list[list[str]]:
-    """The same with long names of plans in column `at` broken over several lines, so that the table fits and names that
-    differ look different."""
+    """Returns the rows with long plan names in column `at` broken over several lines. The table then fits the terminal,
+    and names are not cut off."""
     rest = sum(2 + max(display_width(row[column]) for row in rows) for column in range(len(rows[0])) if column != at)
     found = []
     for row in rows:
@@ -136,8 +135,8 @@ def wrap_plan_names(rows: list[list[str]], at: int = 0) -> list[list[str]]:
 
 
 def split_plan_name(name: str, room: int) -> list[str]:
-    """A plan's name in pieces of at most `room` columns, broken before a dot, and in a long list of numbers behind a
-    dash.
+    """Splits a plan's name into lines of at most `room` columns. Lines break before a dot, or in a long list of numbers
+    after a dash.
 
     >>> split_plan_name("dp4.tp2.sp.pp8.z1.interleaved10 *", 20)
     ['dp4.tp2.sp.pp8.z1', '.interleaved10 *']
@@ -157,7 +156,7 @@ def split_plan_name(name: str, room: int) -> list[str]:
 
 
 def format_step(seconds: float) -> str:
-    """Formats a step time for a table: in seconds if that leaves a digit after the point.
+    """Formats the time of a step for a table. Times from 60 s to 1000 s are in seconds with one decimal.
 
     >>> format_step(75.26), format_step(0.5), format_step(4200.0)
     ('75.3 s', '500.0 ms', '1 h 10 min')
@@ -166,12 +165,12 @@ def format_step(seconds: float) -> str:
 
 
 def table_heading(word: str, language: str) -> str:
-    """A heading, in the language of the screen."""
+    """Returns a table heading in `language`."""
     return translate(term("label", word), language)
 
 
 def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en") -> str:
-    """One plan: memory of every pipeline rank, time, item by item."""
+    """Returns the text of one plan: the memory of its pipeline ranks by kind, and its time by kind."""
     shown = shown_stages(len(estimate.per_stage))
     memory = [[table_heading("memory a device", language), *(f"rank {stage}" for stage in shown)]]
     for field in MemoryBreakdown.model_fields:
@@ -227,12 +226,12 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en"
 
 
 def shown_stages(count: int, most: int = 6) -> list[int]:
-    """Which pipeline ranks a table of `most` columns shows: the first ones and the last."""
+    """Returns the pipeline ranks that a table of `most` columns shows: the first ones and the last."""
     return list(range(count)) if count <= most else [*range(most - 1), count - 1]
 
 
 def exposed_comm_seconds(time: TimeBreakdown) -> float:
-    """Seconds of communication that nothing hides."""
+    """Returns the seconds of communication that is not hidden."""
     return time.tensor + time.data + time.pipeline + time.context + time.expert
 
 
@@ -242,7 +241,7 @@ def step_fraction(value: float, time: TimeBreakdown) -> str:
 
 
 def clip_text(text: str, width: int) -> str:
-    """`text` in at most `width` columns."""
+    """Returns `text` shortened to at most `width` columns."""
     if display_width(text) <= width:
         return text
     while display_width(text) > width - 3:
@@ -251,7 +250,8 @@ def clip_text(text: str, width: int) -> str:
 
 
 def plan_data(plan: Plan, estimate: Estimate) -> dict[str, Any]:
-    """ENTRY of the JSON: name, plan, estimate, whether this version runs it. Bytes and seconds."""
+    """Returns the JSON data of one plan: name, plan, estimate, and whether this version runs it. Units are bytes and
+    seconds."""
     return {
         "name": plan.name,
         "plan": plan.model_dump(mode="json"),
@@ -261,7 +261,7 @@ def plan_data(plan: Plan, estimate: Estimate) -> dict[str, Any]:
 
 
 def search_result_data(job: Job, answer: SearchResult) -> dict[str, Any]:
-    """The answer of `plan --json`."""
+    """Returns the data of `plan --json`."""
     return {
         "job": job.model_dump(mode="json"),
         "chosen": plan_data(answer.chosen.plan, answer.chosen.estimate),
@@ -281,11 +281,10 @@ LAYER_COLUMNS = ("layer", "times", "parameters", "FLOPs", "attention", "kept", "
 
 
 def layers_text(model: ModelSpec, precision: str, sequence: int, language: str = "en") -> str:
-    """A table with a line for each run of equal layers, the weights of each, and what was found.
+    """Returns a table with a line for each group of equal layers, their weights, and notes on the model.
 
-    FLOPs are of a forward pass and a token, attention over `sequence` tokens; kept bytes are those of a token at
-    `precision`, a share of which
-    tensor ranks divide.
+    FLOPs are those of a forward pass per token, with attention over `sequence` tokens. Activation bytes are saved per
+    token at `precision`; tensor parallelism divides a part of them.
     """
     size = RECIPES[precision].size
     rows: list[tuple[str, ...]] = [tuple(table_heading(head, language) for head in LAYER_COLUMNS)]
@@ -338,8 +337,8 @@ def _layer_row(layer: LayerSpec, size: int, sequence: int) -> tuple[str, ...]:
 
 
 def _weight_messages(layer: LayerSpec) -> Iterator[Message]:
-    """The names of a layer's weights that are shared among tensor ranks, with the dimension, and of those that are
-    whole."""
+    """Yields the names of a layer's weights that tensor parallelism shards, with the dimension, and of the weights that
+    it replicates."""
     shared = [f"{parameter.name}[{parameter.split}]" for parameter in layer.parameters if parameter.split is not None]
     whole = [parameter.name for parameter in layer.parameters if parameter.split is None]
     if shared:

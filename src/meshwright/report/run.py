@@ -1,14 +1,14 @@
-"""Reads a run folder back: what was planned and what was measured, in the same terms.
+"""Reads a run folder, and compares predicted with measured values.
 
-RUN/records.jsonl has one `StepRecord` a line. RUN/plan.json, job.json, estimate.json and launch.json are what the run
-was started with; a run without them is reported by its measurements. RUN/checkpoints has a folder for each step. A step
-that was repeated after a restart counts once, with its last record. A record without tokens is no step: it has the
-validation loss before the first step. A line that a kill cut off is skipped and counted. Times are medians over the
-steps after the first, which warms up.
+RUN/records.jsonl has one `StepRecord` per line. RUN/plan.json, job.json, estimate.json and launch.json were written
+when the training run started. Without them the report has only measured values. RUN/checkpoints has a folder for each
+step. A step that was repeated after a restart counts once, with its last record. A record without tokens is not a step:
+it has the validation loss before the first step. Incomplete lines are skipped and counted. Times are medians over all
+steps after the first, which is a warm-up.
 
-Sample accounting checks that a run read every sample once. The batches of steps 1, 2, ... must be 0, 1, ..., without
-those that a loss spike skipped (events.jsonl), and the ranks of a step together must have read that batch. A step whose
-record was written by ranks that joined later states its batch and not what was read.
+Sample accounting checks that every sample was read once. The batches of steps 1, 2, ... must be 0, 1, ..., without
+batches skipped because of a loss spike (events.jsonl). All ranks of a step together must have read its batch. If ranks
+that joined later wrote the record of a step, the record has the batch but no digest of what was read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from meshwright.spec.run import LaunchSpec
 
 
 class SampleBalance(StrictModel):
-    """`problems`: a sentence for each step that read something else."""
+    """The result of the sample accounting. `problems` has a sentence for each step that read the wrong samples."""
 
     steps: int
     proven: int
@@ -51,10 +51,10 @@ class SampleBalance(StrictModel):
 def check_sample_balance(
     records: Sequence[StepRecord], rows: int, events: Sequence[RunEvent], last: int = 0
 ) -> SampleBalance | None:
-    """Returns the sample accounting of a run, or None where records have no batch digests.
+    """Returns the sample accounting of a training run, or None if no record has a batch number.
 
-    `records` has each step once, as it ran last; `rows` is the batch of the job; `last` is the last step known to have
-    ended.
+    `records` has the last execution of each step. `rows` is the batch size of the job. `last` is the last step that is
+    known to have ended.
     """
     steps = [record for record in records if record.batch is not None]
     if not steps:
@@ -64,7 +64,7 @@ def check_sample_balance(
     expected, before = 0, 0
     for record in steps:
         for step in range(before, record.step):
-            expected += step > before  # the batch of a step whose record is lost
+            expected += step > before  # counts the batch of a step whose record is lost
             while expected in left_out:
                 expected += 1
         if record.batch != expected:
@@ -101,7 +101,8 @@ def check_sample_balance(
 
 
 def sample_balance_text(found: SampleBalance) -> str:
-    """
+    """Returns the sample accounting as one line.
+
     >>> sample_balance_text(SampleBalance(steps=10, proven=9, samples=80, left_out=4))
     '80 samples in 10 steps, each once; proven for 9 of them; 4 batches left out'
     >>> problems = ("step 4 read batch 2 again, not batch 3",)
@@ -138,8 +139,8 @@ def sample_balance_text(found: SampleBalance) -> str:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run folder holds. `repeated` counts records of steps that were run again, `cut` lines that a kill cut
-    off."""
+    """The contents of a run folder. `repeated` counts records of steps that ran again. `cut` counts incomplete
+    lines."""
 
     folder: str
     records: tuple[StepRecord, ...]
@@ -152,7 +153,7 @@ class RunFolder:
     cut: int
     events: tuple[RunEvent, ...] = ()
     again: float = 0.0
-    """Seconds of the records that were run again."""
+    """Seconds of the records of steps that ran again."""
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -161,7 +162,7 @@ class RunFolder:
 
     @property
     def last(self) -> int:
-        """The last step that is known to have ended, by records, checkpoints and events."""
+        """The last step that is known to have ended, from records, checkpoints and events."""
         saves = (event.step for event in self.events if event.kind == "save")
         return max((*self.checkpoints, *saves, *(record.step for record in self.records)), default=0)
 
@@ -172,7 +173,7 @@ class RunFolder:
 
     @property
     def planned_steps(self) -> int | None:
-        """Returns the number of steps that the run is to take."""
+        """Returns the number of steps of the job."""
         noun = self.launch or self.job
         return noun.workload.steps if noun else None
 
@@ -185,7 +186,7 @@ class LossPoint(StrictModel):
 
 
 class LossCurve(StrictModel):
-    """Where a loss began, where it is, how low it was."""
+    """The first, last and lowest loss."""
 
     first: LossPoint
     last: LossPoint
@@ -193,10 +194,9 @@ class LossCurve(StrictModel):
 
 
 class PredictedMeasured(StrictModel):
-    """One quantity, predicted and measured, in SI units. `within` names the row whose measurement contains this one.
-
-    `contained` is what is predicted for the rows within this one: the ratio compares like with like.
-    """
+    """The predicted and the measured value of one quantity in SI units. `within` is the row whose measurement contains
+    this quantity. `contained` is the sum of the predictions of all rows that this row contains. It is added to the
+    prediction, so that the ratio compares equal quantities."""
 
     name: str
     predicted: float | None = None
@@ -206,14 +206,14 @@ class PredictedMeasured(StrictModel):
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted."""
+        """The measured value divided by the predicted value."""
         return (
             self.measured / (self.predicted + self.contained) if self.measured is not None and self.predicted else None
         )
 
 
 class RunSummary(StrictModel):
-    """A run in numbers: what `report --json` prints."""
+    """The figures of a training run. `report --json` prints them."""
 
     run: str
     model: str | None
@@ -236,13 +236,13 @@ class RunSummary(StrictModel):
     ledger: SampleBalance | None = Field(default=None, description="whether every sample was read once")
 
     def pair(self, kind: str, name: str) -> PredictedMeasured:
-        """The row `name` of `time` or `memory`; empty where the run has none."""
+        """Returns the row `name` of `time` or `memory`, or an empty row if there is none."""
         rows = self.time if kind == "time" else self.memory
         return next((row for row in rows if row.name == name), PredictedMeasured(name=name))
 
 
 def read_run(folder: Path | str) -> RunFolder:
-    """The run in `folder`. Raises InputError when it is not one."""
+    """Reads the run folder `folder`. Raises InputError if it is not a run folder."""
     path = Path(folder)
     try:
         is_run, exists = storage.is_folder(path), storage.path_exists(path)
@@ -291,17 +291,17 @@ def _read_model_file(kind: type[StrictModelType], path: Path) -> StrictModelType
 
 
 def read_records(path: Path) -> tuple[list[StepRecord], int]:
-    """The records of `path`, none where there is no such file, and how many lines a kill cut off. Raises InputError for
-    a file of something else."""
+    """Returns the records in `path`, and the number of incomplete lines. Returns no records without a file. Raises
+    InputError for a file that does not contain records."""
     return parse_records(storage.read_text(path) or "", path)
 
 
 def parse_records(text: str, path: Path) -> tuple[list[StepRecord], int]:
-    """The records that the lines of `text` hold, and how many lines a kill cut off. `path` is named in errors."""
+    """Returns the records in the lines of `text`, and the number of incomplete lines. Errors name `path`."""
     records: list[StepRecord] = []
     cut: list[tuple[int, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
-        line = line.strip("\0 \t")  # zeros stand where a power cut left room without bytes
+        line = line.strip("\0 \t")  # a power failure can leave zero bytes at the end of a file
         if not line:
             continue
         try:
@@ -324,8 +324,8 @@ def parse_records(text: str, path: Path) -> tuple[list[StepRecord], int]:
 
 
 def _checkpoint_steps(folder: Path) -> tuple[int, ...]:
-    """Steps of the checkpoints in `folder`, by the number that ends a folder's name; unfinished ones have another
-    ending."""
+    """Returns the steps of the checkpoints in `folder`, from the numbers at the end of folder names. Names of
+    unfinished checkpoints do not end in a number."""
     try:
         found = [re.search(r"(\d+)$", name) for name in storage.list_names(folder) if storage.is_folder(folder / name)]
     except NotADirectoryError:
@@ -343,7 +343,7 @@ def _loss_curve(points: list[LossPoint]) -> LossCurve | None:
 
 
 def summarize_run(run: RunFolder) -> RunSummary:
-    """Returns the figures of a run."""
+    """Returns the figures of a training run."""
     steps = run.steps
     settled = steps[1:] if len(steps) > 1 else steps
     speeds = [
@@ -387,8 +387,8 @@ def summarize_run(run: RunFolder) -> RunSummary:
 
 
 def _time_pairs(predicted: TimeBreakdown | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:
-    """Returns rows by kind. Times that a clock cannot separate are in the row that contains them: recompute in
-    compute, bubble in pipeline."""
+    """Returns rows by kind. Recompute cannot be measured separately from compute, or bubble from pipeline; the measured
+    row contains both."""
     measured: dict[str, float] = {}
     if records:
         kinds = sorted({kind for record in records for kind in record.exposed})
@@ -412,7 +412,7 @@ def _time_pairs(predicted: TimeBreakdown | None, records: tuple[StepRecord, ...]
 
 
 def _first_step_pairs(run: RunFolder) -> tuple[PredictedMeasured, ...]:
-    """The first step of a run that compiles its blocks: it takes longer."""
+    """Returns the row of the first step if blocks are compiled, because this step takes longer."""
     if run.estimate is None or not run.estimate.first or not run.steps:
         return ()
     return (
@@ -426,7 +426,7 @@ _CONTAINING_KIND = {"recompute": "compute", "bubble": "pipeline"}
 
 
 def _predicted_peaks(predicted: Estimate) -> dict[str, float]:
-    """Of each kind the largest of any rank, as records have it."""
+    """Returns for each kind of memory the largest value of any rank, as in records."""
     return {
         kind: max(getattr(stage, kind) for stage in (predicted.memory, *predicted.per_stage))
         for kind in MemoryBreakdown.model_fields
@@ -434,8 +434,8 @@ def _predicted_peaks(predicted: Estimate) -> dict[str, float]:
 
 
 def _memory_pairs(predicted: Estimate | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:
-    """Rows by kind, the largest of all steps. `total` is what was allocated at the peak, `resident` what the host gave
-    the process."""
+    """Returns rows by kind, each with the maximum over all steps. `total` is the allocated memory at the peak,
+    `resident` the resident memory of the process on the host."""
     measured: dict[str, float] = {}
     for record in records:
         for kind, size in record.memory.items():

@@ -1,8 +1,8 @@
-"""A run as text: the plan, the losses, then predicted and measured figures by kind, and stragglers with their
-decisions.
+"""Formats a training run as text: the plan, the losses, predicted and measured figures by kind, and stragglers with the
+decisions about them.
 
-A speed-up counts for the last change that predicted one. A change that was followed by another within its first steps
-was not measured.
+A measured speed-up belongs to the last change that predicted a speed-up. It is missing if another change followed
+within a few steps.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from meshwright.report.text import align_columns, align_facts, sparkline
 from meshwright.spec.event import RunEvent, device_names
 
 MAX_DECISIONS_SHOWN = 20
-"""Decisions that are listed; of more the last ones."""
+"""Maximum number of decisions that the table lists. It lists the last ones."""
 
 
 class RebalanceDecision(NamedTuple):
-    """Gains are how many times as fast a step becomes; 0: not known."""
+    """A decision about stragglers. `predicted` and `measured` are the speed-up of a step as a factor; 0 means
+    unknown."""
 
     step: int
     ranks: str
@@ -39,7 +40,7 @@ class RebalanceDecision(NamedTuple):
 
 
 def list_decisions(events: Sequence[RunEvent]) -> list[RebalanceDecision]:
-    """Every verdict and every change, in order."""
+    """Returns every straggler diagnosis and every change, in order."""
     found: list[RebalanceDecision] = []
     for event in events:
         ranks = ", ".join(map(str, event.ranks))
@@ -70,7 +71,7 @@ def list_decisions(events: Sequence[RunEvent]) -> list[RebalanceDecision]:
 
 
 def decisions_text(events: Sequence[RunEvent], language: str = "en") -> str:
-    """A table; empty where nobody was slow."""
+    """Returns the table of decisions; empty without stragglers."""
     rows = list_decisions(events)
     if not rows:
         return ""
@@ -93,7 +94,7 @@ def decisions_text(events: Sequence[RunEvent], language: str = "en") -> str:
 
 
 def run_text(run: RunFolder, language: str = "en") -> str:
-    """What `meshwright report RUN` prints."""
+    """Returns the text that `meshwright report RUN` prints."""
     summary = summarize_run(run)
     said = lambda *parts: translate(Message(", "), language).join(translate(part, language) for part in parts)
     facts = [("planned", said(*_plan_messages(run, summary))), ("trained", said(*_training_messages(summary)))]

@@ -1,4 +1,5 @@
-"""A played step and a played fleet as text that fits 100 columns, and as JSON. Numbers are the simulation's own."""
+"""Formats a simulated step and a simulated fleet as text of at most 100 columns, and as JSON data. All numbers come
+from the simulation."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ SECONDS_PER_DAY = 86400.0
 
 
 def simulation_text(simulation: SimulationResult, language: str = "en") -> str:
-    """Returns the step with its estimate, then what the ranks do and wait for."""
+    """Returns the simulated step with its estimate, then the time and the waits of ranks."""
     plan, work = simulation.plan, simulation.job.workload
     count = plan.micro_batches(work.batch)
     micro_batches = Message("{count:,} micro-batch" if count == 1 else "{count:,} micro-batches", count=count)
@@ -55,7 +56,7 @@ def simulation_text(simulation: SimulationResult, language: str = "en") -> str:
 
 
 def simulation_notes(simulation: SimulationResult) -> list[str]:
-    """What the estimate says of itself, and that the plan cannot run where it does not fit."""
+    """Returns the notes of the estimate, and a note if the plan does not fit."""
     estimate = simulation.estimate
     short = (
         Message("it needs {size:bytes} more host memory for offload", size=estimate.crowded)
@@ -106,7 +107,7 @@ def estimate_comparison(simulation: SimulationResult) -> str:
 
 
 def waiting_line(simulation: SimulationResult) -> str:
-    """Shares of all device time, the largest first."""
+    """Returns the fraction of all device time in which ranks wait, in total and by reason in descending order."""
     total = sum(time.replicas for time in simulation.ranks) * simulation.seconds
     shares = {
         reason: sum(time.replicas * time.waiting.get(reason, 0.0) for time in simulation.ranks) / total
@@ -121,7 +122,8 @@ def waiting_line(simulation: SimulationResult) -> str:
 
 
 def failure_lines(run: RunWithFailures) -> Iterable[str]:
-    """Several steps, and what each death in them costs; nothing for a single one."""
+    """Yields lines about several steps and the cost of each rank failure. Yields nothing for a single step without
+    failures."""
     if run.steps == 1 and not run.deaths:
         return
     lost = [
@@ -155,7 +157,8 @@ def failure_lines(run: RunWithFailures) -> Iterable[str]:
 
 
 def rank_table(simulation: SimulationResult, language: str = "en") -> str:
-    """One pipeline rank of one lane a line, lanes with faults first; times in one unit, so that they compare."""
+    """Returns a table with one pipeline rank per line. Lanes (identical replicas) with faults are first. All times have
+    the same unit."""
     say = lambda message: translate(message, language)
     unit, factor = (Message("seconds"), 1.0) if simulation.seconds >= 1.0 else (Message("milliseconds"), 1e3)
     shown = shown_ranks(simulation)
@@ -189,7 +192,8 @@ def rank_table(simulation: SimulationResult, language: str = "en") -> str:
 
 
 def shown_ranks(simulation: SimulationResult) -> list[SimulatedRankTime]:
-    """At most ROWS, or two of each lane: of every lane those with faults, its first ranks and its last."""
+    """Returns at most `MAX_RANK_ROWS` ranks, but at least two per lane. In each lane, ranks with faults have priority,
+    then the last rank, then the first ranks."""
     width = simulation.plan.pp
     lanes = [simulation.ranks[at : at + width] for at in range(0, len(simulation.ranks), width)]
     room = max(MAX_RANK_ROWS // len(lanes), 2)
@@ -201,7 +205,7 @@ def shown_ranks(simulation: SimulationResult) -> list[SimulatedRankTime]:
 
 
 def simulation_data(simulation: SimulationResult) -> dict[str, Any]:
-    """`simulate --json`. Seconds."""
+    """Returns the data of `simulate --json`. Times are in seconds."""
     return {
         "job": simulation.job.model_dump(mode="json"),
         "name": simulation.plan.name,
@@ -237,7 +241,7 @@ def simulation_data(simulation: SimulationResult) -> dict[str, Any]:
 
 
 def fleet_text(outcome: FleetOutcome, whose: str, language: str = "en") -> str:
-    """A fleet over its days: every part of the wall time, played and by formula."""
+    """Returns the result for a fleet over several days: each part of the wall time, simulated and by formula."""
     fleet, policy = outcome.fleet, outcome.policy
     nodes = -(-fleet.devices // fleet.devices_per_node)
     reserve = (
@@ -312,7 +316,7 @@ def wall_time_table(outcome: FleetOutcome, language: str = "en") -> str:
 
 
 def fleet_data(outcome: FleetOutcome, whose: str) -> dict[str, Any]:
-    """`simulate --days --json`. Shares of the wall time; seconds."""
+    """Returns the data of `simulate --days --json`: fractions of the wall time, and seconds."""
     return {
         "fleet": outcome.fleet.model_dump(mode="json"),
         "policy": outcome.policy.model_dump(mode="json"),
@@ -331,7 +335,8 @@ def fleet_data(outcome: FleetOutcome, whose: str) -> dict[str, Any]:
 
 
 def fleet_table_text(cells: Sequence[FleetTableCell], language: str = "en") -> str:
-    """Progress in percent of the wall time, played and (by formula), by policy and devices."""
+    """Returns a table by policy and number of devices: progress in percent of the wall time, simulated and (by
+    formula)."""
     policies, sizes = (
         list(dict.fromkeys(cell.policy for cell in cells)),
         list(dict.fromkeys(cell.devices for cell in cells)),

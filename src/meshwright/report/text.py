@@ -1,6 +1,5 @@
-"""Plain text: columns that line up, and a curve in one line of characters, data as strict JSON. The same on a terminal,
-in a pipe and in a
-file, but that a terminal of less than 100 columns gets lines that fit it.
+"""Formats plain text: aligned columns, a curve as one line of characters, and data as strict JSON. The text is the same
+on a terminal, in a pipe and in a file. Only on a terminal of less than 100 columns are lines shorter.
 
 >>> print(align_columns([("kind", "bytes"), ("parameters", "4.00 MiB")]))
 kind           bytes
@@ -29,8 +28,8 @@ _WIDE_CHARACTERS = "\u2e80-\u9fff\uff00-\uff60"
 
 
 def align_columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
-    """Lines of cells: the first column to the left, the others to the right. Rows may be short; no line ends in a
-    blank."""
+    """Returns lines of cells. The first column is aligned to the left, the other columns to the right. Rows may have
+    fewer cells. No line ends in a blank."""
     width = [
         max(display_width(row[at]) for row in rows if at < len(row))
         for at in range(max((len(row) for row in rows), default=0))
@@ -44,7 +43,7 @@ def align_columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
 
 
 def display_width(text: str) -> int:
-    """Columns that `text` takes on a terminal: a Chinese character takes two.
+    """Returns the number of columns of `text` on a terminal. A Chinese character has two.
 
     >>> display_width("plan"), display_width("方案")
     (4, 4)
@@ -57,7 +56,7 @@ def display_width(text: str) -> int:
 
 
 def terminal_width() -> int:
-    """Columns that lines may take: 100, or those of a narrower terminal, at least 60.
+    """Returns the maximum columns of a line: 100, or fewer on a narrower terminal, but at least 60.
 
     >>> TEXT_COLUMNS >= terminal_width() >= MIN_TEXT_COLUMNS
     True
@@ -70,9 +69,8 @@ def terminal_width() -> int:
 
 
 def wrap_text(text: str, width: int | None = None, indent: str = "    ") -> str:
-    """`text` in lines of at most `width` columns (those of the screen), what follows the first indented: broken at
-    blanks, and between
-    Chinese characters, but not before a mark that ends a phrase.
+    """Wraps `text` to lines of at most `width` columns, by default those of the terminal. All lines after the first are
+    indented. Lines break at blanks and between Chinese characters, but not before closing punctuation.
 
     >>> print(wrap_text("plan 放得下，余量 3 GiB", 12, ""))
     plan 放得
@@ -93,8 +91,8 @@ def wrap_text(text: str, width: int | None = None, indent: str = "    ") -> str:
 
 
 def round_to_sum(values: Sequence[float], step: float) -> list[int]:
-    """`values` as whole numbers of `step` that add up to what their sum rounds to: those with the largest remainders
-    are rounded up.
+    """Rounds `values` to whole multiples of `step` that add up to their rounded sum. The values with the largest
+    remainders are rounded up.
 
     >>> round_to_sum([0.34, 0.33, 0.33], 0.1)
     [4, 3, 3]
@@ -107,13 +105,14 @@ def round_to_sum(values: Sequence[float], step: float) -> list[int]:
 
 
 def align_facts(facts: Sequence[tuple[str, str]], indent: str = "") -> str:
-    """Names and what is said of them, both to the left."""
+    """Returns lines of names and texts, both aligned to the left."""
     width = max((display_width(name) for name, _ in facts), default=0)
     return "\n".join(f"{indent}{name}{' ' * (width - display_width(name))}  {words}".rstrip() for name, words in facts)
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """`values` as at most `width` bars, each the mean of its share; what is not a finite number shows as a blank."""
+    """Returns a curve of at most `width` bars. Each bar is the mean of an interval of `values`; an interval without
+    finite values is a blank."""
     count = min(width, len(values))
     shares = [values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)]
     means = []

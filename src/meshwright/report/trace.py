@@ -1,8 +1,8 @@
-"""A played step as a Chrome trace, which opens in ui.perfetto.dev and chrome://tracing.
+"""Writes a simulated step as a Chrome trace, which opens in ui.perfetto.dev and chrome://tracing.
 
-One process for each lane; in it a track for each rank's compute, one for its collectives, one for each kind of message
-that it sends. An arrow leads
-from the action that sends to the message. Times are microseconds.
+Each lane (a set of identical replicas) is a process of the trace. Each rank has a track for compute, a track for
+collectives, and tracks for the messages that it sends. An arrow leads from the sending action to the message. Times are
+in microseconds.
 
 Source: the Trace Event Format (complete events 'X', metadata 'M', flows 's' and 'f'). The events of one track do not
 overlap.
@@ -27,11 +27,11 @@ ACTION_COLORS = {
     "u": "rail_load",
 }
 TRACKS_PER_RANK = 100
-"""Track numbers of one rank: 0 compute, 1 collectives, from 2 messages."""
+"""Track numbers of one rank: 0 is compute, 1 is collectives, 2 and above are messages."""
 
 
 def chrome_trace(simulation: SimulationResult) -> dict[str, Any]:
-    """The whole of it as JSON data."""
+    """Returns the trace as JSON data."""
     width = simulation.plan.pp
     events = [
         event for at, cell in enumerate(simulation.cells) for event in _rank_events(simulation, cell, at // width)
@@ -73,7 +73,7 @@ def _rank_events(simulation: SimulationResult, cell: SimulatedRank, lane: int) -
 
 
 def _pack_spans(spans: list[TraceSpan]) -> list[list[TraceSpan]]:
-    """Rows in which nothing overlaps."""
+    """Distributes spans over rows so that the spans of a row do not overlap."""
     rows: list[list[TraceSpan]] = []
     for span in sorted(spans, key=lambda span: span.start):
         row = next((row for row in rows if row[-1].end <= span.start), None)

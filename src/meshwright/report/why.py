@@ -1,7 +1,7 @@
-"""Plans that were not chosen, as text and as data: one plan compared with the chosen one, or the best of every
-family.
+"""Formats the comparison of the chosen plan with another plan, or with the best plan of every family, as text and as
+data.
 
-Guarantees: differences that are shown add up to the gap that is shown.
+Guarantees: the differences shown add up to the gap shown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright.planner.search.why_not import PlanComparison
 
 STEP_DIGITS = 4
-"""Of a step, in tables of differences."""
+"""Number of digits of the time of a step in tables of differences."""
 
 
 OUTCOME_TEXTS = {
@@ -51,7 +51,7 @@ OUTCOME_TEXTS = {
 
 
 def plan_comparison_text(answer: SearchResult, found: PlanComparison, language: str = "en") -> str:
-    """The verdict in one sentence, then the two plans item by item."""
+    """Returns the result of the comparison in one sentence, then both plans item by item."""
     chosen = answer.chosen
     lines = [wrap_text(translate(sentence, language)) for sentence in _outcome_messages(answer, found)]
     if found.estimate is not None and found.plan is not None and found.plan != chosen.plan:
@@ -65,7 +65,7 @@ def plan_comparison_text(answer: SearchResult, found: PlanComparison, language: 
 
 
 def _outcome_messages(answer: SearchResult, found: PlanComparison) -> list[Any]:
-    """What the answer is, in a sentence or two."""
+    """Returns the result of the comparison as one or two messages."""
     if found.estimate is None or found.plan is None:
         return [Message("{asked} cannot run: {faults}", asked=found.name, faults=found.faults)]
     chosen, priced = answer.chosen, found.estimate
@@ -99,7 +99,7 @@ def _outcome_messages(answer: SearchResult, found: PlanComparison) -> list[Any]:
 
 
 def _step_unit(chosen: Estimate, other: Estimate) -> tuple[str, float, int]:
-    """The unit of both steps, its seconds, and the digits behind the point."""
+    """Returns the unit for the times of both steps, its seconds, and the number of decimals."""
     longest = max(chosen.time.step, other.time.step)
     unit, factor = next(
         (unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if longest >= factor or unit == "us"
@@ -108,14 +108,15 @@ def _step_unit(chosen: Estimate, other: Estimate) -> tuple[str, float, int]:
 
 
 def _step_gap(chosen: Estimate, other: Estimate) -> float:
-    """Seconds between the two steps, as the table shows them."""
+    """Returns the difference between the two steps in seconds, rounded as in the table."""
     _, factor, digits = _step_unit(chosen, other)
     ours, theirs = (round(priced.time.step / factor, digits) for priced in (chosen, other))
     return factor * (theirs - ours)
 
 
 def time_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
-    """Both steps item by item, in whole units of their last digit, so that rows and columns add up."""
+    """Returns a table of both steps item by item. Values are whole multiples of the last digit, so that rows and
+    columns add up."""
     unit, factor, digits = _step_unit(chosen, other)
     items = [
         item for item, _ in chosen.time if item != "step" and (getattr(chosen.time, item) or getattr(other.time, item))
@@ -160,7 +161,8 @@ def memory_table(chosen: Estimate, other: Estimate, language: str = "en") -> str
 
 
 def families_text(answer: SearchResult, families: Sequence[PlanComparison], language: str = "en") -> str:
-    """The best plan of every family that lost: by how much, and the item of time that is most of its loss."""
+    """Returns the best plan of every other family, with its distance to the chosen plan and the kind of time that
+    causes most of it."""
     from meshwright.planner.search.explain import family_name
 
     if not families:
@@ -188,7 +190,7 @@ def families_text(answer: SearchResult, families: Sequence[PlanComparison], lang
 
 
 def plan_comparison_data(found: PlanComparison) -> dict[str, Any]:
-    """A plan that was not chosen. `terms` sum to `gap`."""
+    """Returns the data of a plan that was not chosen. `terms` add up to `gap`."""
     return {
         "asked": found.name,
         "outcome": str(found.outcome),
@@ -202,5 +204,5 @@ def plan_comparison_data(found: PlanComparison) -> dict[str, Any]:
 
 
 def why_not_data(answer: SearchResult, found: PlanComparison) -> dict[str, Any]:
-    """The answer of `plan --why-not --json`."""
+    """Returns the data of `plan --why-not --json`."""
     return {"chosen": plan_data(answer.chosen.plan, answer.chosen.estimate), **plan_comparison_data(found)}

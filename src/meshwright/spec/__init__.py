@@ -1,2 +1,2 @@
-"""Defines the specs: job = model + cluster + workload (the question), plan (the answer), estimate and record
-(predicted, measured). The package has no I/O and no torch."""
+"""Defines the specs. A job (model, cluster, workload) is the question and a plan is the answer. An estimate has
+predicted values, a record has measured values. The package has no I/O and does not import torch."""

@@ -1,4 +1,5 @@
-"""How a batch is distributed over the data replicas of a plan: rows of each micro-batch, and micro-batches by speed."""
+"""Distributes a batch over the data replicas of a plan: the rows of each micro-batch, and the number of micro-batches
+by speed."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def micro_batch_rows(plan: Plan, batch: int, replica: int) -> list[tuple[int, in
 
 
 def micro_batches_by_speed(speeds: Sequence[float], count: int) -> tuple[int, ...]:
-    """Returns how many of `count` micro-batches each replica runs, at least one each, so that the slowest replica ends
-    as early as possible.
+    """Returns the number of micro-batches of each replica. They add up to `count`, each replica has at least one, and
+    the slowest replica ends as early as possible.
 
     Each micro-batch goes to the replica that would finish it first, which is optimal.
 

@@ -1,5 +1,5 @@
-"""Describes devices, the links between them, and groups of identical nodes. Calibration maps a Cluster to a Cluster:
-the same model with measured values."""
+"""Describes devices, the links between them, and groups of identical nodes. Calibration returns a `Cluster` with
+measured values in place of catalog values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_CLUSTER_NODES = 2**20
 
 
 class Device(StrictModel):
-    """One accelerator, or one CPU rank's part of a host's processor."""
+    """One accelerator, or the fraction of a host's processor that one CPU rank gets."""
 
     name: OneLine
     memory: Bytes = Field(gt=0)
@@ -38,7 +38,7 @@ class Device(StrictModel):
 
 
 class Link(StrictModel):
-    """A tier of the network. `span` consecutive devices reach each other over it; 0 means all."""
+    """A tier of the network. It connects blocks of `span` consecutive devices; 0 means that it connects all devices."""
 
     name: OneLine
     span: int = Field(default=0, ge=0)
@@ -96,7 +96,7 @@ class Cluster(StrictModel):
 
     @property
     def memory(self) -> float:
-        """Bytes of the smallest device, which limit every rank of an even plan."""
+        """The memory of the smallest device in bytes. It limits every rank of an even plan."""
         return min(group.device.memory for group in self.groups)
 
     def with_memory(self, memory: float) -> Cluster:
@@ -105,15 +105,16 @@ class Cluster(StrictModel):
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes/s between a device and its host in the slowest group; 0 if the devices are the host's own CPU cores."""
+        """Bytes/s between a device and its host in the slowest group. 0 if the devices are the CPU cores of the
+        host."""
         return min(
             0.0 if group.device.name.lower().startswith("cpu") else group.host_bandwidth for group in self.groups
         )
 
     @property
     def storage_bandwidth(self) -> float:
-        """Bytes/s between one device and the disk of its node while the other devices use it too. It is the value of
-        the slowest group; 0 without a disk."""
+        """Bytes/s between one device and the disk of its node while the other devices of the node use the disk too. The
+        value is that of the slowest group; 0 without a disk."""
         return min(group.storage_bandwidth / group.devices for group in self.groups)
 
     @property
@@ -126,5 +127,5 @@ class Cluster(StrictModel):
 
     @property
     def devices_per_node(self) -> int:
-        """The number of devices per node, in the smallest nodes."""
+        """The number of devices per node, in the nodes with the fewest devices."""
         return min(group.devices for group in self.groups)

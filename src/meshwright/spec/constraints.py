@@ -1,12 +1,12 @@
 """Checks whether a plan is legal for a model, a batch and a number of devices. The planner, the parser of a user's
 plan, and the runtime before it starts ranks apply the same pure rules.
 
-A broken rule is a `Violation`: a short reason, identical for all plans that break the rule, and one line with the
-numbers. Without violations the plan can run. The rules apply before ranks start, because ranks with different sizes
-abort inside gloo without a Python error.
+A broken rule is a `Violation`. It has a short reason, identical for all plans that break the rule, and one line with
+the numbers. A plan without violations can run. The rules are checked before ranks start, because ranks with different
+sizes abort inside gloo without a Python error.
 
-The module also has the table of what the runtime of this version supports. The planner and the runtime both read it.
-The planner also estimates plans that are not supported and marks them; `train` searches supported plans only.
+The module also lists what the runtime of this version supports. The planner and the runtime both read this table. The
+planner also estimates plans that are not supported and marks them; `train` searches supported plans only.
 
 >>> from meshwright.spec.plan import parse_plan; from meshwright.spec.plan_name import format_number_list
 >>> is_supported(parse_plan("dp8.tp2.z1.off-optimizer25")), is_supported(parse_plan("dp4.z3.off-parameters-disk"))
@@ -41,7 +41,8 @@ from meshwright.spec.workload_constraints import workload_violations
 
 
 def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
-    """Checks that the world size pp x dp x cp x tp is the number of devices, and that ep divides dp_shard x cp x tp."""
+    """Checks that the world size pp x dp x cp x tp equals the number of devices and that ep divides dp_shard x cp x
+    tp."""
     if plan.world != devices:
         factors = [
             (axis, getattr(plan, axis))
@@ -74,7 +75,8 @@ def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
 
 
 def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
-    """Checks that a group of nodes with pipeline ranks is used completely: these ranks use all of its devices."""
+    """Checks that a group of nodes with pipeline ranks is used completely: its pipeline ranks use all of its
+    devices."""
     each = plan.world // plan.pp
     for group in sorted(set(plan.placement)):
         if group >= len(cluster.groups):
@@ -107,7 +109,7 @@ def tensor_parallel_violations(
     plan: Plan, divisible: Mapping[str, int], tensor_parallel: bool = True, vocabulary: int = 0
 ) -> Iterator[Violation]:
     """Checks the degree of tensor parallelism. tp must divide heads and the feed-forward width. Key-value heads must
-    divide tp or be divisible by it. A sharded `vocabulary` may be uneven, but every rank must have a part of it."""
+    divide tp or be divisible by it. A sharded `vocabulary` may be uneven, but no shard may be empty."""
     if plan.tp == 1:
         return
     if not tensor_parallel:
@@ -145,7 +147,8 @@ def expert_parallel_violations(plan: Plan, experts: int) -> Iterator[Violation]:
 
 
 def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Iterator[Violation]:
-    """Checks Ulysses: each context rank gets whole heads of its tensor rank. Too few key-value heads are replicated."""
+    """Checks the head counts for Ulysses. Each context rank needs whole heads of its tensor rank. Too few key-value
+    heads are replicated."""
     heads, ranks = divisible.get("heads", 0), plan.ulysses_ranks * plan.tp
     if plan.context == ContextParallelMethod.ulysses and heads % ranks:
         yield Violation(
@@ -161,7 +164,7 @@ def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Ite
 
 
 def offload_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
-    """Checks that the cluster has a link to the host, or to a disk, for what is offloaded."""
+    """Checks that the cluster has a link to the host, or to a disk, for the tensors that the plan offloads."""
     for what in plan.offload:
         if what in DISK_OFFLOADS and not cluster.storage_bandwidth:
             yield Violation(
@@ -184,8 +187,8 @@ def offload_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
 
 
 def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Violation]:
-    """Checks that every stage has a block, and that a manual stage split covers all blocks. `against` is the reason
-    why the model cannot be cut between its blocks; empty if it can."""
+    """Checks that every stage has a block, and that a manual stage split covers all blocks. `against` is the reason why
+    the model cannot be cut between its blocks, or empty if it can be cut."""
     if plan.stages > 1 and against:
         yield Violation(
             "the model cannot be cut between its blocks",
@@ -220,7 +223,7 @@ def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Vio
 
 
 def block_count_violations(plan: Plan, blocks: int) -> Iterator[Violation]:
-    """Checks that the number of blocks that recompute or offload activations is at most the number of blocks of the
+    """Checks that the number of blocks that recompute or offload activations is at most the number of blocks of a
     stage."""
     if not (plan.recompute_layers or plan.offload_layers) or any(stage_violations(plan, blocks)):
         return
@@ -241,8 +244,8 @@ def block_count_violations(plan: Plan, blocks: int) -> Iterator[Violation]:
 
 
 def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
-    """Yields a violation if the batch is not a whole number of micro-batches on every replica, or if the schedule
-    does not support that number."""
+    """Yields a violation if the batch is not a whole number of micro-batches on every replica, or if the schedule does
+    not support that number of micro-batches."""
     rows, each = plan.rows_per_round, round_equation(plan).partition(" = ")[0]
     if plan.shares and plan.uneven_batch != batch:
         yield Violation(
@@ -303,8 +306,8 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
 
 
 def batch_split_violations(plan: Plan, batch: int, against: str) -> Iterator[Violation]:
-    """Checks that a batch whose rows depend on each other is not divided. `against` is the reason for the
-    dependence; empty if rows are independent."""
+    """Checks that a batch is not divided if its rows depend on each other. `against` is the reason for the dependence,
+    or empty if rows are independent."""
     if against and (plan.dp > 1 or plan.micro_batch < batch):
         yield Violation(
             "rows of a batch see each other",
@@ -313,13 +316,14 @@ def batch_split_violations(plan: Plan, batch: int, against: str) -> Iterator[Vio
 
 
 def check_batch_size(plan: Plan) -> int:
-    """Returns the number of rows for a comparison with one device: two micro-batches of every replica and stage, or
-    as many as the plan's schedule orders."""
+    """Returns the number of rows for a comparison with one device: two micro-batches for every replica and pipeline
+    rank, or the number that the schedule of the plan orders."""
     return plan.uneven_batch or plan.rows_per_round * (plan.schedule_rules.ordered_micro_batches or 2 * plan.pp)
 
 
 def half_sequence_length(plan: Plan, length: int) -> int:
-    """Returns half of a row's `length` tokens, rounded down to what the plan can divide; 0 if that is less than 8.
+    """Returns half of a row's `length` tokens, rounded down to a length that the plan can divide. Returns 0 if the
+    result is less than 8.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> half_sequence_length(parse_plan("tp4.sp"), 46), half_sequence_length(parse_plan("dp2"), 12)
@@ -332,10 +336,10 @@ def half_sequence_length(plan: Plan, length: int) -> int:
 
 
 def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: str = "") -> Iterator[Violation]:
-    """Checks the sequence length. Sequence parallelism cuts it into tp pieces, context parallelism into 2 x cp. Learned
-    positions limit the length.
+    """Checks the sequence length. Sequence parallelism cuts a sequence into tp chunks, context parallelism into 2 x cp
+    chunks. Learned position embeddings limit the length.
 
-    `against` is the reason why the model's layers cannot work on a piece of the sequence; empty if they can.
+    `against` is the reason why the model's layers cannot compute on a chunk of the sequence, or empty if they can.
     """
     if plan.sequence_parallel and against:
         yield Violation(
@@ -381,7 +385,7 @@ def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: st
 
 
 def plan_violations(job: Job, plan: Plan) -> Iterator[Violation]:
-    """Yields every rule that `plan` breaks for `job`, the simplest first."""
+    """Yields a violation for every rule that `plan` breaks for `job`, simple rules first."""
     yield from (
         placement_violations(plan, job.cluster) if plan.placement else world_size_violations(plan, job.cluster.devices)
     )
@@ -400,7 +404,7 @@ def plan_violations(job: Job, plan: Plan) -> Iterator[Violation]:
 
 
 def validate_plan(job: Job, plan: Plan) -> None:
-    """Raises InputError with the first rule that `plan` breaks for `job`."""
+    """Raises InputError with the first violation of `plan` for `job`."""
     for fault in plan_violations(job, plan):
         raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=fault.message))
 
@@ -417,7 +421,7 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
         )
     ),
 }
-"""Supported values of the fields of a plan. Every field that is not listed supports all of its values."""
+"""The supported values of a plan's fields. Every field that is not listed supports all of its values."""
 
 
 def unsupported_parts(plan: Plan) -> tuple[str, ...]:

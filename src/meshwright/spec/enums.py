@@ -1,4 +1,5 @@
-"""The values of a plan's fields: schedules, recompute, offload, context parallelism, and the order of mesh axes."""
+"""Defines the values of a plan's fields: schedules, recompute, offload, context parallelism, and the order of mesh
+axes."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ DEFAULT_SCHEDULE = schedule_names()[0]
 
 
 class Recompute(StrEnum):
-    """Activation checkpointing: what backward recomputes.
+    """Activation checkpointing: the operations that backward recomputes.
 
-    attn: the attention core (arXiv 2205.05198, section 5). sac: all operations but matrix products and attention,
+    attn: the attention core (arXiv 2205.05198, section 5). sac: all operations except matrix products and attention,
     where this saves memory (analysis/remat/tape.py). full: whole blocks.
     """
 
@@ -42,11 +43,11 @@ class Recompute(StrEnum):
 
 
 PER_BLOCK_RECOMPUTE = (Recompute.sac, Recompute.full)
-"""Recompute that may apply to the first blocks of a stage only."""
+"""The kinds of recompute that a plan may limit to the first blocks of a stage."""
 
 
 class Offload(StrEnum):
-    """What is offloaded to CPU memory, or to files on a disk."""
+    """The tensors that are offloaded, to CPU memory or to files on a disk."""
 
     optimizer = "optimizer"
     optimizer_disk = "optimizer-disk"
@@ -58,10 +59,10 @@ class Offload(StrEnum):
 
 
 DISK_OFFLOADS = (Offload.optimizer_disk, Offload.parameters_disk, Offload.activations_disk)
-"""Offloads to files; all others are to CPU memory."""
+"""The offloads to files. All other offloads go to CPU memory."""
 
 OPTIMIZER_OFFLOADS = (Offload.optimizer, Offload.optimizer_disk)
-"""The states of the optimizer, with the float32 main weights."""
+"""The optimizer states, with the float32 main weights."""
 
 PARAMETER_OFFLOADS = (Offload.parameters, Offload.parameters_disk)
 """The ZeRO-3 shards of the weights."""
@@ -74,14 +75,15 @@ EXCLUSIVE_OFFLOADS = {
     "parameters": PARAMETER_OFFLOADS,
     "activations": ACTIVATION_OFFLOADS,
 }
-"""What a plan offloads to only one place, CPU memory or files."""
+"""The kinds of tensors that a plan offloads either to CPU memory or to files, not to both."""
 
 OFFLOAD_AMOUNT_FIELDS = {
     **dict.fromkeys(OPTIMIZER_OFFLOADS, "offload_share"),
     **dict.fromkeys(PARAMETER_OFFLOADS, "weights_share"),
     **dict.fromkeys(ACTIVATION_OFFLOADS, "offload_layers"),
 }
-"""The field of a plan with the number after a name: the offloaded percentage, or the number of blocks."""
+"""The field of a plan that holds the number after the name of an offload: the offloaded percentage, or the number of
+blocks."""
 
 
 def offloads_states(offload: Collection[Offload]) -> bool:
@@ -100,7 +102,7 @@ def offloads_activations(offload: Collection[Offload]) -> bool:
 
 
 def min_zero_stage(offload: Collection[Offload]) -> int:
-    """Returns the least ZeRO stage that `offload` needs: ZeRO 3 to offload weights, ZeRO 2 to offload gradients."""
+    """Returns the lowest ZeRO stage that `offload` needs: ZeRO 3 to offload weights, ZeRO 2 to offload gradients."""
     return 3 if offloads_weights(offload) else 2 if Offload.gradients in offload else 0
 
 
@@ -130,12 +132,13 @@ class ContextParallelMethod(StrEnum):
     """How context-parallel ranks compute attention over the whole sequence."""
 
     ring = "ring"
-    """Keys and values travel round a ring (Liu et al., Ring Attention, arXiv 2310.01889)."""
+    """Keys and values are passed around a ring of ranks (Liu et al., Ring Attention, arXiv 2310.01889)."""
     ulysses = "ulysses"
-    """An all-to-all exchanges heads for positions and back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509)."""
+    """An all-to-all exchanges heads for sequence positions, and a second one reverts it (Jacobs et al., DeepSpeed
+    Ulysses, arXiv 2309.14509)."""
 
 
 MESH_AXES: tuple[MeshAxis, ...] = ("pp", "dp", "tp")
-"""The order of mesh axes from outermost to innermost; dp is dp_replicate x dp_shard x cp."""
+"""The order of mesh axes from outermost to innermost. The axis dp is dp_replicate x dp_shard x cp."""
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20

@@ -1,7 +1,7 @@
 """Describes the predicted memory and time of a plan. `StepRecord` has the measured values with the same names.
 
-The fit status has three values. The plan fits. It is tight if a fragmenting allocator may need more memory. It does not
-fit, on its device or on its host alone.
+The fit status has three values: the plan fits; it is tight, because a fragmenting allocator may need more memory; or it
+does not fit, on the device or only on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwright.core.messages import Message, term
 
 
 class MemoryBreakdown(StrictModel):
-    """Bytes on one rank at its peak. `total` is what is allocated, `reserved` what the allocator reserves on the
+    """Bytes of one rank at its memory peak. `total` is allocated, `reserved` is what the allocator reserves on the
     device."""
 
     parameters: float
@@ -28,7 +28,7 @@ class MemoryBreakdown(StrictModel):
 
 
 class TimeBreakdown(StrictModel):
-    """Seconds of one step. Each item has only its exposed time, so that the items add up to `step`."""
+    """Seconds of one step. Each term counts only exposed time, so that the terms add up to `step`."""
 
     compute: float = 0.0
     recompute: float = 0.0
@@ -51,7 +51,8 @@ class FitStatus(StrEnum):
 
 
 class Estimate(StrictModel):
-    """The predicted cost of one plan. `memory` is that of the busiest rank, `per_stage` that of each pipeline rank."""
+    """The predicted cost of one plan. `memory` is that of the peak-memory rank, `per_stage` has one entry for each
+    pipeline rank."""
 
     memory: MemoryBreakdown
     per_stage: tuple[MemoryBreakdown, ...]
@@ -76,13 +77,13 @@ class Estimate(StrictModel):
     )
 
     def over(self, steps: int) -> float:
-        """Returns the mean seconds of a step over `steps` steps, with the extra time of the first step distributed
-        over them."""
+        """Returns the mean seconds of a step over `steps` steps. The extra time of the first step is distributed over
+        all of them."""
         return self.time.step + self.first / steps
 
     @property
     def is_crowded(self) -> bool:
-        """Whether only the host lacks memory."""
+        """Whether only host memory is too small."""
         return self.crowded > 0 <= self.spare
 
     @property
@@ -113,6 +114,6 @@ def fit_message(estimate: Estimate) -> Message:
 
 
 def largest_memory_kind(memory: MemoryBreakdown) -> tuple[Message, float]:
-    """Returns the kind of memory that takes the most, and its bytes."""
+    """Returns the kind of memory that takes the most bytes, and those bytes."""
     kind = max(MEMORY_KINDS, key=lambda kind: getattr(memory, kind))
     return term("memory", kind), getattr(memory, kind)

@@ -17,7 +17,7 @@ EVENTS_FILE_NAME = "events.jsonl"
 class RunEvent(StrictModel):
     """A fault, or a reaction to one. Times are in seconds.
 
-    A generation is one set of ranks, counted from 0; a recovery begins the next one.
+    A generation is one set of ranks, counted from 0. Each recovery begins a new generation.
     """
 
     kind: Literal[
@@ -89,7 +89,7 @@ def device_names(slots: Sequence[int], name: Callable[[int], str] = str) -> Mess
 
 
 def parse_events(text: str) -> Iterator[RunEvent]:
-    """Yields the events of the lines of a log. Skips a line that is incomplete, or that another version wrote."""
+    """Yields the events of the lines of a log. Skips incomplete lines and lines that another version wrote."""
     for line in text.splitlines():
         try:
             event = json.loads(line)

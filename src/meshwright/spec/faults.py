@@ -1,4 +1,4 @@
-"""Describes faults as data: the same specs for the simulator and for real ranks.
+"""Describes faults as data. The simulator and real ranks read the same specs.
 
     Faults(kill=[(3, 20)], slow=[(5, 1.5)], link=[(0, 0.25)])
 
@@ -20,7 +20,7 @@ from meshwright.core.quantities import Seconds
 
 
 class _RankFault(StrictModel):
-    """One fault. It can be built from a tuple of its values in order, or from their text with colons between."""
+    """One fault. It can be built from a tuple of its values in order, or from a text of the values joined by colons."""
 
     rank: int = Field(ge=0)
 
@@ -63,8 +63,8 @@ class KilledRank(_RankFault):
 
 
 class SlowLink(_RankFault):
-    """A rank whose link to the others has the fraction `share` of its bandwidth, permanently or from `start` for
-    `seconds` of a step."""
+    """A rank whose link to the other ranks has the fraction `share` of its bandwidth. The fault is permanent, or it
+    lasts from `start` for `seconds` of a step."""
 
     share: float = Field(ge=0, le=1, description="of its bandwidth that is left; 0: down")
     seconds: Seconds | None = None
@@ -72,7 +72,7 @@ class SlowLink(_RankFault):
 
 
 class Faults(StrictModel):
-    """All faults of one run. None of them changes the result, only the time."""
+    """All faults of one training run. No fault changes the result; faults change only the time."""
 
     kill: tuple[KilledRank, ...] = ()
     slow: tuple[SlowRank, ...] = ()
@@ -80,12 +80,12 @@ class Faults(StrictModel):
 
     @property
     def ranks(self) -> set[int]:
-        """Ranks that are slow or have a slow link."""
+        """The ranks that are slow or have a slow link."""
         return {fault.rank for fault in (*self.slow, *self.link)}
 
     def check(self, world: int) -> Self:
         """Returns itself. Raises InputError for a rank that does not exist or is named twice, and for a link that is
-        down permanently."""
+        permanently down."""
         for name in Faults.model_fields:
             faults = getattr(self, name)
             for fault in faults:

@@ -1,11 +1,11 @@
 """Maps ranks to coordinates on a plan's axes, and to shards of the ZeRO states.
 
-By default pp is the outermost axis, then dp_replicate, dp_shard and cp, and tp is the innermost one, so that tensor
-ranks are neighbours. A plan may name another order of axes.
+By default the axes from outermost to innermost are pp, dp_replicate, dp_shard, cp and tp, so that tensor ranks are
+neighbours. A plan may name another order of axes.
 
-[Note: placed ranks] Ranks are numbered like their devices, one group of nodes after the other. If a plan places
-pipeline ranks on groups, the ranks of the first group come first, whatever stages they run: pipeline rank 0 of
-`place1-0` is the second half of the ranks.
+[Note: placed ranks] Ranks are numbered like their devices, group of nodes by group. If a plan places pipeline ranks on
+groups, the ranks of the first group have the lowest numbers, whatever stages they run. With `place1-0`, pipeline rank 0
+is the second half of the ranks.
 
 >>> from meshwright.spec.plan import Plan
 >>> RankGrid(Plan(pp=2, dp_shard=2, zero=1, tp=2)).place(5)
@@ -35,7 +35,7 @@ class Coords(NamedTuple):
 
 
 class RankGrid:
-    """Converts between the ranks and the coordinates of one plan."""
+    """Converts between ranks and coordinates for one plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.sizes = Coords(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
@@ -52,23 +52,24 @@ class RankGrid:
         return place._replace(pp=self._stage_of_block[place.pp])
 
     def rank(self, place: Coords) -> int:
-        """Returns the rank at `place`."""
+        """Returns the rank at the coordinates `place`."""
         place = place._replace(pp=self._block_of_stage[place.pp])
         return sum(coordinate * stride for coordinate, stride in zip(place, self.strides, strict=True))
 
     def along(self, rank: int, axis: str) -> list[int]:
-        """Returns the ranks along `axis` through `rank`, in order."""
+        """Returns the ranks along `axis` that contain `rank`, in order of their coordinate."""
         place = self.place(rank)
         return [self.rank(place._replace(**{axis: at})) for at in range(getattr(self.sizes, axis))]
 
     def replica(self, rank: int) -> int:
-        """Returns the index of the data replica of `rank`, from 0 to dp - 1: which slice of the batch it reads."""
+        """Returns the index of the data replica of `rank`, from 0 to dp - 1. It determines which rows of the batch the
+        rank reads."""
         place = self.place(rank)
         return place.dp_replicate * self.sizes.dp_shard + place.dp_shard
 
     def holding(self, rank: int) -> tuple[int, int]:
-        """Returns the index of the state replica of `rank`, and the index of its shard. Data and context ranks are
-        numbered consecutively.
+        """Returns the index of the state replica of `rank`, and the index of its shard of the states. Data and context
+        ranks are numbered consecutively.
 
         >>> RankGrid(Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1)).holding(5)
         (1, 1)
@@ -78,8 +79,8 @@ class RankGrid:
         return divmod(self.replica(rank) * self.sizes.cp + self.place(rank).cp, self.plan.shards)
 
     def sharing(self, rank: int) -> tuple[list[int], list[int]]:
-        """Returns the ranks that shard one replica of the states with `rank`, and the ranks with the same shard.
-        Both include `rank`."""
+        """Returns two lists of ranks, each with `rank`: those that shard one replica of the states, and those that have
+        the same shard."""
         place, (copy, shard) = self.place(rank), self.holding(rank)
         state_ranks = [
             self.rank(place._replace(dp_replicate=replicate, dp_shard=each, cp=piece))
@@ -105,8 +106,8 @@ def rank_strides(plan: Plan) -> dict[str, int]:
 
 
 def relative_shard_size(plan: Plan, replica: int | None = None) -> float:
-    """Returns the size of the largest shard among the context ranks of `replica`, or of all ranks, relative to an equal
-    shard.
+    """Returns the size of the largest shard, relative to an equal shard. Only the context ranks of `replica` count, or
+    all ranks if it is None.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> relative_shard_size(parse_plan("dp2.z3.zw3-1"), 1), relative_shard_size(parse_plan("dp4.z3"))
@@ -118,8 +119,8 @@ def relative_shard_size(plan: Plan, replica: int | None = None) -> float:
 
 
 def largest_shard_weight(plan: Plan, replica: int | None = None) -> ShardWeight | None:
-    """Returns the weight of that shard among those of all ranks, the first of several equal ones; None if all are
-    equal.
+    """Returns the weight of the largest shard among the context ranks of `replica`, or of all ranks. Of equal shards it
+    is the one with the lowest index. Returns None if the plan has no shard weights.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> largest_shard_weight(parse_plan("dp2.z3.zw3-1"), 1)

@@ -1,5 +1,5 @@
-"""Defines a job, the question to the planner: model + cluster + workload, the location of the data, and the fixed
-parts of the plan."""
+"""Defines a job, the input of the planner: model, cluster and workload, the data, and the fields of the plan that the
+user fixed."""
 
 from __future__ import annotations
 

@@ -1,24 +1,24 @@
-"""Defines the layout of parameters in flat buffers. The runtime builds by this rule and the planner counts by it, so
-that both agree to the byte.
+"""Defines the layout of parameters in flat buffers. The runtime allocates the buffers and the planner counts their
+bytes by the same rule, so that both agree to the byte.
 
-[Note: flat layout] The layers of each virtual stage, in forward order, are grouped into units (flat parameter groups).
-No unit spans two stages. The first stage has 'embedding' (the vocabulary weight alone) and 'front', the last one 'back'
-and 'head'. If the head is tied and on another stage than the embedding, the last stage ends with one more 'embedding'
-layer that has its own replica of the weight; the head's bias stays in 'head'.
+[Note: flat layout] The layers of each virtual stage, in forward order, are grouped into units (flat parameter groups,
+as in FSDP). No unit spans two stages. The first stage has 'embedding' (the vocabulary weight alone) and 'front', the
+last one 'back' and 'head'. A tied head may be on another stage than the embedding. The last stage then ends with a
+second 'embedding' layer, which has its own replica of the weight. The head's bias stays in 'head'.
 
 At ZeRO 3 each layer is a unit, because ZeRO 3 gathers and frees layer by layer. At lower stages a unit is a bucket:
-layers in backward order until `bucket` bytes of gradients are reached. A layer with a tied weight is a unit alone, so
-that both of its owners shard it equally.
+layers in backward order until `bucket` bytes of gradients are reached. A layer with a tied weight forms a separate
+unit, so that both stages that have the weight shard it equally.
 
-Inside a unit the tensors that tensor parallelism shards come first, then the replicated ones. Under sequence
-parallelism the gradients of the latter need one more sum, which then covers one contiguous run. Every tensor begins at
-a multiple of `ALIGN_NUMEL` elements. The unit ends at a multiple of shards x `ALIGN_NUMEL`, so that shards are equal
-and aligned; with `shard_weights` they are unequal and aligned.
+Inside a unit the tensors that tensor parallelism shards come first, then the replicated tensors. Under sequence
+parallelism the gradients of the replicated tensors need an additional sum, which then covers one contiguous range.
+Every tensor begins at a multiple of `ALIGN_NUMEL` elements. The unit ends at a multiple of shards x `ALIGN_NUMEL`, so
+that shards are equal and aligned; with `shard_weights` they are unequal and aligned.
 
-[Note: pieces] A piece is the part of a logical tensor on one rank. Checkpoints are written and read in pieces, whatever
-the layout. A tensor rank has, along dimension `split`, the intervals `intervals` of the full tensor (several for a
-fused projection). Their concatenation is the local tensor. A shard of a flat buffer has the run [start, stop) of that
-local tensor, flattened. If `split` is None, the local tensor is the full one.
+[Note: pieces] A piece is the part of a logical tensor that one rank has. Checkpoints are written and read in pieces,
+whatever the layout. A tensor rank has the intervals `intervals` of the full tensor along dimension `split`; a fused
+projection has several intervals. Their concatenation is the local tensor. A shard of a flat buffer has the range
+[start, stop) of the flattened local tensor. If `split` is None, the local tensor is the full one.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from typing import Any, NamedTuple
 ALIGN_NUMEL = 32
 
 MAX_INFLIGHT_REDUCE = 2
-"""Maximum number of gradient reductions in flight at ZeRO 2 and 3. Each is of a full parameter group, while a
-further group fills."""
+"""Maximum number of gradient reductions in flight at ZeRO 2 and 3. Each reduces a full unit, while backward fills the
+gradients of the next unit."""
 
 CHUNK_ELEMENTS = 1 << 19
-"""Elements that an optimizer updates together if the update needs temporary memory or states are offloaded: 2 MiB of
-each kind of float32 state."""
+"""Elements that an optimizer updates at a time if the update needs temporary memory or states are offloaded. This is 2
+MiB of each float32 state."""
 
 SWAP_BUFFERS = 4
-"""Chunks of offloaded states in memory: one is updated, one is stored, two are fetched."""
+"""Chunks of offloaded states in memory: one is being updated, one is being stored, and two are being fetched."""
 
 
 class ParamSlot(NamedTuple):
@@ -50,7 +50,7 @@ class ParamSlot(NamedTuple):
 
 
 class LayerParams(NamedTuple):
-    """The tensors of a layer on this tensor rank. `own_bucket` is set for a tied weight."""
+    """The tensors of a layer on one tensor rank. `own_bucket` is set for a tied weight, which forms a separate unit."""
 
     name: str
     slots: tuple[ParamSlot, ...]
@@ -58,7 +58,8 @@ class LayerParams(NamedTuple):
 
 
 class BucketLayout(NamedTuple):
-    """A flat buffer: the offset of each tensor, the end of the sharded ones, the padded length."""
+    """The layout of a flat buffer: the offset of each tensor, the end of the tensor-sharded tensors, and the padded
+    length."""
 
     layers: tuple[str, ...]
     offsets: dict[str, int]
@@ -72,7 +73,7 @@ def align_numel(count: int, to: int = ALIGN_NUMEL) -> int:
 
 
 def bucket_layout(layers: Sequence[LayerParams], shards: int) -> BucketLayout:
-    """Returns the layout of one flat buffer for `layers`."""
+    """Returns the layout of one flat buffer that contains `layers`."""
     offsets: dict[str, int] = {}
     end = 0
     for split in (True, False):
@@ -103,7 +104,7 @@ def bucket_gaps(unit: BucketLayout, numels: Mapping[str, int]) -> list[slice]:
 
 def shard_bounds(numel: int, shards: int, weights: Sequence[int] = ()) -> list[int]:
     """Returns the bounds of the shards of a unit of `numel` elements. Each shard has at least `ALIGN_NUMEL` elements;
-    the rest is divided by `weights`, or equally without them.
+    the remaining elements are divided by `weights`, or equally without weights.
 
     >>> shard_bounds(384, 4), shard_bounds(384, 4, (1, 1, 2, 4)), shard_bounds(384, 4, (2, 2, 2, 2))
     ([0, 96, 192, 288, 384], [0, 64, 128, 224, 384], [0, 96, 192, 288, 384])
@@ -116,8 +117,8 @@ def shard_bounds(numel: int, shards: int, weights: Sequence[int] = ()) -> list[i
 
 
 class ShardWeight(NamedTuple):
-    """The weight of one shard as cumulative sums: the sum of weights before it, the sum including it, and the sum of
-    all."""
+    """The weight of one shard as cumulative sums: of the weights before it, of the weights up to and including it, and
+    of all weights."""
 
     before: int
     past: int
@@ -125,7 +126,7 @@ class ShardWeight(NamedTuple):
 
 
 def shard_numel(numel: Any, shards: Any, heft: ShardWeight) -> Any:
-    """Returns the elements of one shard of a unit. Arrays of units give arrays.
+    """Returns the elements of one shard of a unit. `numel` and `shards` may be arrays.
 
     >>> shard_numel(384, 4, ShardWeight(4, 8, 8))
     160
@@ -138,10 +139,11 @@ def shard_numel(numel: Any, shards: Any, heft: ShardWeight) -> Any:
 
 
 def resident_numel(numel: Any, share: Any) -> Any:
-    """Returns how many of the `numel` elements of a rank's run stay on device if `share` percent are offloaded. They
-    are the first ones, in whole lines of `ALIGN_NUMEL`; at least the given percentage is offloaded.
+    """Returns how many of the `numel` elements of a rank's shard stay on device if `share` percent are offloaded. The
+    resident elements are the first ones of the shard, a multiple of `ALIGN_NUMEL`. At least the given percentage is
+    offloaded.
 
-    Arrays of runs, or of percentages, give arrays.
+    `numel` and `share` may be arrays.
 
     >>> [resident_numel(320, share) for share in (0, 1, 50, 99, 100)]
     [320, 288, 160, 0, 0]
@@ -150,7 +152,7 @@ def resident_numel(numel: Any, share: Any) -> Any:
 
 
 class OffloadSplit(NamedTuple):
-    """Elements `start` to `stop` of a run, with whether their weights and whether their states are offloaded."""
+    """Elements `start` to `stop` of a shard, and whether their weights and their optimizer states are offloaded."""
 
     start: int
     stop: int
@@ -159,8 +161,8 @@ class OffloadSplit(NamedTuple):
 
 
 def offload_splits(numel: int, weights: int, states: int) -> list[OffloadSplit]:
-    """Splits a run of which `weights` percent of the weights and `states` percent of the states are offloaded. Both
-    count from the end of the run, so that the two offloaded ranges overlap as much as possible.
+    """Splits a shard of which `weights` percent of the weights and `states` percent of the states are offloaded. Both
+    percentages count from the end of the shard, so that the two offloaded ranges overlap as much as possible.
 
     >>> [[part.stop for part in offload_splits(320, *percent)] for percent in ((0, 0), (40, 70), (100, 100))]
     [[320], [96, 192, 320], [320]]

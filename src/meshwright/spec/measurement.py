@@ -1,14 +1,14 @@
 """Describes the raw measurements of `probe`: devices, pairs of ranks, collectives. Calibration (planner/cost) turns
 them into a `Cluster`.
 
-The module also finds the tiers of a network, and slow links, from the measurements of pairs of ranks. No description of
-the network is needed.
+The module also finds the tiers of a network, and its slow links, from measurements between pairs of ranks. It needs no
+description of the network.
 
-Bandwidths are sorted. The widest gap between neighbours splits them into near and far if it is wider than a threshold.
-Ranks that are connected by near pairs, directly or through others, form a block. Blocks of equal length, each of
-consecutive ranks, form a tier; any other result is one tier with outliers. A pair is an outlier if it carries less than
-`SLOW_LINK_RATIO` of the upper tercile of its tier. A rank all of whose pairs are outliers is reported instead of the
-pairs.
+The bandwidths of all pairs are sorted. If the widest gap in this order exceeds a threshold, it splits the pairs into
+near and far. Ranks that near pairs connect, directly or through other ranks, form a block. Blocks of equal length with
+consecutive ranks form a tier. Any other result is one tier with outliers. A pair is an outlier if it carries less than
+`SLOW_LINK_RATIO` of the upper tercile of its tier. If all pairs of a rank are outliers, the rank is reported instead of
+the pairs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class MatmulSample(StrictModel):
 
 
 class DeviceProfile(StrictModel):
-    """The device of one rank. Rates are those of a device that has a processor for itself. `share` is the fraction
-    of a processor that it gets while the other ranks run."""
+    """The measurements of the device of one rank. Rates hold for a device that has a processor for itself. `share` is
+    the fraction of a processor that the device gets while the other ranks run."""
 
     rank: int
     host: str = Field(description="ranks of equal name read each other's memory, or are devices of one machine")
@@ -74,7 +74,7 @@ class DeviceProfile(StrictModel):
 
 
 class LinkSample(StrictModel):
-    """Two ranks that send to each other: seconds of the smallest message, and bytes/s of a large one in one
+    """A measurement between two ranks: seconds of the smallest message, and bytes/s of a large message in one
     direction."""
 
     first: int
@@ -84,7 +84,8 @@ class LinkSample(StrictModel):
 
 
 class CollectiveSample(StrictModel):
-    """One collective of `ranks` ranks at a distance of `stride`, over a full tensor of `size` bytes."""
+    """A measurement of one collective over a full tensor of `size` bytes. `ranks` ranks take part, at distance
+    `stride`."""
 
     kind: str = Field(description="all_reduce, reduce_scatter, all_gather or all_to_all")
     ranks: int
@@ -107,7 +108,7 @@ class ClusterProfile(StrictModel):
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host, hosts in the order of their first rank."""
+        """The ranks of each host. Hosts are in the order of their lowest rank."""
         found: dict[str, list[int]] = {}
         for device in self.devices:
             found.setdefault(device.host, []).append(device.rank)
@@ -117,19 +118,20 @@ class ClusterProfile(StrictModel):
 TIER_GAP_RATIO = 2.0
 SLOW_LINK_RATIO = 0.6
 MAX_OUTLIER_FRACTION = 1 / 3
-"""A group of outlying ranks is reported as slow, not as a tier, if it has less than this fraction of all ranks."""
+"""A group of outlying ranks is reported as slow, and not as a tier, if it has less than this fraction of all ranks."""
 
 
 class NetworkTiers(NamedTuple):
-    """`span` is the number of consecutive ranks of a block; 0 means one tier. `odd` has a line for each slow rank or
-    link."""
+    """The tiers of a network. `span` is the number of consecutive ranks of a block; 0 means one tier. `odd` has a line
+    for each slow rank or link."""
 
     span: int
     odd: tuple[str, ...]
 
 
 def find_network_tiers(pairs: Sequence[LinkSample], ranks: int, odd: float = SLOW_LINK_RATIO) -> NetworkTiers:
-    """Finds the tiers of a network. `odd` is the largest fraction of its tier's upper tercile that an outlier carries.
+    """Finds the tiers of a network. A pair is an outlier if its bandwidth is below `odd` times the upper tercile of its
+    tier.
 
     >>> def pair(a, b, rate): return LinkSample(first=a, second=b, latency=1e-5, bandwidth=rate)
     >>> flat = [pair(a, b, 1e9 if a // 2 == b // 2 else 1e8) for a in range(4) for b in range(a + 1, 4)]
@@ -166,7 +168,7 @@ def _connected_blocks(pairs: Sequence[LinkSample], ranks: int) -> list[list[int]
 
 
 def _describe_slow_links(pairs: Sequence[LinkSample], odd: float) -> list[str]:
-    """Returns lines for the slow pairs of one tier: one for a rank, or one for a pair."""
+    """Returns one line for each slow rank or slow pair of one tier."""
     from meshwright.core.units import show_rate
 
     if len(pairs) < 3:

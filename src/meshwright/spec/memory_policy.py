@@ -22,7 +22,7 @@ def offload_percent(plan: Plan, what: Offload) -> int:
 
 
 def recompute_at(plan: Plan, index: int) -> Recompute:
-    """Returns what the block at `index` of its virtual stage recomputes."""
+    """Returns the kind of recompute of the block at `index` of its virtual stage."""
     return plan.recompute if not plan.recompute_layers or index < plan.recompute_layers else plan.recompute_rest
 
 
@@ -32,7 +32,7 @@ def offloads_block(plan: Plan, index: int) -> bool:
 
 
 def defers_wgrad(plan: Plan, index: int) -> bool:
-    """Returns whether the weight gradients of the block at `index` run in W, if its stage has W.
+    """Returns whether the block at `index` computes its weight gradients in W, if its stage has W.
 
     A block that recomputes or offloads computes them in B. Otherwise its recomputed or fetched activations would be
     stored until W.

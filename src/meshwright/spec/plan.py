@@ -1,18 +1,18 @@
-"""Defines the plan of a job: everything that must not change the result. `plan_name` has its short name,
-`dp8.tp2.pp4.z1`.
+"""Defines the plan of a job: all settings that must not change the result. `plan_name` formats the short name of a
+plan, such as `dp8.tp2.pp4.z1`.
 
-The world size is pp x dp_replicate x dp_shard x cp x tp. pp is the outermost axis and tp the innermost one, unless
-`axes` says otherwise; cp is inside dp.
+The world size is pp x dp_replicate x dp_shard x cp x tp. By default pp is the outermost axis and tp the innermost axis;
+`axes` can change this order. The axis cp is inside dp.
 
-[Note: batches] Replica r runs n_r micro-batches of m_r sequences, on the rows after those of the replicas before it.
-The sum of n_r m_r is the batch. Both may differ between replicas. The numbers (`shares`) differ if devices differ in
-speed. The sizes (`micro_batch_sizes`) differ if one size would not fit on all devices or would waste memory of some.
-The loss is the sum over all labels divided by their number, so neither changes it. Replicas with unequal sizes and
-equal numbers synchronize in every micro-batch, which ZeRO 2 and 3 need. Replicas with unequal numbers synchronize once
-a step.
+[Note: batches] Replica r runs n_r micro-batches of m_r sequences. Its rows of the batch follow those of replica r - 1.
+The sum of n_r m_r over the replicas is the batch. The numbers n_r (`shares`) differ between replicas if devices differ
+in speed. The sizes m_r (`micro_batch_sizes`) differ if equal sizes would not fit on all devices or would waste memory.
+The loss is the sum over all labels divided by the number of labels, so neither n_r nor m_r changes it. Replicas with
+unequal m_r and equal n_r synchronize in every micro-batch, which ZeRO 2 and 3 need. Replicas with unequal n_r
+synchronize once per step.
 
-[Note: first blocks] Recompute and activation offload count the first blocks of each virtual stage. If a plan limits
-both, they apply to the same blocks.
+[Note: first blocks] A plan can limit recompute and activation offload to the first blocks of each virtual stage. If it
+limits both, the numbers of blocks are equal.
 """
 
 from __future__ import annotations
@@ -140,14 +140,14 @@ class Plan(StrictModel):
 
     @property
     def shards(self) -> int:
-        """The number of ranks that shard the states of one replica: the shard group and its context ranks; 1 at ZeRO
-        0."""
+        """The number of ranks that shard the states of one replica: the shard group and its context ranks. It is 1 at
+        ZeRO 0."""
         return self.dp_shard * self.cp if self.zero else 1
 
     @property
     def state_replicas(self) -> int:
-        """The number of ranks with the same states: the replicas of the shard group; at ZeRO 0 all data and context
-        ranks.
+        """The number of ranks with the same states. These are the replicas of the shard group, or at ZeRO 0 all data
+        and context ranks.
 
         >>> Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1).state_replicas, Plan(dp_replicate=2, cp=2).state_replicas
         (2, 4)
@@ -158,8 +158,8 @@ class Plan(StrictModel):
     def expert_tp(self) -> int:
         """The number of tensor ranks that shard one expert.
 
-        Expert ranks are taken from dp_shard x cp first. If these do not suffice, tensor ranks join and have whole
-        experts.
+        Expert parallelism uses the ranks of dp_shard x cp first. If these do not suffice, it also uses tensor ranks,
+        which then have whole experts.
 
         >>> Plan(tp=2, ep=4, dp_shard=8, zero=1).expert_tp, Plan(tp=8, ep=8).expert_tp
         (2, 1)
@@ -167,23 +167,24 @@ class Plan(StrictModel):
         return self.tp // (self.ep // math.gcd(self.ep, self.dp_shard * self.cp)) if self.ep > 1 else self.tp
 
     def micro_batch_of(self, replica: int) -> int:
-        """Returns the sequences in a micro-batch of `replica`."""
+        """Returns the number of sequences in a micro-batch of `replica`."""
         return self.micro_batch_sizes[replica] if self.micro_batch_sizes else self.micro_batch
 
     @property
     def rows_per_round(self) -> int:
-        """The sequences in one micro-batch of every replica."""
+        """The number of sequences in one micro-batch of every replica."""
         return sum(self.micro_batch_sizes) or self.dp * self.micro_batch
 
     @property
     def uneven_batch(self) -> int:
-        """The batch that `shares` divides, in sequences; 0 without `shares`."""
+        """The batch in sequences that `shares` implies; 0 without `shares`."""
         return sum(count * self.micro_batch_of(replica) for replica, count in enumerate(self.shares))
 
     def micro_batches(self, batch: int, replica: int | None = None) -> int:
-        """Returns the micro-batches per step of `replica`, or the most that any replica has.
+        """Returns the number of micro-batches per step of `replica`, or the largest number of any replica if it is
+        None.
 
-        Raises: InputError if `batch` does not divide.
+        Raises: InputError if the replicas cannot divide `batch`.
         """
         if self.shares:
             if self.uneven_batch != batch:
@@ -208,7 +209,8 @@ class Plan(StrictModel):
 
     @property
     def ulysses_ranks(self) -> int:
-        """The number of context ranks that exchange heads; rings connect cp divided by this number."""
+        """The number of context ranks that exchange heads by Ulysses. Each ring has cp divided by this number of
+        ranks."""
         return 1 if self.context == ContextParallelMethod.ring else self.ulysses or self.cp
 
     @property
@@ -222,7 +224,7 @@ class Plan(StrictModel):
         return find_schedule(self.schedule, self.actions)
 
     def stage_to_rank(self, stage: int) -> int:
-        """Returns the pipeline rank of a stage."""
+        """Returns the pipeline rank that runs a stage."""
         return stage_to_rank(stage, self.pp, self.schedule_rules.v_shape)
 
     def splits_backward(self, stage: int) -> bool:
@@ -236,9 +238,9 @@ class Plan(StrictModel):
     def stage_layers(self, blocks: int) -> tuple[int, ...]:
         """Returns the number of blocks of each virtual stage.
 
-        Without `layers_per_stage` the numbers differ by 1 at most, and the first stages have the larger one.
+        Without `layers_per_stage` the numbers differ by at most 1, and the first stages have the larger number.
 
-        Raises: InputError where the model has another number of blocks, or fewer blocks than stages.
+        Raises: InputError if `layers_per_stage` does not add up to `blocks`, or if there are fewer blocks than stages.
         """
         if self.layers_per_stage:
             if sum(self.layers_per_stage) != blocks:
@@ -267,17 +269,17 @@ class Plan(StrictModel):
 
     @property
     def name(self) -> str:
-        """The short name, as `plan_name` formats it."""
+        """The short name of the plan, as the function `plan_name` formats it."""
         return plan_name(self)
 
     @property
     def digest(self) -> str:
-        """A digest of all fields; checkpoints and records quote it."""
+        """A digest of all fields. Checkpoints and records contain it."""
         return hashlib.sha256(self.to_json(None).encode()).hexdigest()[:16]
 
 
 def parse_plan(name: str) -> Plan:
-    """Returns the plan that `name` states.
+    """Returns the plan with the short name `name`.
 
     Raises: InputError with the part of the name that is not understood.
 
@@ -288,7 +290,7 @@ def parse_plan(name: str) -> Plan:
 
 
 def round_equation(plan: Plan) -> str:
-    """Returns the number of which a batch must be a multiple, as an equation.
+    """Returns an equation for the number of which a batch must be a multiple.
 
     >>> round_equation(parse_plan("dp2.mb4-2")), round_equation(parse_plan("dp2.mb4"))
     ('4+2 = 6', 'dp(2) * micro_batch(4) = 8')
@@ -298,7 +300,7 @@ def round_equation(plan: Plan) -> str:
 
 
 def shares_equation(plan: Plan) -> str:
-    """Returns the batch that the `shares` of a plan divide, as an equation."""
+    """Returns an equation for the batch that the `shares` of a plan imply."""
     if plan.micro_batch_sizes:
         parts = "+".join(f"{count}*{size}" for count, size in zip(plan.shares, plan.micro_batch_sizes, strict=True))
     else:

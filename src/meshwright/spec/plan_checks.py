@@ -21,7 +21,7 @@ from meshwright.spec.schedules.schedule_registry import offered_schedules
 
 
 def _check_micro_batch_sizes(plan: Any) -> None:
-    """Checks the sizes of micro-batches of unequal replicas."""
+    """Checks the micro-batch sizes of replicas with unequal sizes."""
     sizes = plan.micro_batch_sizes
     if not sizes:
         return
@@ -50,7 +50,7 @@ def _check_micro_batch_sizes(plan: Any) -> None:
 
 
 def _check_recompute(plan: Any) -> None:
-    """Checks which blocks recompute."""
+    """Checks the number of blocks that recompute, and the recompute of the other blocks."""
     if plan.recompute_layers and plan.recompute not in PER_BLOCK_RECOMPUTE:
         raise ValueError(
             Message(
@@ -71,7 +71,7 @@ def _check_recompute(plan: Any) -> None:
 
 
 def _check_offload(plan: Any) -> None:
-    """Checks what is offloaded, and of how many blocks."""
+    """Checks the list of offloads, and the number of blocks that offload activations."""
     if list(plan.offload) != sorted(set(plan.offload), key=list(Offload).index):
         raise ValueError(
             Message(
@@ -140,7 +140,7 @@ def _check_offload_percent(plan: Any) -> None:
 
 
 def _check_degrees(plan: Any) -> None:
-    """Checks ZeRO stage and sequence parallelism against the degrees."""
+    """Checks the ZeRO stage and sequence parallelism against the parallel degrees."""
     if plan.zero == 0 and plan.dp_shard > 1:
         raise ValueError(Message("ZeRO 0 shards nothing: write dp{dp} without a shard group, or z1 to z3", dp=plan.dp))
     if plan.sequence_parallel and plan.tp == 1:
@@ -148,7 +148,7 @@ def _check_degrees(plan: Any) -> None:
 
 
 def _check_stages(plan: Any) -> None:
-    """Checks the schedule, its stages and the blocks of each."""
+    """Checks the schedule, the number of virtual stages, and the blocks of each stage."""
     rules = plan.schedule_rules
     least = rules.stages_per_rank
     if plan.virtual_stages < least or (plan.virtual_stages > least and not rules.any_stages_per_rank):
@@ -229,9 +229,8 @@ def _check_axes(plan: Any) -> None:
 
 
 def _check_uneven_micro_batches(plan: Any) -> None:
-    """[Note: uneven accumulation] Checks replicas with unequal numbers of micro-batches: they synchronize once a step.
-
-    A collective in each micro-batch would wait forever.
+    """[Note: uneven accumulation] Checks replicas with unequal numbers of micro-batches. They synchronize once per
+    step, because a collective in each micro-batch would wait forever.
     """
     if not plan.shares:
         return
@@ -288,4 +287,4 @@ PLAN_CHECKS = (
     _check_uneven_micro_batches,
     _check_shard_weights,
 )
-"""The checks in the order in which a plan reports errors."""
+"""The checks, in the order in which a plan reports errors."""

@@ -1,6 +1,6 @@
-"""The short name of a plan, such as `dp8.tp2.pp4.z1`, and the fields that such a name states.
+"""Formats and parses the short name of a plan, such as `dp8.tp2.pp4.z1`.
 
-A name is a list of parts joined by dots. A part is left out where the field has its default.
+A name is a list of parts joined by dots. A part is omitted if its field has the default value.
 
     dp8             8 replicas (ZeRO 0), or a shard group of 8 ranks (ZeRO 1 to 3)
     dp2x4           2 replicas of shard groups of 4
@@ -44,11 +44,12 @@ from meshwright.spec.schedules.custom import CUSTOM_NAME_PREFIX
 from meshwright.spec.schedules.schedule_registry import offered_schedules
 
 MIN_RUN_LENGTH = 5
-"""The number of equal list entries from which a name writes their count instead."""
+"""The minimum number of consecutive equal numbers that a name abbreviates, as in `2x14`."""
 
 
 def format_number_list(numbers: Sequence[int]) -> str:
-    """Returns numbers joined by dashes; a run of at least `MIN_RUN_LENGTH` equal ones as `2x14`.
+    """Returns numbers joined by dashes. At least `MIN_RUN_LENGTH` consecutive equal numbers are abbreviated: `2x14` is
+    14 times 2.
 
     >>> format_number_list((2,) * 14 + (3, 3, 1)), parse_number_list("2x14-3-3-1") == (2,) * 14 + (3, 3, 1)
     ('2x14-3-3-1', True)
@@ -104,7 +105,7 @@ def _data_part(plan: Any) -> str:
 
 
 def offload_name_parts(plan: Any) -> list[str]:
-    """Returns the parts of the name of a `Plan` that state what is offloaded.
+    """Returns the parts of the name of a `Plan` for its offloads.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> offload_name_parts(parse_plan("dp2.z3.off-optimizer-disk60.off-parameters50.off-activations"))
@@ -138,7 +139,7 @@ _EXAMPLE_TOKENS = (
 
 
 def parse_plan_name(name: str) -> dict[str, Any]:
-    """Returns the fields of the plan that `name` states.
+    """Returns the fields of the plan with the short name `name`.
 
     Raises: InputError with the part of the name that is not understood.
 
@@ -201,8 +202,8 @@ def _schedule_fields(part: str) -> dict[str, Any] | None:
 
 
 def _part_fields(part: str) -> dict[str, Any] | None:
-    """Returns the fields that one part states; None for an unknown part. The first field is the one that no other
-    part may state."""
+    """Returns the fields that one part of a name sets, or None for an unknown part. No other part may set the first of
+    these fields."""
     if (match := re.fullmatch(r"([a-z]+)(\d+)", part)) and match[1] in _NUMBER_TOKENS:
         return {_NUMBER_TOKENS[match[1]]: int(match[2])}
     if part in _FLAG_TOKENS:

@@ -1,5 +1,5 @@
-"""Defines precision recipes: the type in which weights, gradients and states are stored, computed and reduced, and the
-resulting bytes.
+"""Defines precision recipes: the data types of weights, gradients and optimizer states, of computation and of
+reduction, and the resulting bytes per parameter.
 
 | recipe | weights | gradients | optimizer with AdamW | total | matrix products |
 |---|---|---|---|---|---|
@@ -10,11 +10,12 @@ resulting bytes.
 | fp8 | 2 | 2 | 4 (master) + 8 | 16 | float8 in the linear layers of blocks, else bfloat16 |
 | bf16-pure | 2 | 2 | 4 | 8 | bfloat16; weights and states rounded stochastically |
 
-Gradients are stored, summed and sent in the type of `reduce` if a workload names one (bf16 has 2 bytes, fp32 4), else
-as in the table.
+Gradients are stored, summed and sent in the type `reduce` of the workload (bf16 has 2 bytes, fp32 has 4). Without
+`reduce` the table applies.
 
-The module also has two options that change the result. Gradient compression sends fewer bytes between hosts. DiLoCo
-runs replicas with local steps that synchronize rarely, for sites between which gradients cannot be sent in every step.
+The module also defines two options that change the result. Gradient compression sends fewer bytes between hosts. With
+DiLoCo, replicas update locally and synchronize rarely. It is meant for sites between which gradients cannot be sent in
+every step.
 
 Sources: Rajbhandari et al., ZeRO, section 3.1 (2 + 2 + 12 bytes per parameter); Micikevicius et al., FP8 Formats for
 Deep Learning, 2022; Gupta et al., Deep Learning with Limited Numerical Precision, 2015 (stochastic rounding); Douillard
@@ -37,12 +38,12 @@ from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.messages import Message
 
 INT8_BLOCK_NUMEL = 256
-"""Elements with a common scale in int8."""
+"""The number of int8 elements that share one scale."""
 
 
 class GradientCompression(StrictModel):
-    """The compression of gradients between hosts. `kind` is 2 bytes an element, 1 byte and a scale for each block, or
-    two low-rank factors of each matrix.
+    """The compression of gradients between hosts. bf16 sends 2 bytes per element, int8 sends 1 byte per element and a
+    scale per block, low-rank sends two factors of each matrix.
 
     >>> GradientCompression(kind="int8").bytes_per_element
     1.015625
@@ -53,13 +54,14 @@ class GradientCompression(StrictModel):
 
     @property
     def bytes_per_element(self) -> float:
-        """The bytes per element of a large vector. For low-rank it is the value of tensors that are no matrices."""
+        """The number of bytes per element of a large vector. For low-rank it is the value of tensors that are not
+        matrices."""
         return {"bf16": 2.0, "int8": 1.0 + 4.0 / INT8_BLOCK_NUMEL}.get(self.kind, 4.0)
 
 
 class DilocoConfig(StrictModel):
-    """The DiLoCo settings. Each of `replicas` reads its own part of every batch and updates locally. After every
-    `steps` steps the replicas synchronize their weights."""
+    """The DiLoCo settings. Each of the `replicas` replicas reads its own part of every batch and updates its weights
+    locally. After every `steps` steps the replicas synchronize their weights."""
 
     replicas: int = Field(ge=2)
     steps: int = Field(default=50, ge=1)
@@ -70,7 +72,8 @@ class DilocoConfig(StrictModel):
 
 
 class Recipe(StrictModel):
-    """The number formats of training. `compute` is torch's name of the type of weights, activations and gradients."""
+    """The number formats of training. `compute` is torch's name of the data type of weights, activations and
+    gradients."""
 
     name: str
     compute: str
@@ -89,11 +92,12 @@ class Recipe(StrictModel):
     eight: bool = Field(default=False, description="states are kept in 8 bits")
     reduced: int = Field(default=0, description="bytes of a gradient that is held and summed; 0: of the compute type")
     local: DilocoConfig | None = None
-    """Replicas update locally and synchronize every so many steps."""
+    """The DiLoCo settings; None if replicas synchronize in every step."""
 
     @property
     def state_size(self) -> int:
-        """Bytes of one element of an optimizer state: of the master type, or of the weights' type."""
+        """Bytes of one element of an optimizer state: that of the main weights, or of the weights if there are no main
+        weights."""
         return self.master or self.size
 
     @property
@@ -107,7 +111,8 @@ class Recipe(StrictModel):
         return (self.rate, self.products) if self.products else (self.rate,)
 
     def bytes_per_parameter(self, states: float) -> float:
-        """Returns the bytes of weights, gradients and optimizer per parameter, with `states` state tensors."""
+        """Returns the bytes of weights, gradients and optimizer per parameter. The optimizer has `states` state
+        tensors."""
         return self.size + self.gradient_size + self.master + states * self.state_size
 
 
@@ -126,11 +131,12 @@ RECIPES = {
 
 
 REDUCE_DTYPE_BYTES = {"bf16": 2, "fp32": 4}
-"""Bytes of the types in which gradients can be stored and summed."""
+"""Bytes per element of the types in which gradients can be stored and summed."""
 
 
 def recipe(name: str, reduce: str | None = None, state: str | None = None) -> Recipe:
-    """Returns the recipe `name`, with gradients in `reduce` and optimizer states in `state` (8bit) if these are given.
+    """Returns the recipe `name`. If given, `reduce` is the type of gradients and `state` (8bit) that of optimizer
+    states.
 
     >>> recipe("bf16", "fp32").gradient_size, recipe("bf16-pure").bytes_per_parameter(states=2)
     (4, 8)

@@ -1,9 +1,9 @@
-"""Describes the measurements of a step, with the names of `Estimate`, and the state of a run.
+"""Describes the measurements of a step, with the same names as in `Estimate`, and the state of a training run.
 
-The digest of samples proves which samples a step has read. It is small, and any number of ranks can add theirs up.
-Sample number n is the n-th of the data's order; batch b of B rows is the samples b B to b B + B - 1. The digest is a
-count and the sum of (n + 1)^2 modulo 2^64 over the samples. A sample that is read twice, missed or replaced changes it.
-The sum over a whole batch has a closed form, so that any number of steps is verified at once.
+The digest of samples shows which samples a step has read. It is small, and the digests of ranks can be added. Samples
+are numbered in the order of the data; batch b of B rows has the samples from b B to b B + B - 1. The digest is the
+number of samples, and the sum of (n + 1)^2 modulo 2^64 over the sample numbers n. It changes if a sample is read twice,
+missed or replaced. The sum over a whole batch has a closed form, so that many steps can be verified at once.
 
 >>> digest_samples([(3, 2), (0, 3)]) == digest_samples([(0, 5)])
 True
@@ -27,11 +27,11 @@ from meshwright.core.quantities import Bytes, Seconds
 RECORDS_FILE_NAME = "records.jsonl"
 
 RECORD_TAIL_BYTES = 1 << 16
-"""Bytes at the end of the records in which the last record is searched."""
+"""The number of bytes at the end of the record file in which the last record is searched."""
 
 
 class MoeStats(StrictModel):
-    """Statistics of the experts of a model in a step."""
+    """Expert statistics of one step."""
 
     loads: tuple[tuple[float, ...], ...] = Field(
         description=(
@@ -46,7 +46,8 @@ class MoeStats(StrictModel):
 
 
 class StepRecord(StrictModel):
-    """One line of `records.jsonl`. Times are seconds of the slowest rank, memory is the bytes of the peak rank."""
+    """One line of `records.jsonl`. Times are the seconds of the slowest rank, memory is the bytes of the peak-memory
+    rank."""
 
     step: int
     loss: float
@@ -87,7 +88,7 @@ class StepRecord(StrictModel):
 
 
 class RunState(StrictModel):
-    """The state of a run at a step. Each checkpoint contains one."""
+    """The state of a training run after a step. Each checkpoint contains it."""
 
     step: int = 0
     samples: int = Field(default=0, description="sequences consumed since the start")
@@ -98,7 +99,8 @@ class RunState(StrictModel):
 
 
 def last_recorded_step(end: bytes) -> int:
-    """Returns the step of the last complete record in the end of a file; -1 if there is none.
+    """Returns the step of the last complete record in `end`, the last bytes of a file. Returns -1 without a complete
+    record.
 
     >>> last_recorded_step(b'"x":1}\\n{"step":7,"loss":1.0}\\n{"step":8,"lo')
     7
@@ -115,7 +117,7 @@ DIGEST_MODULUS = 2**64
 
 
 class SampleDigest(NamedTuple):
-    """The number of samples, and the sum of their squares."""
+    """The number of samples, and the sum of the squares of their numbers plus one."""
 
     number: int
     squares: int
@@ -127,14 +129,14 @@ class SampleDigest(NamedTuple):
 
 
 def digest_samples(runs: Iterable[tuple[int, int]]) -> SampleDigest:
-    """Returns the digest of runs of samples. Each run is a first number and a count."""
+    """Returns the digest of ranges of samples. Each range is its first sample number and its number of samples."""
     listed = list(runs)
     squares = sum(_sum_of_squares(first + count) - _sum_of_squares(first) for first, count in listed)
     return SampleDigest(sum(count for _, count in listed), squares % DIGEST_MODULUS)
 
 
 def digest_batch(batch: int, rows: int) -> SampleDigest:
-    """Returns the digest of a step that reads a whole batch."""
+    """Returns the digest of a step that reads batch `batch` of `rows` rows."""
     return digest_samples([(batch * rows, rows)])
 
 
@@ -144,7 +146,7 @@ def _sum_of_squares(number: int) -> int:
 
 
 class AllocationEvent(StrictModel):
-    """The bytes of dynamic memory from one moment on."""
+    """The bytes of dynamic memory from the time `at` on."""
 
     at: Seconds = Field(description="since the step began")
     activations: Bytes
@@ -152,8 +154,8 @@ class AllocationEvent(StrictModel):
 
 
 class MemoryTimeline(StrictModel):
-    """The memory of one step over time. `resident` is the static memory by kind: parameters, gradients, optimizer and
-    transient bytes that are present throughout."""
+    """The memory of one step over time. `resident` is the static memory by kind: parameters, gradients, optimizer
+    states, and temporary buffers that exist during the whole step."""
 
     rank: int
     step: int

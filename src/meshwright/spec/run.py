@@ -1,5 +1,5 @@
-"""Defines the `run` section of a job, and the launch file of a run: everything that a rank needs except the model's
-weights and the data.
+"""Defines the `run` section of a job, and the launch file of a training run. The launch file has everything that a rank
+needs except the model's weights and the data.
 
 Guarantees: nothing in `RunConfig` changes the result of training. `LaunchSpec` is complete, so that a rank needs no
 planner. RUN/launch.json contains it.
@@ -23,7 +23,8 @@ StepInterval = Annotated[int, Field(ge=0)] | Literal["auto"]
 
 
 class RunConfig(StrictModel):
-    """The `run` section of a job: where a run is stored, how often it is saved, and how faults are handled."""
+    """The `run` section of a job: the folder of the training run, the interval of checkpoints, and the handling of
+    faults."""
 
     folder: OneLine = Field(
         default="", description="where records, checkpoints and the plan go; empty: runs/ and the name of the model"
@@ -102,7 +103,8 @@ class RunConfig(StrictModel):
 
     @property
     def every(self) -> int:
-        """The steps between checkpoints. `auto` counts seconds instead; the value is then a default."""
+        """The number of steps between checkpoints. With `auto` the interval is in seconds, and this value is only a
+        default."""
         return 100 if self.checkpoint_every == "auto" else self.checkpoint_every
 
 
@@ -124,8 +126,8 @@ class ModelSource(StrictModel):
 
 
 class LaunchSpec(StrictModel):
-    """The launch file of a run. `parameters` is the planner's count, 0 without one; `predicted` is the estimated memory
-    of each pipeline rank."""
+    """The launch file of a training run. `parameters` is the planner's count, or 0 without a planner. `predicted` is
+    the estimated memory of each pipeline rank."""
 
     model: ModelSource
     workload: Workload
@@ -137,10 +139,10 @@ class LaunchSpec(StrictModel):
     proof: ProofCost = ProofCost()
 
     def result(self) -> dict[str, Any]:
-        """Returns the fields that determine the result, flat: 'workload.batch' to its value. Two launches with equal
-        fields are one job under two plans.
+        """Returns the fields that determine the result as a flat mapping with keys such as 'workload.batch'. Two
+        launches with equal fields run the same job, even with different plans.
 
-        With a constant learning rate more steps continue the same curve, so that `steps` is left out.
+        With a constant learning rate, additional steps do not change earlier ones, so `steps` is omitted.
         """
         flat: dict[str, Any] = {}
 
@@ -154,12 +156,12 @@ class LaunchSpec(StrictModel):
         put("", self.model_dump(mode="json", include={"model", "workload", "data"}))
         if self.workload.optimizer.schedule == "constant":
             del flat["workload.steps"]
-        del flat["workload.spikes"]  # affects only what happens from now on
+        del flat["workload.spikes"]  # affects only steps that have not run yet
         return flat
 
 
 def job_difference(mine: LaunchSpec, theirs: LaunchSpec) -> str:
-    """Returns the first difference that makes two launches two jobs, as text; empty if they are one job.
+    """Describes the first difference between the jobs of two launches. Returns an empty text if both run the same job.
 
     >>> from meshwright.spec.plan import Plan
     >>> model = {"name": "a", "module": "a:b"}
@@ -177,8 +179,8 @@ def job_difference(mine: LaunchSpec, theirs: LaunchSpec) -> str:
 
 
 def describe_extension(mine: LaunchSpec, theirs: LaunchSpec) -> str:
-    """Returns how `mine`, which resumes where `theirs` ends, is longer, as text; empty if it is not longer. Steps that
-    have run are not changed.
+    """Describes by how many steps `mine` extends `theirs`. Returns an empty text if `mine` is not longer. `mine`
+    resumes where `theirs` ends and does not change steps that have run.
 
     >>> from meshwright.spec.plan import Plan
     >>> model = {"name": "a", "module": "a:b"}

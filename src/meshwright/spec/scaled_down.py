@@ -1,8 +1,9 @@
 """Scales a plan down so that it runs on the CPU cores of one machine. Every kind of parallelism is preserved as long as
 possible.
 
-While there are too many ranks, the first of dp_replicate, dp_shard, cp, pp, tp that is above 2 is halved. When all are
-2 or 1, the first that is 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism do not change.
+While there are too many ranks, the first of the degrees dp_replicate, dp_shard, cp, pp, tp that exceeds 2 is halved. If
+all degrees are 1 or 2, the first degree of 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism do not
+change.
 
 >>> from meshwright.spec.plan import parse_plan
 >>> scale_down_plan(parse_plan("dp16.tp4.pp8.z1.mb4")).name
@@ -27,7 +28,8 @@ SCALED_DOWN_AXES = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
 
 
 def scale_down_plan(plan: Plan, most: int = MAX_SCALED_DOWN_RANKS) -> Plan:
-    """Returns `plan` on at most `most` ranks. Buckets are small, so that a small model has several."""
+    """Returns `plan` scaled down to at most `most` ranks. It sets a small bucket size, so that a small model has
+    several buckets."""
     sizes = {axis: getattr(plan, axis) for axis in SCALED_DOWN_AXES}
 
     while math.prod(sizes.values()) > most:

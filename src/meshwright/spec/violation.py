@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class Violation(NamedTuple):
-    """The reason why a plan cannot run. `reason` groups plans; `message` is the line for this plan."""
+    """The reason why a plan cannot run. `reason` is the same for all plans that break a rule. `message` has the numbers
+    of one plan."""
 
     reason: str
     message: str

@@ -1,6 +1,6 @@
-"""Defines everything that changes the result: batch, sequence, steps, precision, optimizer, seed, and the data.
+"""Defines the settings that change the result: batch, sequence, steps, precision, optimizer, seed, and the data.
 
-The data section says where the text of a run comes from, how it is tokenized, and how much of it is held out.
+The data section defines the sources of the training text, its tokenization, and the fraction used for validation.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from meshwright.core.messages import Message
 from meshwright.spec.precision import DilocoConfig, GradientCompression, Recipe, recipe
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adafactor": 1}
-"""State tensors per parameter with the shape of the weights. `OptimizerConfig.elements` handles the rules that
-depend on the shape."""
+"""The number of state tensors per parameter, each with the shape of the weights. `OptimizerConfig.elements` handles
+optimizers whose states have other shapes."""
 
 USER_FUNCTION_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """Matches `package.module:function`."""
@@ -26,8 +26,8 @@ FULL_TENSOR_OPTIMIZERS = ("muon", "adafactor")
 """Optimizers that update a tensor as a whole."""
 
 STATE_BLOCK_NUMEL = 32
-"""Elements of an 8-bit state with a common scale of 4 bytes. Flat buffers are aligned to this size, so that no block
-spans two ranks."""
+"""The number of 8-bit state elements that share one scale of 4 bytes. Flat buffers are aligned to this size, so that no
+block of elements spans two ranks."""
 
 
 OPTIMIZERS_WITH_BETAS = ("adamw", "adam", "muon")
@@ -43,9 +43,9 @@ OPTIMIZERS_BY_FIELD = {
 
 
 class OptimizerConfig(StrictModel):
-    """The optimizer. Over `warmup` steps (at most half of all) the rate rises linearly to `lr`. Then it is constant,
-    or it falls to `final_lr` x `lr` at the last step: by a cosine, linearly, or linearly over the last part of
-    all steps."""
+    """The optimizer. Over `warmup` steps (at most half of all steps) the learning rate rises linearly to `lr`. Then it
+    is constant, or it falls to `final_lr` x `lr` at the last step. It falls by a cosine, linearly, or linearly over the
+    last `cooldown` fraction of the steps."""
 
     name: str = Field(
         default="adamw",
@@ -119,7 +119,8 @@ class OptimizerConfig(StrictModel):
 
     @property
     def states(self) -> int:
-        """State tensors per parameter. The user's own code is counted like AdamW, because its number is unknown."""
+        """State tensors per parameter. The user's own optimizer is counted like AdamW, because its number is
+        unknown."""
         return OPTIMIZER_STATES.get(self.name, OPTIMIZER_STATES["adamw"])
 
     @property
@@ -128,11 +129,12 @@ class OptimizerConfig(StrictModel):
         return self.name in FULL_TENSOR_OPTIMIZERS
 
     def updates_whole(self, shape: tuple[int, ...], in_block: bool) -> bool:
-        """Returns whether a tensor is updated as a whole: matrices of blocks with Muon, everything with Adafactor."""
+        """Returns whether a tensor is updated as a whole: with Muon, the matrices of blocks; with Adafactor, every
+        tensor."""
         return self.name == "adafactor" or (self.name == "muon" and in_block and len(shape) == 2)
 
     def state_bytes(self, size: int) -> float:
-        """Returns the bytes of one element of a state that takes `size` bytes without quantization.
+        """Returns the bytes of one element of a state. `size` is the bytes without quantization.
 
         >>> OptimizerConfig(state="8bit").state_bytes(4), OptimizerConfig().state_bytes(4)
         (1.125, 4)
@@ -140,7 +142,7 @@ class OptimizerConfig(StrictModel):
         return 1 + 4 / STATE_BLOCK_NUMEL if self.state == "8bit" else size
 
     def elements(self, shape: tuple[int, ...], in_block: bool) -> float:
-        """Returns the state elements per element of an unsharded parameter.
+        """Returns the number of state elements per element of a parameter that is not sharded.
 
         >>> (OptimizerConfig(name="muon").elements((64, 16), True),
         ...     OptimizerConfig(name="adafactor").elements((64, 16), True))
@@ -154,7 +156,8 @@ class OptimizerConfig(StrictModel):
 
 
 class LoraConfig(StrictModel):
-    """Low-rank adapters instead of all weights: y = W x + (alpha / rank) B A x, where only A and B are trained."""
+    """Low-rank adapters that are trained instead of the weights: y = W x + (alpha / rank) B A x, where only A and B are
+    trained."""
 
     rank: int = Field(default=8, ge=1)
     alpha: float = Field(default=16.0, gt=0)
@@ -164,7 +167,7 @@ class LoraConfig(StrictModel):
 
 
 class Workload(StrictModel):
-    """The training workload. `batch` is in sequences per optimizer step, over all devices."""
+    """The training workload. `batch` is the number of sequences per optimizer step, over all devices."""
 
     sequence: int = Field(default=256, ge=1, le=2**32)
     batch: int = Field(default=32, ge=1, le=2**32)
@@ -273,7 +276,7 @@ class Workload(StrictModel):
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights, gradients and optimizer per parameter, for states with the shape of the weights.
+        """Bytes of weights, gradients and optimizer per parameter, if the states have the shape of the weights.
 
         >>> (Workload(precision="bf16").bytes_per_parameter,
         ...     Workload(precision="bf16-pure", reduce="fp32").bytes_per_parameter)
@@ -286,8 +289,8 @@ class Workload(StrictModel):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The fields of a plan that the result depends on, with exact sums or with DiLoCo, unless the user fixes them
-        otherwise.
+        """The values of plan fields that exact sums or DiLoCo need, because the result depends on them. Pins of the
+        user take precedence.
 
         >>> Workload(exact=2).fixed
         {'micro_batch': 2, 'tp': 1, 'pp': 1, 'cp': 1, 'ep': 1}

@@ -20,7 +20,7 @@ from meshwright.spec.workload import Workload
 
 
 def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
-    """Checks that exact sums use micro-batches of one size, the one that the workload names."""
+    """Checks that exact sums use micro-batches of the size that the workload names."""
     if exact and plan.micro_batch_sizes:
         yield Violation(
             "exact sums are of micro-batches of one size",
@@ -42,7 +42,8 @@ def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
 
 
 def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violation]:
-    """Checks that the DiLoCo replicas are the state replicas of the plan."""
+    """Checks that dp_replicate is the number of DiLoCo replicas, and that the plan uses no feature that DiLoCo
+    excludes."""
     if local is None:
         return
     if plan.dp_replicate != local.replicas:
@@ -84,9 +85,9 @@ def offloaded_state_names(plan: Plan) -> tuple[str, ...]:
 
 
 class UpdateProperties(NamedTuple):
-    """The properties of the optimizer update: the precision recipe, whether some or all tensors are updated as a
-    whole, and which expert tensors are. `on_cores` means that the devices are CPU cores, whose memory is the
-    host's."""
+    """The properties of the optimizer update: the precision recipe, whether some tensors are updated as a whole, and
+    which expert tensors are. `on_cores` means that the devices are CPU cores, whose memory is the memory of the
+    host."""
 
     recipe: Recipe
     whole: bool = False
@@ -95,13 +96,15 @@ class UpdateProperties(NamedTuple):
 
     @property
     def there(self) -> bool:
-        """Whether offloaded weights are updated on the host. This is the case on an accelerator without main
-        weights: the weights themselves are updated, and the device cannot reach them while they are offloaded."""
+        """Whether offloaded weights are updated on the host. This is the case on an accelerator if the recipe has no
+        main weights. The update then changes the weights themselves, which the device cannot reach while they are
+        offloaded."""
         return not (self.on_cores or self.recipe.master)
 
     @classmethod
     def of(cls, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()) -> UpdateProperties:
-        """Returns the properties for a workload, a cluster and, where known, the layers of the model."""
+        """Returns the properties for a workload and a cluster. Expert tensors are known only if the `layers` of the
+        model are given."""
         rule = workload.optimizer
         on_cores = all(group.device.name.lower().startswith("cpu") for group in cluster.groups)
         values = [(layer, each) for layer in layers for each in layer.parameters if each.experts and not each.frozen]
@@ -110,7 +113,7 @@ class UpdateProperties(NamedTuple):
 
 
 def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violation]:
-    """Checks the update against precision types and against rules that update whole tensors."""
+    """Checks the update against the precision recipe and against optimizers that update whole tensors."""
     recipe, offloaded = update.recipe, offloaded_state_names(plan)
     if recipe.products == "fp8" and (plan.tp > 1 or any(plan.splits_backward(stage) for stage in range(plan.stages))):
         yield Violation(
@@ -172,7 +175,8 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
 def workload_violations(
     plan: Plan, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()
 ) -> Iterator[Violation]:
-    """Checks every rule of a workload except those of its batch. `layers` are those of the model, if they are known."""
+    """Checks every rule of a workload except those of its batch. `layers` are the layers of the model, if they are
+    known."""
     yield from update_violations(plan, UpdateProperties.of(workload, cluster, layers))
     yield from exact_sum_violations(plan, workload.exact)
     yield from diloco_violations(plan, workload.local)

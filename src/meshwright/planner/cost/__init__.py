@@ -1,2 +1,2 @@
-"""What a plan takes: formulas with their sources, from (job, plans) to memory and seconds, vectorised over plans.
-NumPy, no torch."""
+"""Computes memory and seconds of plans with sourced formulas, vectorised over plans. The package uses NumPy and does
+not import torch."""

@@ -1,7 +1,8 @@
-"""Computes the peak of saved activations on each kind of pipeline rank, with recompute and offload.
+"""Computes the peak of saved activations on each class of pipeline ranks, with recompute and offload.
 
-The layers of a rank that are saved at each moment come from its schedule (rank_contents.py), their bytes from
-activations.py. The peak is the moment with the most bytes.
+The schedule of a rank determines the points in the step at which its memory can peak, and the layers with saved
+activations at each point (rank_contents.py). Their bytes come from activations.py. The peak is the point with the most
+bytes. The code calls these points moments.
 
 Source: Korthikanti et al., arXiv 2205.05198, for activations under tensor and sequence parallelism.
 """
@@ -22,12 +23,12 @@ from meshwright.planner.cost.rank_contents import PeakMoments, RankContents, sta
 from meshwright.spec.enums import PER_BLOCK_RECOMPUTE, Recompute
 
 ABSENT_MOMENT_BYTES = -1e30
-"""Bytes at a moment that a rank does not have: so negative that no addition makes it the peak."""
+"""Bytes at a moment that a rank does not have. The value is so negative that no sum with it becomes the peak."""
 
 
 class ActivationPeak(NamedTuple):
-    """Stores the peak bytes of activations: in the backward of the head (negative without a head), in any other
-    backward, on the host, and in files."""
+    """The peak bytes of activations: during the backward of the head (negative on ranks without a head), during any
+    other backward, in host memory, and in files."""
 
     at_head: Array
     elsewhere: Array
@@ -36,12 +37,13 @@ class ActivationPeak(NamedTuple):
 
 
 class MomentBytes(NamedTuple):
-    """Stores the moments at which ranks can be at their peak.
+    """The moments at which the memory of ranks can peak.
 
-    `saved` is the bytes of saved activations (b, o, r, moments, s x c). `layers` is the layers of each column (b, o, r,
-    moments, columns): saved, running, and those that wait for W where the schedule has such. `weights` is the bytes of
-    a layer (b, columns, s x c). `at_head` says where the head runs backward. `blocks` and `waiting` say of each saved
-    column whether it is offloaded if activations are, and whether it waits for W.
+    `saved` is the bytes of saved activations (b, o, r, moments, s x c). `layers` is the number of layers of each column
+    (b, o, r, moments, columns). The columns are the saved layers, the running layer, and, if the schedule defers weight
+    gradients, the layers that wait for W. `weights` is the bytes of one layer (b, columns, s x c). `at_head` marks the
+    moments at which the head runs backward. For each saved column, `blocks` marks whether it is offloaded if
+    activations are offloaded, and `waiting` whether it waits for W.
     """
 
     saved: Array
@@ -57,7 +59,7 @@ class MomentBytes(NamedTuple):
         return len(self.blocks)
 
     def bytes_of(self, layers: Array, first: int = 0) -> Array:
-        """Returns the bytes of `layers`, which belong to the columns from `first` on."""
+        """Returns the total bytes of `layers`, whose columns begin at column `first`."""
         weights = self.weights[:, first : first + layers.shape[4]]
         return (layers.reshape(len(weights), -1, layers.shape[4]) @ weights).reshape(self.saved.shape)
 
@@ -65,8 +67,8 @@ class MomentBytes(NamedTuple):
 def activation_peak(
     setting: CostContext, box: PlanGrid, tokens: Array, ranks: Sequence[RankContents]
 ) -> ActivationPeak:
-    """Returns the activation peak of each kind of rank, over AXES without z. Choices of recompute that treat all blocks
-    equally are computed together, others one by one."""
+    """Returns the activation peak of each rank class, over GRID_AXES without z. Recompute choices that treat all blocks
+    equally are computed together, all other choices separately."""
     layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
     whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
     split_backward = any_split_backward(
@@ -102,8 +104,8 @@ def _uniform_activation_peak(
     chosen: Sequence[RecomputeChoice],
     ranks: Sequence[RankContents],
 ) -> ActivationPeak:
-    """Computes the peak for choices of recompute that treat all blocks equally, or for one choice that does not. In the
-    second case the first blocks of a stage have one column and the others the next one."""
+    """Computes the peak for several recompute choices that treat all blocks equally, or for one choice that does not.
+    For such a choice each layer entry has two columns: the first blocks of a stage, and the other blocks."""
     moments = _moment_bytes(setting, box, layers, chosen, ranks)
     parts = len(box.sequence_parallel), len(chosen)
     every = moments.saved + deferred_wgrad_bytes(box, layers, moments.layers, moments.waiting, len(chosen))
@@ -171,8 +173,7 @@ def _offloaded_activation_peak(
     resident: Array,
     parts: tuple[int, int],
 ) -> ActivationPeak:
-    """Computes the peak where saved activations are offloaded. `resident` is the bytes of each moment without
-    offload."""
+    """Computes the peak if saved activations are offloaded. `resident` is the bytes at each moment without offload."""
     columns, blocks, at_head = moments.columns, moments.blocks, moments.at_head
     stays = 1.0 + (moments.layers[..., columns : 2 * columns] * blocks).sum(axis=-1, keepdims=True)
     stored = moments.layers[..., :columns] * blocks
@@ -190,21 +191,22 @@ def _offloaded_activation_peak(
     copied, passing, removed = (
         _max_moment(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting)
     )
-    # the last block of a pass is offloaded where another pass precedes its backward
+    # The last block of a forward pass is offloaded only if another action precedes its backward.
     removed = removed if box.pp == 1 else copied
     by_host = (
         not setting.on_host and setting.host_memory > 0
-    )  # data for a file passes through host memory, where that is known
+    )  # data for a file passes through host memory, if the memory of the host is known
     pinned = where.activations_files * passing * by_host
     return ActivationPeak(head, others, where.activations * removed + pinned, where.activations_files * removed)
 
 
 def _pad_columns(layers: Array, columns: int) -> Array:
-    """Returns `layers` padded with zeros to this number of columns."""
+    """Returns `layers` padded with zeros to `columns` columns."""
     return layers if layers.shape[3] == columns else np.pad(layers, ((0, 0),) * 3 + ((0, columns - layers.shape[3]),))
 
 
 def _max_moment(moment: Array, chosen: Array, parts: tuple[int, int]) -> Array:
-    """Returns the largest of the chosen moments, over AXES; `moment` (b, o, r, moments, s x c)."""
+    """Returns the maximum of `moment` (b, o, r, moments, s x c) over the moments that `chosen` marks, over
+    GRID_AXES."""
     largest = np.where(chosen, moment, ABSENT_MOMENT_BYTES).max(axis=3)
     return largest.reshape(*largest.shape[:3], *parts).transpose(2, 1, 0, 3, 4)[..., None, None]

@@ -1,8 +1,9 @@
 """Computes the activations that a layer saves for backward, and the transient memory of its backward.
 
-[Note: in pieces] A compiled block is compiled in pieces between the project's own layers, which the compiler does not
-enter. These are layers over tensor ranks, layers of experts, and layers with a deferred weight gradient. The activation
-of a gated unit falls between two pieces, so the product in the second piece saves its result.
+[Note: in pieces] torch.compile does not trace into some layers of this project: tensor-parallel layers, expert layers,
+and layers with a deferred weight gradient. A compiled block is therefore compiled in several pieces between these
+layers. The activation function of a gated feed-forward falls between two pieces, so the matrix product in the second
+piece saves its result.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from meshwright.spec.model import LayerSpec
 
 
 class ActivationBytes(NamedTuple):
-    """Stores the bytes of one layer and one micro-batch until backward, over (b, s).
+    """The bytes of one layer for one micro-batch, over (b, s).
 
-    `whole` is saved without recompute, `entering` with full recompute. `core` is the attention core's part of `whole`.
-    `derived` is the part that cheap operations recompute, and `at_once` the peak of it during this recompute. `passing`
-    is the extra transient memory of backward. `gates` is the extra saved memory with deferred weight gradients.
-    `put_off` is the part that remains from backward until the weight gradient W.
+    `whole` is saved for backward without recompute, `entering` with full recompute. `core` is the part of `whole` that
+    belongs to the attention core. `derived` is the part of `whole` that selective recompute does not save, and
+    `at_once` its peak while it is recomputed. `passing` is the additional transient memory of backward. `gates` is
+    additionally saved if weight gradients are deferred. `put_off` is stored from backward until the weight gradient W.
     """
 
     whole: Array
@@ -41,15 +42,15 @@ class ActivationBytes(NamedTuple):
     put_off: Array
 
     def until_w(self, kinds: Sequence[Recompute]) -> Array:
-        """Returns the bytes stored between B and W where the layer does each of `kinds` (c), over (b, s, c). They are
-        the inputs of matrix products and the gradients of their outputs."""
+        """Returns the bytes that a layer stores between B and W for each recompute kind in `kinds` (c), over (b, s, c).
+        They are the inputs of matrix products and the gradients of their outputs."""
         return np.stack(
             [0.0 * self.put_off if kind in PER_BLOCK_RECOMPUTE else self.put_off for kind in kinds], axis=-1
         )
 
     def when(self, kinds: Sequence[Recompute]) -> tuple[Array, Array]:
-        """Returns the saved bytes and the extra bytes of backward, where the layer does each of `kinds` (c), over (b,
-        s, c)."""
+        """Returns the saved bytes and the additional transient bytes of backward for each recompute kind in `kinds`
+        (c), over (b, s, c)."""
         none = 0.0 * self.whole
         of = {
             Recompute.none: (self.whole, none),
@@ -75,29 +76,29 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     split += layer.key_value_width * size * replicated_kv_fraction(layer, box.tp)
     at_once = tokens[:, None] * (
         (layer.derived_split * size + layer.derived_fixed_split) / box.tp
-    )  # the feed-forward's, with which backward begins
+    )  # bytes of the feed-forward, with which backward begins
     derived = at_once + tokens[:, None] * ((layer.derived_whole * size + layer.derived_fixed_whole) / divided)
     fused = box.compile * tokens[:, None] * _fused_activation_bytes(layer, size, box.tp, divided)
     pieces = box.tp > 1 or layer.routed > 0
-    if box.compile and pieces:  # the project's own layers save their inputs
+    if box.compile and pieces:  # layers that torch.compile does not trace save their inputs
         derived, at_once = fused, 0.0 * at_once
-    elif box.compile:  # a kernel fuses the steps of one function
+    elif box.compile:  # one kernel fuses the element-wise operations of a function
         at_once = at_once - tokens[:, None] * ((layer.fused_split - layer.fused_gates) * size)
     copied = (tokens * (box.ulysses_ranks > 1) * (layer.query_width * size / box.tp))[
         :, None
-    ]  # outputs, before and after the exchange
+    ]  # outputs, before and after the all-to-all exchange
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None] + copied
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     alive = layer.transient
     if box.compile and layer.fused_split and not (pieces and (layer.fused_gates or layer.routed)):
         alive = (
             layer.transient + layer.output
-        ) / 2.0  # a kernel writes one of two gradients of the inner width over the other
+        ) / 2.0  # a kernel writes one of two gradients of the inner width over the other gradient
     own = alive * size * local_fraction(layer, size, box.tp, sequence_parallel)
     across = (cp_backward_elements(setting, box, layer) * size / box.tp)[:, None]
     passing = tokens[:, None] * np.maximum(
         own, across - 2.0 * own
-    )  # at this point the feed-forward activations are freed, twice their size
+    )  # the activations of the feed-forward, twice this size, are already freed
     if layer.name == HEAD and box.loss_chunks > 1:
         return _chunked_loss_bytes(setting, entry, box, tokens, whole)
     if layer.name == HEAD:
@@ -122,15 +123,15 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
 
 
 def _unread_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
-    """Returns the bytes a token that no matrix product reads and that are freed before W. The output of a product,
-    which no product reads either, is replaced by a gradient of equal size."""
+    """Returns the bytes per token that no matrix product reads and that are freed before W. The output of a product is
+    not read by a product either, but a gradient of equal size replaces it."""
     return (layer.fused_split * size + layer.fused_fixed_split) / tp + (
         layer.fused_whole * size + layer.fused_fixed_whole
     ) / divided
 
 
 def _fused_activation_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
-    """Returns the bytes a token that a compiled block does not save; see [Note: in pieces]."""
+    """Returns the bytes per token that a compiled block does not save; see [Note: in pieces]."""
     split = 0.0 if layer.routed else layer.fused_split - layer.fused_gates * (tp > 1)
     fixed = 0.0 if layer.routed or tp > 1 else layer.fused_fixed_split
     return (split * size + fixed) / tp + (layer.fused_whole * size + layer.fused_fixed_whole) / divided
@@ -139,10 +140,11 @@ def _fused_activation_bytes(layer: LayerSpec, size: int, tp: int, divided: Array
 def deferred_wgrad_bytes(
     box: PlanGrid, layers: Sequence[ActivationBytes], table: Array, put_off: Array, each: int
 ) -> Array | float:
-    """Returns the extra bytes at each moment of `table` (b, o, r, moments, columns of each group) where the order
-    defers weight gradients.
+    """Returns the additional bytes at each possible peak (moment) of `table` (b, o, r, moments, columns) if the
+    schedule defers weight gradients.
 
-    Only the columns that `put_off` marks count. The result is over (b, o, r, moments, s x c), `each` of c.
+    Only columns that `put_off` marks count. The result is over (b, o, r, moments, s x c), where `each` is the length of
+    c.
     """
     split_backward = np.array([any_split_backward([order]) for order in box.orders]).reshape(1, -1, 1, 1, 1)
     if not (box.compile and split_backward.any() and put_off.any()):
@@ -154,8 +156,8 @@ def deferred_wgrad_bytes(
 
 
 def replicated_kv_fraction(layer: LayerSpec, tp: int) -> float:
-    """Returns the fraction of keys and values that a tensor rank holds beyond an even part, where it has fewer
-    key-value heads than ranks."""
+    """Returns the fraction of keys and values that a tensor rank stores in addition to an even shard, if there are
+    fewer key-value heads than tensor ranks."""
     heads = layer.key_value_heads
     return 1.0 / heads - 1.0 / tp if 0 < heads < tp else 0.0
 
@@ -165,8 +167,8 @@ def _chunked_loss_bytes(
 ) -> ActivationBytes:
     """Returns the bytes of a head with a chunked loss.
 
-    They are the gradients of its input, in place of the input, and of its weight. The logits and probabilities of one
-    chunk are transient. Source: runtime/loss/cross_entropy.py, [Note: gradients at once].
+    The head saves the gradient of its input instead of the input, and the gradient of its weight. The logits and
+    probabilities of one chunk are transient. Source: runtime/loss/cross_entropy.py, [Note: gradients at once].
     """
     layer, size = entry.layer, setting.recipe.size
     some = tokens / box.loss_chunks

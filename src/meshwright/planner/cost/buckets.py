@@ -1,5 +1,5 @@
-"""Computes the length of a stage's flat buffers ([Note: flat layout]), exact to the element, by runs of equal layers
-instead of layer by layer."""
+"""Computes the lengths of the flat buffers of a stage ([Note: flat layout]), exact to the element. Consecutive equal
+layers are handled together. A unit is a flat parameter group, with one flat buffer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from meshwright.planner.cost.cost_context import LayerRun
 from meshwright.planner.cost.plan_grid import TpEpShape
 
 StageCounts = tuple[tuple[tuple[int, ...], int], ...]
-"""The distinct virtual stages of a rank: the layers of each entry, and how many such stages there are."""
+"""The distinct virtual stages of a rank. Each is the number of layers of each entry, with the number of stages that
+have this content."""
 
 
 class BucketRun(NamedTuple):
-    """Stores `times` equal units of `end` elements, before padding to the shards; `gathered_ahead` where the unit
-    before prefetches it."""
+    """`times` consecutive equal units of `end` elements before padding to the shards. `gathered_ahead` is set if
+    the previous unit prefetches it."""
 
     end: int
     times: int
@@ -24,12 +25,12 @@ class BucketRun(NamedTuple):
 
 
 class StageBuckets(NamedTuple):
-    """Stores the units of one virtual stage, in elements before padding, in forward order.
+    """The units of one virtual stage in forward order. All lengths are in elements before padding.
 
-    `first` and `last` are the outermost units. `opening` is the two whose reduction one backward leaves for the next
-    one to complete, `closing` the two that it starts first. `filling` is the largest between first and last, `largest`
-    the largest of all. `lone` is those without prefetch. `staged` is the staging slots of one backward, of two, and of
-    more.
+    `first` and `last` are the outermost units. `opening` is the two units whose reductions are still in flight when a
+    backward ends. `closing` is the two units whose reductions a backward starts first. `filling` is the largest unit
+    between `first` and `last`, `largest` the largest of all units. `lone` is the units without prefetch. `staged` is
+    the staging buffers of one backward, of two backwards, and of more.
     """
 
     runs: tuple[BucketRun, ...]
@@ -45,7 +46,7 @@ class StageBuckets(NamedTuple):
 
 
 class LayerNumel(NamedTuple):
-    """Stores the elements of one layer of an entry on one tensor rank, with padding (`aligned`) and without."""
+    """The elements of one layer of an entry on one tensor rank, with padding (`aligned`) and without (`raw`)."""
 
     aligned: int
     raw: int
@@ -54,12 +55,13 @@ class LayerNumel(NamedTuple):
 
 
 def layer_numel(entry: LayerRun, cut: TpEpShape) -> LayerNumel:
-    """Returns the elements of one layer and how the layout treats it."""
+    """Returns the elements of one layer and its properties in the layout."""
     return LayerNumel(entry.aligned(cut), entry.raw(cut), entry.own_bucket, entry.is_block)
 
 
 def bucket_runs(layers: Sequence[tuple[LayerNumel, int]], bucket: int) -> list[BucketRun]:
-    """Units below ZeRO 3, in forward order: whole layers, from the back, until `bucket` elements are reached.
+    """Returns the units below ZeRO 3, in forward order. Starting from the last layer, a unit takes whole layers until
+    it has `bucket` elements.
 
     >>> block, head = LayerNumel(64, 50, False, True), LayerNumel(32, 10, False, False)
     >>> runs = bucket_runs([(block, 7), (head, 1)], 100)
@@ -93,13 +95,14 @@ def bucket_runs(layers: Sequence[tuple[LayerNumel, int]], bucket: int) -> list[B
 
 
 def per_layer_runs(layers: Sequence[tuple[LayerNumel, int]]) -> list[BucketRun]:
-    """Returns the units at ZeRO 3: one a layer. A block prefetches the next one. Nothing prefetches the first block of
-    a stage or a layer outside blocks."""
+    """Returns the units at ZeRO 3: one per layer. A block prefetches the next block. The first block of a stage and
+    layers outside blocks are not prefetched."""
     return [BucketRun(layer.aligned, count, layer.is_block) for layer, count in layers if layer.aligned and count]
 
 
 def stage_buckets(layers: Sequence[tuple[LayerNumel, int]], bucket: int | None) -> StageBuckets:
-    """Returns the units of one virtual stage with buckets of `bucket` elements, or those of ZeRO 3 with None."""
+    """Returns the units of one virtual stage with buckets of `bucket` elements, or the units of ZeRO 3 if `bucket` is
+    None."""
     runs = per_layer_runs(layers) if bucket is None else bucket_runs(layers, bucket)
     if not runs:
         return StageBuckets((), 0, 0, 0, 0, 0, 0, 0, 0, (0, 0, 0))
@@ -126,9 +129,9 @@ def stage_buckets(layers: Sequence[tuple[LayerNumel, int]], bucket: int | None) 
 
 
 def staging_numel(line: Sequence[int]) -> int:
-    """Elements of the slots that whole gradients of these lengths, one after another, are filled in where others read
-    them: [Note: in turn] in
-    runtime/comm/shm/progress.py.
+    """Returns the elements of the staging buffers for full gradients in shared memory, which other ranks read. `line`
+    is the lengths of the gradients in the order in which backward fills them ([Note: in turn] in
+    runtime/comm/shm/progress.py).
 
     >>> staging_numel([9, 1]), staging_numel([9, 1, 9, 1]), staging_numel([9, 9, 9, 9])
     (10, 19, 27)
@@ -138,15 +141,16 @@ def staging_numel(line: Sequence[int]) -> int:
 
 
 class RankBuckets(NamedTuple):
-    """Stores the units of all virtual stages of a rank: how many there are of each length, and their `number`, `lone`,
-    `first` and `last`. The largest `opening`, `closing`, `filling`, `largest` and `staged` of its stages follow."""
+    """The units of all virtual stages of a rank. `lengths` is the number of units of each length. `other` has the sums
+    of `number`, `lone`, `first` and `last` over the stages, then the maxima of `opening`, `closing`, `filling`,
+    `largest` and `staged`."""
 
     lengths: dict[int, int]
     other: tuple[int, ...]
 
 
 class ModelBuckets:
-    """Computes the units of virtual stages of one model. It caches them, because many orders have equal stages."""
+    """Computes the units of virtual stages of one model. It caches them, because many schedules have equal stages."""
 
     def __init__(self, entries: Sequence[LayerRun]) -> None:
         self.entries = entries
@@ -155,7 +159,7 @@ class ModelBuckets:
         self._ranks: dict[tuple[TpEpShape, int | None, StageCounts], RankBuckets] = {}
 
     def units(self, content: tuple[int, ...], cut: TpEpShape, bucket: int | None) -> StageBuckets:
-        """Returns the units of a stage with the given number of layers of each entry."""
+        """Returns the units of a stage. `content` is its number of layers of each entry."""
         key = (cut, bucket, content)
         if key not in self._units:
             if cut not in self._sized:
@@ -164,7 +168,7 @@ class ModelBuckets:
         return self._units[key]
 
     def rank(self, stages: StageCounts, cut: TpEpShape, bucket: int | None) -> RankBuckets:
-        """Returns the units of a rank with these stages."""
+        """Returns the units of a rank with the virtual stages `stages`."""
         key = (cut, bucket, stages)
         if key not in self._ranks:
             found = [(self.units(content, cut, bucket), count) for content, count in stages]

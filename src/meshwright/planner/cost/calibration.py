@@ -1,18 +1,18 @@
 """Calibrates a cluster: measured values replace described ones in the same `Cluster` type.
 
-    peak         The best rate of square products x the rank's share of a processor. On CPUs `sustained` is 1, because
-                 this rate is reached.
-    efficiency   The fraction of the peak that a layer's products reach in forward and backward, with their real operand
+    peak         The best rate of square matrix products x the fraction of a processor that the rank gets. On CPUs
+    `sustained` is 1, because training reaches this rate. efficiency   The fraction of the peak that a layer's products
+    reach in forward and backward, with their real operand
                  layouts.
-    bandwidth    That of element-wise work x the same share, over MEMORY_BANDWIDTH_EFFICIENCY, because the formulas
-                 multiply by this constant.
-    launch       Seconds of a small operation over the same share.
-    link         The bandwidth and latency with which the formulas of planner/cost/links.py fit the measured times of
-                 all collectives best. `meeting` is the rest of the seconds that a collective adds to compute.
+    bandwidth    The bandwidth of element-wise work x the same fraction of a processor, divided by
+    MEMORY_BANDWIDTH_EFFICIENCY, because the formulas multiply by this constant. launch       The seconds of a small
+    operation, divided by the same fraction of a processor. link         The bandwidth and latency with which the
+    formulas of planner/cost/links.py best fit the measured times of all collectives. `meeting` is the remaining time
+    that a collective adds to compute.
 
-The last is a search in two numbers for the least mean square of log(formula / measured). It yields a fact about the
-machine in the terms of the cost model, not a correction. Ranks belong to nodes by the host name that they report.
-Consecutive equal nodes form a group.
+The link is fitted by a search over bandwidth and latency for the least mean square of log(formula / measured). The
+result is a property of the machine in terms of the cost model, not a correction factor. Ranks belong to nodes by the
+host name that they report. Consecutive equal nodes form a group.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from meshwright.spec.measurement import (
 )
 
 SAME_SPEED_TOLERANCE = 0.15
-"""Fraction by which the speeds of devices of one group may differ."""
+"""Maximum relative difference between the speeds of devices in one group."""
 
 STRAGGLER_SPEED_FRACTION = 0.85
-"""Fraction of the median of its group below which a device is reported as a straggler."""
+"""A device is reported as a straggler if its speed is below this fraction of the median of its group."""
 
 UNDESCRIBED_CLUSTER = "measured"
-"""Name of a cluster of which only the number of ranks is known before calibration."""
+"""The name of a cluster of which only the number of ranks is known before calibration."""
 
 LINK_FIT_STEP_FACTORS = (2.0, 1.4, 1.1, 1.03)
 MAX_FIT_LOG_ERROR = 0.35
 
 
 class CalibratedCluster(NamedTuple):
-    """Stores the measured cluster, and notes for the user."""
+    """The calibrated cluster, and notes for the user."""
 
     cluster: Cluster
     odd: tuple[str, ...]
 
 
 class UniformNode(NamedTuple):
-    """Stores ranks of one host that are identical devices."""
+    """Ranks of one host whose devices are identical."""
 
     ranks: tuple[DeviceProfile, ...]
 
@@ -68,8 +68,8 @@ class UniformNode(NamedTuple):
 
 
 def calibrate(measured: ClusterProfile, known: Cluster) -> CalibratedCluster:
-    """Returns `known` with measured values. Its memory, prices and names remain where the number of devices is the
-    same."""
+    """Returns `known` with measured values. Memory, prices and names do not change if the number of devices is
+    unchanged."""
     devices = _with_core_shares(measured)
     odd = [*_description_mismatches(measured, known), *_disturbance_notes(measured, devices)]
     nodes = [node for host in measured.hosts for node in _split_uniform_nodes([devices[rank] for rank in host])]
@@ -119,9 +119,9 @@ def _device_speed(device: DeviceProfile) -> float:
 def _with_core_shares(measured: ClusterProfile) -> list[DeviceProfile]:
     """Scales the measured rates of CPU ranks that share their cores with other programs.
 
-    Such a rank gets less than its own part of the cores. The lack is due to the other programs, so the own part counts.
-    Ranks of one host that take turns on its cores have equal parts and get the mean of the results: which ranks ran at
-    the same time was chance.
+    Such a rank gets less than its regular fraction of the cores while other programs run, so the regular fraction is
+    used. Ranks of one host that take turns on its cores have equal fractions. They get the mean of their measurements,
+    because it is random which ranks ran at the same time.
     """
     if measured.busy > MAX_BUSY_PROCESSORS:
         return [device.but(share=device.own or device.share) for device in measured.devices]
@@ -135,7 +135,7 @@ def _with_core_shares(measured: ClusterProfile) -> list[DeviceProfile]:
 
 
 def _description_mismatches(measured: ClusterProfile, known: Cluster) -> Iterable[str]:
-    """Yields the points in which the description contradicts the machine."""
+    """Yields a line for each contradiction between the description and the machine."""
     devices, hosts = len(measured.devices), len(measured.hosts)
     nodes = sum(group.nodes for group in known.groups)
     if known.devices != devices:
@@ -182,7 +182,7 @@ def _disturbance_notes(measured: ClusterProfile, devices: Sequence[DeviceProfile
 
 
 def _split_uniform_nodes(ranks: Sequence[DeviceProfile]) -> list[UniformNode]:
-    """Splits neighbours of one host into parts of equal speed."""
+    """Splits the ranks of one host into groups of neighbours with equal speed."""
     parts: list[list[DeviceProfile]] = []
     for rank in ranks:
         if parts and parts[-1][0].name == rank.name and _same_speed(_device_speed(parts[-1][0]), _device_speed(rank)):
@@ -227,8 +227,8 @@ def _straggler_notes(ranks: Sequence[DeviceProfile]) -> list[str]:
 
 
 def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> Device:
-    """Returns the device with the rates of the median rank. `same`: the devices are the known ones, whose memory a rank
-    cannot measure."""
+    """Returns the device with the rates of the median rank. `same` means that the devices are the known ones; their
+    memory is then kept, because a rank cannot measure it."""
     on_host = ranks[0].name == "cpu"
     precisions = {each.precision for each in ranks[0].products}
     trained = "fp32" if on_host else "bf16"
@@ -255,8 +255,8 @@ def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> De
 
 
 def _fit_links(measured: ClusterProfile, span: int, known: Cluster) -> tuple[Link, Link]:
-    """Returns the link inside a block of `span` ranks and the link between blocks; one of them where only one was
-    measured."""
+    """Returns the link inside a block of `span` ranks and the link between blocks. If only one of them was measured, it
+    is used for both. Without measurements the links of `known` remain."""
     inside = [each for each in measured.timings if span % (each.ranks * each.stride) == 0]
     between = [each for each in measured.timings if span % (each.ranks * each.stride)]
     old_near, old_far = known.groups[0].link, known.network
@@ -271,12 +271,13 @@ def _fit_links(measured: ClusterProfile, span: int, known: Cluster) -> tuple[Lin
 
 
 def _gathers_by_all_to_all(measured: ClusterProfile) -> bool:
-    """Returns whether processes on several hosts gather by all-to-alls."""
+    """Returns whether gathers are all-to-alls, as between CPU processes on several hosts."""
     return measured.devices[0].name == "cpu" and len(measured.hosts) > 1
 
 
 def _fit_link(timings: Sequence[CollectiveSample], known: Link, fabric: Callable[[Link], LinkModel]) -> Link:
-    """Fits a link by coordinate search, from the values that the largest and the smallest timing imply."""
+    """Fits a link by coordinate search. The search starts from the values that the largest and the fastest collective
+    imply."""
     large, small = max(timings, key=lambda each: each.size), min(timings, key=lambda each: each.seconds)
     bandwidth, latency = large.size / large.seconds, max(small.seconds / max(small.ranks, 2), 1e-7)
 
@@ -299,7 +300,8 @@ def _fit_link(timings: Sequence[CollectiveSample], known: Link, fabric: Callable
 
 
 def _fit_sync_overhead(meetings: Sequence[CollectiveSample], link: Link, fabric: Callable[[Link], LinkModel]) -> Link:
-    """Adds the synchronisation overhead that explains `meetings`; their seconds are linear in it."""
+    """Returns the link with the synchronisation overhead that best explains `meetings`. The predicted seconds are
+    linear in the overhead."""
     without, one = (
         [predict_collective_seconds(fabric(link.but(meeting=meeting)), each) for each in meetings]
         for meeting in (0.0, 1.0)
@@ -319,7 +321,7 @@ def predict_collective_seconds(links: LinkModel, timing: CollectiveSample) -> fl
 
 
 def _misfit_notes(measured: ClusterProfile, links: LinkModel) -> Iterable[str]:
-    """Yields how far the formulas are from the measurement, where that is far."""
+    """Yields a note if the predictions differ much from the measurements."""
     off = [
         log(predict_collective_seconds(links, each) / each.seconds) for each in measured.timings if each.size >= 2**16
     ]

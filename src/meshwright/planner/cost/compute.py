@@ -1,28 +1,27 @@
-"""Computes the seconds of one layer's forward and backward on one rank: its compute, and the traffic of its tensor
-ranks.
+"""Computes the seconds of one layer's forward and backward on one rank: compute, and tensor-parallel communication.
 
-    matrix product    max(FLOPs / (peak * efficiency * sustained), bytes / bandwidth) + ramp, for each weight
-    attention         FLOPs / (the same rate * attention share)
-    everything else   bytes / bandwidth
-    floor             the time of the host to launch kernels and collectives; on a CPU, which launches and computes,
-                      this time is added
+    matrix product    max(FLOPs / (peak * efficiency * sustained), bytes / bandwidth) + ramp, for each weight attention
+    FLOPs / (the same rate * attention efficiency) everything else   bytes / bandwidth minimum           the time of the
+    host to launch kernels and collectives; a CPU launches and computes, so there this time is added
 
-Tensor parallelism divides a layer's FLOPs by its split weights. It divides element-wise work by the split fraction of
-the saved activations. Source of the form: Calculon (SC23), autoparallel's roofline; the constants have their sources.
+Tensor parallelism divides the FLOPs of weights that it shards. It divides element-wise work in proportion to the
+sharded fraction of the saved activations. Sources of the formulas: Calculon (SC23), autoparallel's roofline. The
+constants have separate sources.
 
-The rate of a matrix product depends on its shape: how many tiles it has for the device's processors. A product of m x n
-outputs is cut into tiles. p processors take p tiles at a time, so the last wave may be partly empty (wave
-quantisation). A small product takes small tiles, which reach less of the peak. For each of MATMUL_TILES
+The rate of a matrix product depends on its shape, because the shape determines the number of tiles for the device's
+processors. A product with m x n outputs and inner dimension k is cut into tiles of rows x columns outputs. p processors
+compute p tiles at a time, so the last wave may be partly empty (wave quantisation). A small product uses small tiles,
+which reach a smaller fraction of the peak. For each of MATMUL_TILES
 
     time = ceil(m / rows) ceil(n / columns) / p, rounded up, x (2 rows columns k p-th of the rate x the tile's factor)
 
-and the library takes the best. Where even small tiles leave processors idle, it cuts the inner dimension instead
-(split-k). The time is never less than the operands need to move through memory, and every product pays a fixed start
-and end.
+and the library uses the fastest tile. If even small tiles leave processors idle, it cuts the inner dimension instead
+(split-k). The time is at least the time to move the operands through memory. Each product also has a fixed time to
+start and end.
 
-Forward multiplies tokens x outputs over inputs. Backward multiplies tokens x inputs over outputs, and outputs x inputs
-over tokens. Source of the form: NVIDIA, Matrix Multiplication Background User's Guide, sections 3 and 4; the tiles of
-CUTLASS and their factors there, figure 6.
+Forward is a product of tokens x outputs with inner dimension inputs. Backward is a product of tokens x inputs with
+inner dimension outputs, and a product of outputs x inputs with inner dimension tokens. Source of the formulas: NVIDIA,
+Matrix Multiplication Background User's Guide, sections 3 and 4; the tiles of CUTLASS and their factors there, figure 6.
 """
 
 from __future__ import annotations
@@ -42,15 +41,16 @@ if TYPE_CHECKING:
 
 
 def sustained_flops(setting: CostContext, precision: str) -> float:
-    """Returns the FLOP/s of large matrix products on a warm device during training. It is the nominal rate, less the
-    loss of any product and the loss of clocks under power."""
+    """Returns the FLOP/s of large matrix products on a warm device during training. It is the nominal rate x the
+    efficiency of large products x the fraction that remains under power and clock limits."""
     device = setting.device
     peak = device.peak.get(precision) or setting.rate
     return peak * device.efficiency * device.sustained.get(precision, constants.SUSTAINED_MATMUL_FRACTION)
 
 
 def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, inside: bool) -> tuple[Array, Array]:
-    """Returns the seconds of all products of a layer, forward and backward, (b)."""
+    """Returns the seconds of all matrix products of a layer, forward and backward, over (b). `inside` means that the
+    layer is in a block."""
     precision = setting.practice.products if inside and setting.practice.products else setting.recipe.rate
     rate = sustained_flops(setting, precision)
     size = setting.recipe.size
@@ -72,8 +72,8 @@ def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, ins
 def _tiled_matmul_seconds(
     setting: CostContext, shape: tuple[Array, Array, Array], flops: Array, rate: float, size: int
 ) -> Array:
-    """Returns the seconds of products of `shape` (m, n, k), each (weights, b). A shape of 0 is unknown: it is as large
-    as its FLOPs."""
+    """Returns the seconds of products of `shape` (m, n, k), each over (weights, b). If a dimension is 0, the shape is
+    unknown, and only the FLOPs determine the time."""
     m, n, k = shape
     processors = setting.device.processors
     best = np.full(flops.shape, np.inf)
@@ -90,8 +90,8 @@ def _tiled_matmul_seconds(
 
 
 class LayerTimes(NamedTuple):
-    """Stores the seconds of one layer of each entry, arrays over (entry, b, s). `attention` is the part of forward in
-    the attention core. `weights` is the deferrable part of backward: the weight gradients of plain matrices of blocks.
+    """The seconds of one layer of each entry, over (entry, b, s). `attention` is the part of forward in the attention
+    core. `weights` is the part of backward that can be deferred: the weight gradients of plain matrices of blocks.
     `derived` is the time of selective recompute."""
 
     forward: Array
@@ -104,8 +104,8 @@ class LayerTimes(NamedTuple):
 
 
 class MatmulShapes(NamedTuple):
-    """Stores the weights of a layer that multiply, on one tensor rank: FLOPs per token, elements, outputs, inputs, and
-    products of each."""
+    """The matrix weights of a layer on one tensor rank: for each weight the FLOPs per token, elements, outputs, inputs,
+    and number of products."""
 
     flops: Array
     weights: Array
@@ -115,10 +115,11 @@ class MatmulShapes(NamedTuple):
 
 
 def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants.EXPERT_IMBALANCE) -> MatmulShapes:
-    """Returns the matrix products of a layer, with `layer.flops` divided among its weights by their size. Stacked
-    experts are one product each, and the busiest expert rank counts.
+    """Returns the matrix products of a layer. `layer.flops` is divided among its weights by their size. Each of several
+    stacked experts is a separate product, and the expert rank with the most tokens determines the FLOPs.
 
-    Adapters on frozen weights count as no products: their traffic is in `layer.moved` (planner/inputs/adapters.py).
+    Adapters on frozen weights do not count as products. The bytes that they move are in `layer.moved`
+    (planner/inputs/adapters.py).
     """
     weights = [parameter for parameter in layer.parameters if len(parameter.shape) >= 2] if layer.flops else []
     weights = [weight for weight in weights if weight.frozen] or weights
@@ -144,8 +145,8 @@ def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants
 def layer_times(
     setting: CostContext, cut: TpEpShape, stride: int, tokens: Array, sequence_parallel: Array
 ) -> LayerTimes:
-    """Returns the seconds of all layers for `tokens` of a micro-batch on one rank (b) and `sequence_parallel` (s). The
-    distance between tensor ranks is `stride`."""
+    """Returns the seconds of all layers on one rank, for `tokens` of a micro-batch (b) and `sequence_parallel` (s).
+    The distance between tensor ranks is `stride`."""
     rows = []
     for entry in setting.entries:
         if entry.copy:
@@ -169,15 +170,15 @@ def layer_times(
 def _compute_seconds(
     setting: CostContext, layer: LayerSpec, cut: TpEpShape, tokens: Array, sequence_parallel: Array
 ) -> tuple[Array, ...]:
-    """Returns seconds over (b, s): forward, backward, the attention core's part of forward, the deferrable weight
-    gradients' part of backward, and selective recompute."""
+    """Returns seconds over (b, s): forward, backward, the attention core in forward, the deferrable weight gradients in
+    backward, and selective recompute."""
     tp, device, size, practice = cut.tp, setting.device, setting.recipe.size, setting.practice
     bandwidth = device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY
     parts = matmul_shapes(layer, cut, setting.imbalance)
     context = setting.job.workload.sequence
     forward_products, backward_products = matmul_seconds(setting, parts, tokens, layer.name == BLOCK)
     frozen = any(parameter.frozen for parameter in layer.parameters)
-    if frozen:  # input gradients alone
+    if frozen:  # only the gradients of inputs
         backward_products = backward_products / 2.0
     rate = sustained_flops(setting, setting.recipe.rate) * device.attention * practice.attention
     attention = layer.attention_flops / tp * context * tokens / rate
@@ -211,7 +212,7 @@ def _compute_seconds(
 def _launch_seconds(
     setting: CostContext, layer: LayerSpec, cut: TpEpShape, sequence_parallel: Array
 ) -> tuple[Array, Array]:
-    """Returns the seconds of the host to launch a layer's kernels and collectives, forward and backward (s)."""
+    """Returns the host's seconds to launch the kernels and collectives of a layer, forward and backward, over (s)."""
     count = 1 + matmul_shapes(layer, cut).products.sum()
     if setting.on_host:
         kernels = count * constants.CPU_KERNELS_PER_MATRIX * cpu_op_seconds(setting) + 0.0 * sequence_parallel
@@ -229,13 +230,14 @@ def _launch_seconds(
 
 
 def cpu_op_seconds(setting: CostContext) -> float:
-    """Returns the seconds of a CPU for one operation. A rank with a fraction of a core takes that many times longer."""
+    """Returns the seconds of one operation on a CPU. With less than one core per rank they are proportionally
+    longer."""
     return setting.device.launch or constants.CPU_OP_SECONDS
 
 
 def local_fraction(layer: LayerSpec, size: int, tp: int, sequence_parallel: Array) -> Array:
-    """Returns the fraction of a layer's element-wise work on one tensor rank (s), estimated from its
-    saved activations."""
+    """Returns the fraction of a layer's element-wise work on one tensor rank, over (s). It is estimated from the saved
+    activations."""
     split = layer.saved_split * size + layer.fixed_split
     whole = layer.saved_whole * size + layer.fixed_whole
     total = split + whole
@@ -248,8 +250,8 @@ def local_fraction(layer: LayerSpec, size: int, tp: int, sequence_parallel: Arra
 def _tp_comm_seconds(
     setting: CostContext, layer: LayerSpec, tensor: tuple[int, int], tokens: Array, sequence_parallel: Array
 ) -> tuple[Array, Array]:
-    """Returns the seconds of collectives of the tensor ranks, forward and backward, (b, s). `tensor` is the number of
-    ranks and the distance between them. Sequence parallelism replaces an all-reduce by an all-gather and a
+    """Returns the seconds of tensor-parallel collectives, forward and backward, over (b, s). `tensor` is the number of
+    tensor ranks and their distance. Sequence parallelism replaces an all-reduce by an all-gather and a
     reduce-scatter."""
     shape = (len(tokens), len(sequence_parallel))
     none = np.zeros(shape)

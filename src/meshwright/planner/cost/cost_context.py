@@ -1,12 +1,12 @@
-"""Defines the facts that all plans of a job share in the cost model.
+"""Defines the inputs of the cost model that all plans of a job share.
 
-`RuntimeModel` describes the runtime that runs a plan, beyond what the plan says. The default is this project's runtime;
-`validation` describes others. The facts are bytes, kernels and orders, never efficiencies: the rate that a device
-reaches is a fact of the device.
+`RuntimeModel` describes properties of the runtime that are not in the plan. The default is this project's runtime;
+`validation` describes other runtimes. The properties are bytes, kernels and orders, but not efficiencies, because the
+rate that a device reaches is a property of the device.
 
-`CostContext` holds the job's precision recipe, the device that every rank can count on, the links, and the layers in
-forward order. On heterogeneous groups an even plan runs at the speed of the slowest device and must fit the smallest
-memory. The context combines these into one device, and `notes` says so.
+`CostContext` has the job's precision recipe, one device, the links, and the layers in forward order. On heterogeneous
+groups an even plan runs at the speed of the slowest device and must fit in the smallest memory. The device of the
+context then has the minimum of each property, and `notes` states this.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from meshwright.spec.precision import Recipe
 
 
 class RuntimeModel(NamedTuple):
-    """Describes a runtime. `0` or an empty string means: as the precision recipe says."""
+    """Describes a runtime. The value `0` or an empty string means that the precision recipe decides."""
 
     master: int = -1
-    """Bytes of a main weight in addition to the compute dtype; -1: those of the recipe."""
+    """Bytes of a main weight in addition to the compute dtype; -1 means the bytes of the recipe."""
     gradient: int = 0
     """Bytes of an element of a stored gradient."""
     bucketed: int = 0
@@ -42,22 +42,23 @@ class RuntimeModel(NamedTuple):
     products: str = ""
     """Precision of the blocks' matrix products."""
     attention: float = 1.0
-    """Rate of the attention kernel over that of FlashAttention-2, where the device has a faster one."""
+    """Rate of the attention kernel divided by that of FlashAttention-2, if the device has a faster kernel."""
     repeated_products: float = 0.0
-    """Fraction of a block's forward matrix products that backward recomputes although the plan does not recompute the
+    """Fraction of a block's forward matrix products that backward recomputes even if the plan does not recompute the
     block."""
     repeated_rest: float = 0.0
-    """The same fraction of its other operations."""
+    """Fraction of a block's other forward operations that backward recomputes in this case."""
     reduce_hidden: bool = True
     """Whether the gradient reduction overlaps with the last backward."""
     gather_hidden: bool = False
-    """Whether the all-gather of weights of ZeRO 1 and 2 overlaps with the next forward."""
+    """Whether the all-gather of weights at ZeRO 1 and 2 overlaps with the next forward."""
     tensor_hidden: float = 0.0
     """Fraction of tensor-parallel traffic that is chunked and overlaps with matrix products."""
     launch: float = 1.0
-    """Host seconds a kernel over those of eager PyTorch; less where CUDA graphs or one compiled call launch many."""
+    """Host seconds per kernel divided by those of eager PyTorch. The value is below 1 if CUDA graphs or one compiled
+    call launch many kernels."""
     gathered: bool = False
-    """Sequence parallelism saves the gathered input for backward; otherwise it gathers again."""
+    """Whether sequence parallelism saves the gathered input for backward. If not, backward gathers it again."""
 
 
 MESHWRIGHT_RUNTIME = RuntimeModel()
@@ -66,14 +67,14 @@ MESHWRIGHT_RUNTIME = RuntimeModel()
 BLOCK, EMBEDDING, HEAD = "block", "embedding", "head"
 
 EXACT_GRAD_BYTES = 8
-"""Bytes of an integer gradient."""
+"""Bytes of a gradient element that is stored as an integer."""
 
 
 class LayerRun(NamedTuple):
-    """Describes a run of equal layers as ranks hold it.
+    """Consecutive equal layers, as ranks store them. Other docstrings call it an entry.
 
-    `own` leaves out a weight that another entry has. `copy` marks the last stage's copy of a tied vocabulary.
-    `own_bucket` marks a layer that is a separate unit.
+    `own` omits a weight that another entry has. `copy` marks the replica of a tied vocabulary on the last stage.
+    `own_bucket` marks a layer that forms a separate parameter group.
     """
 
     layer: LayerSpec
@@ -92,23 +93,25 @@ class LayerRun(NamedTuple):
         return sum(cut.numel(parameter) for parameter in self.own if not cut.splits_experts(parameter))
 
     def aligned(self, cut: TpEpShape) -> int:
-        """Returns these elements with every tensor padded as in [Note: flat layout]."""
+        """Returns the elements of one layer on one tensor rank, without its expert-parallel weights. Every tensor is
+        padded as in [Note: flat layout]."""
         return sum(align_numel(cut.numel(parameter)) for parameter in self.own if not cut.splits_experts(parameter))
 
     def experts(self, cut: TpEpShape) -> int:
-        """Returns the padded elements of its experts, where they have other data-parallel groups than the dense
+        """Returns the padded elements of the layer's experts if they have other data-parallel groups than the dense
         weights."""
         return sum(align_numel(cut.numel(parameter)) for parameter in self.own if cut.splits_experts(parameter))
 
     def largest(self, cut: TpEpShape) -> int:
-        """Returns the elements of the largest tensor on one tensor rank. Autograd computes its full gradient before it
-        is added to the sum."""
+        """Returns the elements of the largest tensor on one tensor rank. Autograd computes its full gradient before
+        adding it to the sum."""
         return max(map(cut.numel, self.layer.parameters), default=0)
 
 
 @dataclass(frozen=True)
 class CostContext:
-    """Stores the facts of one job. `entries` are in forward order, a tied copy last."""
+    """The inputs of the cost model for one job. `entries` are in forward order; the replica of a tied vocabulary is
+    last."""
 
     job: Job
     recipe: Recipe
@@ -120,7 +123,8 @@ class CostContext:
 
     @cached_property
     def imbalance(self) -> float:
-        """Returns the tokens of the busiest expert rank over the mean, limited by the capacity factor."""
+        """Returns the tokens of the expert rank with the most tokens, divided by the mean. The capacity factor limits
+        the value."""
         return min(constants.EXPERT_IMBALANCE, self.job.workload.expert_capacity or constants.EXPERT_IMBALANCE)
 
     @cached_property
@@ -135,8 +139,8 @@ class CostContext:
 
     @cached_property
     def wire(self) -> CompressionRatio:
-        """Returns the compression ratio of gradients between nodes: two thin factors for matrices, the code for all
-        else."""
+        """Returns the compression ratio of gradients between nodes. Low-rank compression sends two factors of a matrix;
+        all other data has a fixed number of bytes per element."""
         compression, size = self.job.workload.compression, self.gradient
         if compression is None:
             return UNCOMPRESSED
@@ -152,13 +156,13 @@ class CostContext:
 
     @cached_property
     def head(self) -> LayerRun | None:
-        """Returns the layer that ends in the loss."""
+        """Returns the layer that computes the loss, or None if there is none."""
         return next((entry for entry in self.entries if entry.layer.name == HEAD), None)
 
     def recomputed_uncompiled(self, entry: LayerRun, cut: TpEpShape, stages: bool) -> int:
         """Returns the elements of the largest gradient that a layer computes before it is added to the sum.
 
-        In stages on CPUs, products add to the gradient in place. Source: runtime/wgrad/accumulation.py.
+        With several stages on CPUs, products add to the gradient in place. Source: runtime/wgrad/accumulation.py.
         """
         largest = entry.largest(cut)
         in_place = (
@@ -176,12 +180,12 @@ class CostContext:
 
     @cached_property
     def host_bandwidth(self) -> float:
-        """Returns the bytes/s between a device and its host, in one direction; 0 where nothing can be offloaded."""
+        """Returns the bytes/s between a device and its host in one direction; 0 if nothing can be offloaded."""
         return self.job.cluster.host_bandwidth
 
     @cached_property
     def storage_bandwidth(self) -> float:
-        """Returns the bytes/s between a device and the disk of its node; 0 where there is none."""
+        """Returns the bytes/s between a device and the disk of its node; 0 without a disk."""
         return self.job.cluster.storage_bandwidth
 
     @cached_property
@@ -192,8 +196,8 @@ class CostContext:
 
     @cached_property
     def host_update(self) -> float:
-        """Returns the parameters that the host of the slowest group updates in a second for each device, as measured,
-        else by default."""
+        """Returns the parameters that the host of the slowest group updates per second for each device. Uses a measured
+        value if there is one."""
         return min(
             (group.host_update or constants.CPU_UPDATE_PARAMS_PER_SECOND) / group.devices
             for group in self.job.cluster.groups
@@ -201,7 +205,7 @@ class CostContext:
 
     @property
     def devices_per_node(self) -> int:
-        """Returns the devices of the largest node."""
+        """Returns the number of devices of the largest node."""
         return max(group.devices for group in self.job.cluster.groups)
 
     @property
@@ -232,7 +236,7 @@ def build_cost_context(job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME) ->
 
 
 def slowest_device(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Device, tuple[str, ...]]:
-    """Returns one device with the minimum of each quantity over the groups, and a note where the groups differ."""
+    """Returns one device with the minimum of each property over the groups, and a note if the groups differ."""
     devices = [group.device for group in cluster.groups]
     for device in devices:
         for precision in rates_needed:
@@ -267,7 +271,7 @@ def slowest_device(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Dev
 
 
 def layer_runs(layers: tuple[LayerSpec, ...]) -> tuple[LayerRun, ...]:
-    """Returns the layers as ranks hold them (see [Note: flat layout] for the tied vocabulary)."""
+    """Returns the layers as ranks store them. See [Note: flat layout] for the tied vocabulary."""
     tied = {layer.tied for layer in layers if layer.tied is not None}
     result: list[LayerRun] = []
     block = 0

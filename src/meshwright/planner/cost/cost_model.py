@@ -1,4 +1,5 @@
-"""Prices a grid of plans: the bytes on each kind of pipeline rank and the seconds of a step, for all plans at once.
+"""Computes the cost of a grid of plans: the bytes on each class of pipeline ranks and the seconds of a step, for all
+plans at once.
 
 step = m x (slowest rank's micro-batch) + bubble + messages + exposed reductions + update
 """
@@ -51,8 +52,8 @@ from meshwright.spec.job import Job
 
 
 class StepTime(NamedTuple):
-    """Stores the parts of a step over AXES. The first PER_MICRO_BATCH_FIELDS are for each kind of rank and one
-    micro-batch."""
+    """The parts of the time of a step, over GRID_AXES. The first PER_MICRO_BATCH_FIELDS fields are the seconds of one
+    micro-batch on each rank class."""
 
     compute: Array
     recompute: Array
@@ -74,8 +75,8 @@ PER_MICRO_BATCH_FIELDS = 7
 
 
 class PassTime(NamedTuple):
-    """Stores the seconds of one micro-batch over AXES: by kind, total forward and total backward. `weights` is the part
-    of backward in deferred weight gradients, where an order splits backward. `block_backward` is the backward of the
+    """The seconds of one micro-batch over GRID_AXES: by kind, total forward and total backward. `weights` is the part
+    of backward in deferred weight gradients, if a schedule splits backward. `block_backward` is the backward of the
     longest block."""
 
     compute: Array
@@ -90,7 +91,7 @@ class PassTime(NamedTuple):
 
 
 class GridCost(NamedTuple):
-    """Stores the memory and time of a grid of plans, kinds of pipeline ranks first."""
+    """The memory and time of a grid of plans. The first axis is the rank classes."""
 
     footprint: MemoryFootprint
     seconds: StepTime
@@ -102,7 +103,7 @@ class GridCost(NamedTuple):
 
     @property
     def allocated(self) -> Array:
-        """Returns the bytes on the peak rank over `obsczf`."""
+        """Returns the bytes on the peak-memory rank over `obsczf`."""
         return self.footprint.total.max(axis=0)
 
     @property
@@ -112,8 +113,8 @@ class GridCost(NamedTuple):
 
 
 class RankClasses(NamedTuple):
-    """Stores the kinds of pipeline ranks of each order: the layers of each entry (r, o, entry), and the ranks of each
-    kind (r, o)."""
+    """The classes of pipeline ranks of each schedule: the layers of each entry (r, o, entry), and the number of ranks
+    of each class (r, o)."""
 
     of_order: tuple[RankContents, ...]
     layers: Array
@@ -121,14 +122,15 @@ class RankClasses(NamedTuple):
 
     @classmethod
     def of(cls, found: Sequence[RankContents]) -> RankClasses:
-        """Returns the classes of several orders, padded to an equal number of kinds by kinds of no rank."""
+        """Returns the classes of several schedules. They are padded to an equal number of classes with classes that
+        have no ranks."""
         numbers = np.zeros((max(len(stored.kinds) for stored in found), len(found)))
         for o, stored in enumerate(found):
             numbers[: len(stored.kinds), o] = stored.numbers
         return cls(tuple(found), stack_schedules([stored.layers for stored in found], kinds=0), numbers)
 
     def doing(self, recompute: Sequence[RecomputeChoice], blocks: Array, *kinds: Recompute) -> Array:
-        """Returns the blocks that recompute as one of `kinds` (r, o, entry, c)."""
+        """Returns the number of blocks whose recompute is one of `kinds` (r, o, entry, c)."""
         found, every = np.zeros((*self.layers.shape, len(recompute))), self.layers * blocks
         for c, choice in enumerate(recompute):
             if choice.some:
@@ -141,25 +143,26 @@ class RankClasses(NamedTuple):
         return found
 
     def sending(self, box: PlanGrid, blocks: Array, kind: Recompute) -> Array:
-        """Returns the blocks of recompute choice `kind` whose activations may be offloaded."""
+        """Returns the number of blocks with recompute `kind` whose activations may be offloaded."""
         if not box.offload_layers:
             return self.doing(box.recompute, blocks, kind)
         return self.first(box, blocks)[..., None] * np.array([choice.kind == kind for choice in box.recompute])
 
     def first(self, box: PlanGrid, blocks: Array) -> Array:
-        """Returns the blocks whose activations are offloaded, where any are (r, o, entry)."""
+        """Returns the number of blocks whose activations are offloaded if the plan offloads activations (r, o,
+        entry)."""
         if not box.offload_layers:
             return self.layers * blocks
         return stack_schedules([stored.again(box.offload_layers) for stored in self.of_order], kinds=0)
 
 
 class CostModel:
-    """Prices grids of plans of one job. It caches what grids have in common: the contents of ranks, and the seconds of
-    layers."""
+    """Computes the cost of grids of plans of one job. Caches values that grids share: the contents of ranks, and the
+    seconds of layers."""
 
     def __init__(self, job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME, like: CostModel | None = None) -> None:
-        """Prepares the model. `like`: a model of the same job on other devices, whose device-independent results it
-        reuses."""
+        """Prepares the model. `like` is a model of the same job on other devices, whose device-independent results are
+        reused."""
         self.setting: CostContext = build_cost_context(job, practice)
         self.flat: ModelBuckets = like.flat if like else ModelBuckets(self.setting.entries)
         self._rank_contents: dict[tuple[ScheduleChoice, int, bool], RankContents] = like._rank_contents if like else {}
@@ -167,23 +170,23 @@ class CostModel:
         self._work: dict[tuple[TpEpShape, int], tuple[dict[float, int], LayerTimes | None]] = {}
 
     def price(self, box: PlanGrid) -> GridCost:
-        """Prices every plan of `box`. The caller decides which of its plans are legal."""
+        """Computes the cost of every plan of `box`, including plans that are not legal."""
         return self.price_ranks(box, self.ranks(box))
 
     def price_ranks(self, box: PlanGrid, ranks: RankClasses) -> GridCost:
-        """Prices the plans of `box` on these ranks."""
+        """Computes the cost of the plans of `box` for the rank classes `ranks`."""
         found = self.states(box, ranks)
         return GridCost(self.memory(box, ranks, found), self.seconds(box, ranks, found))
 
     def states(self, box: PlanGrid, ranks: RankClasses) -> StateSizes:
-        """Returns the flat buffers of each of `ranks`."""
+        """Returns the sizes of the flat buffers of each class of `ranks`."""
         return state_sizes(self.setting, box, ranks.of_order, ranks.layers)
 
     def floor(self, box: PlanGrid) -> Array:
         """Returns a lower bound of the seconds of a step over (o, b, s), for any data ranks, order of axes and host.
 
-        It contains compute, the traffic of tensor, context and expert ranks in the usual order of axes, and the bubble
-        of these.
+        It contains compute, the communication of tensor, context and expert ranks in the default order of axes, and
+        their bubble.
         """
         box, ranks = replace(box, layout=box.layout._replace(axes=MESH_AXES)), self.ranks(box)
         one, waits = self._layers(box)
@@ -206,7 +209,7 @@ class CostModel:
         return np.asarray((broadcast_to_axis(box.counts, "b") * longest + bubble)[0, ..., 0, 0, 0])
 
     def memory(self, box: PlanGrid, ranks: RankClasses, found: StateSizes | None = None) -> MemoryFootprint:
-        """Returns the bytes on each of `ranks`."""
+        """Returns the bytes on each class of `ranks`."""
         tokens = self._tokens(box)
         alive = activation_peak(self.setting, box, tokens, ranks.of_order)
         return memory_footprint(self.setting, box, found or self.states(box, ranks), alive, tokens)
@@ -214,16 +217,16 @@ class CostModel:
     # --- shared between grids
 
     def ranks(self, box: PlanGrid, each: bool = False) -> RankClasses:
-        """Returns the kinds of pipeline ranks of each order; with `each`, every rank separately."""
+        """Returns the classes of pipeline ranks of each schedule. With `each`, every rank is a separate class."""
         return RankClasses.of([self.rank_contents(order, box.pp, each) for order in box.orders])
 
     def class_layout(self, box: PlanGrid, found: Sequence[RankClass]) -> RankClasses:
-        """Returns the rank classes of `found`, without the cache."""
+        """Returns the rank classes `found` as `RankClasses`, without the cache."""
         return RankClasses.of([RankContents(self.flat, order, box.pp, found) for order in box.orders])
 
     def rank_contents(self, order: ScheduleChoice, pp: int, each: bool = False) -> RankContents:
-        """Returns the contents of the pipeline ranks of an order, computed once. `each`: of all ranks, else of each
-        kind."""
+        """Returns the contents of the pipeline ranks of a schedule from the cache: of all ranks with `each`, otherwise
+        of each class."""
         key = (order, pp, each)
         if key not in self._rank_contents:
             found = (list_ranks if each else group_equal_ranks)(self.setting.entries, order, pp)
@@ -236,8 +239,8 @@ class CostModel:
     # --- time
 
     def _layers(self, box: PlanGrid) -> tuple[LayerTimes, tuple[Array, Array, Array]]:
-        """Returns the times of one layer of each entry over (entry, b, s): its work, its wait for context ranks in
-        forward and in backward, and its wait for experts in one direction."""
+        """Returns the times of one layer of each entry over (entry, b, s): its compute, its wait for context ranks in
+        forward and in backward, and its wait for expert ranks in one direction."""
         tokens, one = self._tokens(box), self.work(box)
         forward, backward = cp_ep_comm.cp_comm_seconds(self.setting, box, tokens, one)
         return one, (
@@ -247,8 +250,8 @@ class CostModel:
         )
 
     def passes(self, box: PlanGrid, ranks: RankClasses, whole: bool = True) -> PassTime:
-        """Returns the seconds of one micro-batch on each of `ranks`, without overlapped data-parallel and host work.
-        `whole`: the ranks hold stages, not single layers."""
+        """Returns the seconds of one micro-batch on each class of `ranks`, without data-parallel communication and
+        offload. `whole` means that the ranks have stages and not single layers."""
         one, waits = self._layers(box)
         forward, backward, tensor_forward, tensor_backward, context_forward, context_backward, dispatch = _sum_layers(
             ranks.layers, np.stack([*one[:4], *waits])
@@ -302,8 +305,8 @@ class CostModel:
         )
 
     def work(self, box: PlanGrid) -> LayerTimes:
-        """Returns the work of one layer of each entry, cached by the tokens of a micro-batch, which many grids have in
-        common."""
+        """Returns the seconds of one layer of each entry. The cache is by tokens of a micro-batch, which many grids
+        share."""
         key, parallel = (box.cut, box.strides["tp"]), np.array([False, True][: 1 + (box.tp > 1)])
         found, known = self._work.get(key, ({}, None))
         tokens = self._tokens(box).tolist()
@@ -326,7 +329,7 @@ class CostModel:
         return LayerTimes(*(part[chosen] for part in known))
 
     def seconds(self, box: PlanGrid, ranks: RankClasses, found: StateSizes) -> StepTime:
-        """Returns the parts of a step; `found` is the flat buffers of `ranks`."""
+        """Returns the parts of the time of a step. `found` is the sizes of the flat buffers of `ranks`."""
         one = self.passes(box, ranks)
         data = dp_traffic(self.setting, box, found, one.forward, one.backward)
         hidden = self._offloaded(box, ranks, found, one, data)
@@ -351,7 +354,7 @@ class CostModel:
         return StepTime(*one[:5], data.each, hidden, bubble, passing, once, last, imbalance, each, step)
 
     def _offloaded(self, box: PlanGrid, ranks: RankClasses, found: StateSizes, one: PassTime, data: DpTraffic) -> Array:
-        """Returns the seconds that a micro-batch waits for its host."""
+        """Returns the seconds that a micro-batch waits for transfers to and from the host."""
         if not any(box.offload):
             return broadcast_to_axis(0.0, "")
         saved = self.saved(box, ranks)
@@ -363,7 +366,7 @@ class CostModel:
         return offload.offload_wait_seconds(self.setting, box, weights, sharded_numel(box, found, zero=2), saved, *room)
 
     def saved(self, box: PlanGrid, ranks: RankClasses) -> Array:
-        """Returns the saved bytes of a micro-batch of those blocks of each of `ranks` whose activations may be
+        """Returns the bytes that a micro-batch saves in the blocks of each class of `ranks` whose activations may be
         offloaded."""
         tokens = self._tokens(box)
         layers = [activation_bytes(self.setting, entry, box, tokens) for entry in self.setting.entries]
@@ -398,7 +401,8 @@ class CostModel:
         )
 
     def _passing(self, box: PlanGrid) -> Array:
-        """Returns the seconds of messages between pipeline ranks, and of a tied vocabulary on both ends."""
+        """Returns the seconds of messages between pipeline ranks, and of the gradient sum of a tied vocabulary on the
+        first and last stage."""
         if box.pp == 1:
             return self.tie(box)
         passed = p2p_seconds(
@@ -427,13 +431,13 @@ class CostModel:
 
 
 def sharded_numel(box: PlanGrid, states: StateSizes, zero: int = 1) -> Array:
-    """Returns the elements on one rank of the tensors that are sharded from this ZeRO stage on."""
+    """Returns the elements on one rank of tensors that are sharded from ZeRO stage `zero` on."""
     dense = states.numel * np.where(box.zero >= zero, shard_fraction(box), 1)
     return dense + states.experts / np.where(box.zero >= zero, broadcast_to_axis(box.expert_holders, "z"), 1)
 
 
 def stage_overhead_seconds(setting: CostContext) -> tuple[float, float]:
-    """Returns the seconds that a virtual stage adds to the time of its layers for a micro-batch: in forward, and in
+    """Returns the seconds that a virtual stage adds to the time of its layers per micro-batch, in forward and in
     backward."""
     seconds = (
         constants.CPU_OPS_PER_STAGE_PASS
@@ -445,13 +449,15 @@ def stage_overhead_seconds(setting: CostContext) -> tuple[float, float]:
 
 
 def _sum_layers(layers: Array, parts: Array) -> Array:
-    """Returns the seconds of the layers of a rank, over AXES, from those of one layer (part, entry, b, s)."""
+    """Returns the seconds of the layers of a rank, over GRID_AXES. `parts` is the seconds of one layer (part, entry, b,
+    s)."""
     found = layers.reshape(-1, layers.shape[-1]) @ parts.reshape(*parts.shape[:2], -1)
     return found.reshape(len(parts), *layers.shape[:2], *parts.shape[2:], 1, 1, 1)
 
 
 def _sum_recomputed_layers(layers: Array, parts: Array) -> Array:
-    """Returns the same for layers that differ by recompute (r, o, entry, c)."""
+    """Returns the seconds of the layers of a rank, over GRID_AXES, if the layers (r, o, entry, c) depend on
+    recompute."""
     found = layers.swapaxes(2, 3).reshape(-1, layers.shape[2]) @ parts.reshape(*parts.shape[:2], -1)
     shape = (*layers.shape[:2], layers.shape[3], *parts.shape[2:])
     return np.moveaxis(found.reshape(len(parts), *shape), 3, 5)[..., None, None]

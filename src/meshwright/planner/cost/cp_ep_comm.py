@@ -1,27 +1,25 @@
 """Models context and expert parallelism: exposed seconds, and bytes in transit.
 
-With context parallelism c ranks each hold a part of a sequence and attend over all of it.
+With context parallelism, each of c ranks has a part of a sequence and computes attention over the whole sequence.
 
-    ring      c - 1 times the next block of keys and values, overlapped with the attention over the last one; backward
-              twice the bytes, for their gradients
-    ulysses   queries, keys and values exchanged for whole heads, outputs back: an exposed all-to-all each; backward the
-              same
-    both      u neighbours exchange heads, then c / u - 1 steps of rings over ranks at distance u, which move as
-              many bytes as one ring over all ranks
+    ring      c - 1 transfers of a block of keys and values, each overlapped with the attention over the previous block;
+    backward moves twice the bytes, because of the gradients ulysses   an exposed all-to-all each for queries, keys and
+    values (to whole heads), and for outputs (back); the same in backward both      u neighbouring ranks exchange heads;
+    then rings over ranks at distance u run c / u - 1 steps, and move as many bytes as one ring over all ranks
 
-Each rank holds one part from the front and one from the back of a sequence, so that a causal mask gives all ranks equal
-work. Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al., DeepSpeed Ulysses, arXiv
-2309.14509, section 3.2; the two parts: Llama 3, arXiv 2407.21783, section 3.3.2; both methods: Fang and Zhao, Unified
-Sequence Parallelism, arXiv 2405.07719.
+Each rank has one chunk from the first half and one from the second half of a sequence, so that a causal mask gives all
+ranks equal work. Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al., DeepSpeed Ulysses,
+arXiv 2309.14509, section 3.2; the two chunks: Llama 3, arXiv 2407.21783, section 3.3.2; both methods together: Fang and
+Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
 
-With expert parallelism ep ranks divide the experts of a layer. Each token goes to its top_k experts and back, in one
-all-to-all each way.
+With expert parallelism, ep ranks divide the experts of a layer. One all-to-all sends each token to its top_k experts,
+and a second one sends the results back.
 
     forward    tokens out (dispatch) and back (combine)          backward    the same, for gradients
 
-Nothing hides these collectives, because the next operation reads their results. The busiest rank gets `imbalance` times
-the mean. Each tensor rank sends a part of the tokens. Source: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2;
-Fedus et al., Switch Transformer, arXiv 2101.03961.
+These collectives do not overlap with compute, because the next operation reads their results. The expert rank with the
+most tokens gets `imbalance` times the mean. Each tensor rank sends a part of the tokens. Source: Lepikhin et al.,
+GShard, arXiv 2006.16668, section 2.2; Fedus et al., Switch Transformer, arXiv 2101.03961.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ from meshwright.spec.model import LayerSpec
 
 
 def cp_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array, one: LayerTimes) -> tuple[Array, Array]:
-    """Returns the exposed seconds of each entry's layer, forward and backward, over (entry, b, s); `tokens` of one
-    rank."""
+    """Returns the exposed seconds of one layer of each entry, forward and backward, over (entry, b, s). `tokens` is the
+    tokens of one rank."""
     forward, backward = np.zeros_like(one.forward), np.zeros_like(one.forward)
     cut = np.flatnonzero(box.contexts > 1)
     for at, entry in enumerate(setting.entries if cut.size else ()):
@@ -53,7 +51,7 @@ def cp_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array, one: Lay
 def _cp_wait_seconds(
     setting: CostContext, box: PlanGrid, layer: LayerSpec, tokens: Array, cut: Array, attention: Array
 ) -> tuple[Array, Array]:
-    """Returns the exposed seconds of the micro-batches `cut`, over (cut, s)."""
+    """Returns the exposed seconds of the micro-batches with indices `cut`, over (cut, s)."""
     size, stride, heads = setting.recipe.size / box.tp, box.strides["dp"], box.ulysses_ranks[cut]
     rings = box.contexts[cut] // heads
     turns = rings - 1
@@ -72,10 +70,11 @@ def _cp_wait_seconds(
 
 
 def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) -> Array:
-    """Returns the extra elements per token that backward through attention across ranks holds, divided by tp (b).
+    """Returns the additional elements per token that the backward of context-parallel attention stores, over (b).
+    Tensor parallelism divides them by tp.
 
-    The saved activations are not counted. On a CPU, where ranks read each other's memory, all blocks and all of their
-    gradients exist at once.
+    The saved activations are not included. On a CPU, ranks read each other's memory, so all blocks and their gradients
+    exist at the same time.
     """
     rings = box.contexts // box.ulysses_ranks
     blocks = constants.RING_KV_BLOCKS_IN_FLIGHT * (rings if setting.on_host else 1) + constants.RING_KV_BLOCKS_LOCAL
@@ -85,7 +84,7 @@ def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) 
 
 
 def cp_shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Returns the bytes of a rank's shared-memory buffers for attention (b): the partial gradients of all pieces, of
+    """Returns the bytes of a rank's shared-memory buffers for attention (b): the partial gradients of all chunks for
     two layers, or two messages of heads."""
     rings, blocks = box.contexts // box.ulysses_ranks, [entry.layer for entry in setting.entries if entry.is_block]
     width = max((layer.key_value_width for layer in blocks), default=0.0)
@@ -95,7 +94,7 @@ def cp_shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -
 
 
 def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Returns the seconds of one layer of each entry in one direction, over (entry, b)."""
+    """Returns the seconds of expert communication of one layer of each entry in one direction, over (entry, b)."""
     found = np.zeros((len(setting.entries), len(tokens)))
     if box.layout.ep == 1:
         return found
@@ -109,6 +108,7 @@ def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array
 
 
 def expert_stride(box: PlanGrid) -> int:
-    """Returns the distance between expert ranks: that of data ranks, or of tensor ranks where these join."""
+    """Returns the distance between expert ranks. It is the distance of data ranks, or of tensor ranks if they are part
+    of the expert group."""
     joined = box.layout.expert_tp < box.tp
     return min(box.strides["dp"], box.strides["tp"]) if joined else box.strides["dp"]

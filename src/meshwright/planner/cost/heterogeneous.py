@@ -1,7 +1,8 @@
-"""Prices plans over heterogeneous groups of nodes. Each pipeline rank is placed on one group, computes at its speed and
-fits in its memory.
+"""Computes the cost of plans over heterogeneous groups of nodes. Each pipeline rank is placed on one group. It computes
+at the speed of this group and must fit in its memory.
 
-Each group prices the plan as if it had all devices. Each rank takes the price of its group. Then, as for any pipeline,
+The cost of the plan is computed for each group as if all devices were like those of the group. Each rank has the cost
+for its group. Then, as for any pipeline,
 
     step = m x (slowest rank's micro-batch) + bubble + messages + exposed reductions + update,
 
@@ -30,7 +31,7 @@ from meshwright.spec.plan import Plan
 
 
 def group_cost_models(job: Job, placement: Sequence[int], world: int) -> dict[int, CostModel]:
-    """Returns, for each group of `placement`, the prices of `world` devices like its own."""
+    """Returns, for each group in `placement`, the cost model for `world` devices like those of the group."""
     found: dict[int, CostModel] = {}
     for at in sorted(set(placement)):
         found[at] = CostModel(
@@ -41,8 +42,9 @@ def group_cost_models(job: Job, placement: Sequence[int], world: int) -> dict[in
 
 
 class ReplicaPlacement(NamedTuple):
-    """Stores, for one replica: the group of each of its pipeline ranks, its micro-batches, and the sequences of one.
-    Also stores its shard of the states, as a multiple of an equal shard, and which shard it is."""
+    """The placement of one replica: the group of each pipeline rank, the number of micro-batches, and the sequences per
+    micro-batch. `weight` is the size of its shard of the states relative to an equal shard; `heft` identifies the
+    shard."""
 
     placement: tuple[int, ...]
     micro_batches: int
@@ -52,8 +54,8 @@ class ReplicaPlacement(NamedTuple):
 
 
 def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
-    """Returns the distinct replicas of a plan. A rank whose tensor and context ranks span several groups is as slow as
-    the slowest of them. Devices are counted group by group."""
+    """Returns the distinct replicas of a plan. If the tensor and context ranks of a stage are on several groups, the
+    slowest group counts. Devices are numbered group by group."""
     shared = [
         (
             plan.micro_batches(job.workload.batch, replica),
@@ -90,13 +92,13 @@ def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
 
 
 def homogeneous_group(job: Job, group: int, world: int) -> NodeGroup:
-    """Returns a group of at least `world` devices like those of `group`."""
+    """Returns a group of at least `world` devices like those of group `group`."""
     like = job.cluster.groups[group]
     return like.but(nodes=max(ceil(world / like.devices), 1))
 
 
 def group_costs(on: Mapping[int, CostModel], box: PlanGrid) -> dict[int, GridCost]:
-    """Returns the price of every pipeline rank by each group."""
+    """Returns the cost of every pipeline rank for each group."""
     return {group: pricer.price_ranks(box, pricer.ranks(box, each=True)) for group, pricer in on.items()}
 
 
@@ -107,7 +109,7 @@ def _rank_times(pricer: CostModel, box: PlanGrid) -> StepTime:
 
 
 def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Array:
-    """Returns, for each rank, the price by its group, over AXES. Parts of one row are the same for all ranks."""
+    """Returns the cost of each rank for its group, over GRID_AXES. A part with one row is the same for all ranks."""
     return np.concatenate(
         [part[rank : rank + 1] if len(part := parts[group]) > 1 else part for rank, group in enumerate(placement)]
     )
@@ -116,7 +118,7 @@ def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Arr
 def pipeline_step_time(
     on: Mapping[int, CostModel], placement: Sequence[int], box: PlanGrid, said: Mapping[int, GridCost] | None = None
 ) -> StepTime:
-    """Returns the parts of a step of the pipeline."""
+    """Returns the parts of the time of a step."""
     found = {group: said[group].seconds if said else _rank_times(pricer, box) for group, pricer in on.items()}
     shape = np.broadcast_shapes(*(it.each.shape for it in found.values()))
     rows = {

@@ -1,27 +1,28 @@
-"""Models the time of collectives on the links that their group spans.
+"""Models the time of collectives on the links between the ranks of a group.
 
-Ring, n ranks, S bytes of the whole tensor (Thakur, Rabenseifner, Gropp, 2005; NCCL), x seconds of bytes on the wire, a
-of hops:
+A ring has n ranks, S bytes of the whole tensor and bandwidth B (Thakur, Rabenseifner, Gropp, 2005; NCCL). It takes x
+seconds for bytes on the wire and a seconds for hops:
 
-    all-gather, reduce-scatter   x = (n - 1) / n * S / B, a = n - 1 hops
-    all-reduce                   twice both; or a tree, x = 2 S / B, a = 2 log2(nodes) hops between nodes: the shorter
-    time                         x + a + PIPELINE_FILL_FACTOR sqrt(x a)
+    all-gather, reduce-scatter   x = (n - 1) / n * S / B, a = n - 1 hops all-reduce                   twice both; or a
+    tree with x = 2 S / B, a = 2 log2(nodes) hops between nodes, if faster time                         x + a +
+    PIPELINE_FILL_FACTOR sqrt(x a)
 
-The last term is the cost of filling a pipeline of chunks of the best size (a + x + 2 sqrt(a x), Sanders and Speck,
-2003). Because of it, half of the bandwidth needs tens of MiB. Where the switch adds (NVLink SHARP), an all-reduce
-inside a node runs at the link's `adding` times B, and its pipeline is one hop deep.
+The last term is the cost of filling a pipeline of chunks of optimal size (a + x + 2 sqrt(a x), Sanders and Speck,
+2003). Because of this term, a collective needs tens of MiB to reach half of the bandwidth. If the switch reduces
+(NVLink SHARP), an all-reduce inside a node runs at `adding` x B, and its pipeline is one hop deep.
 
-Over gloo, with one rank a node, ranks gather and scatter by an all-to-all, which takes as long as a ring. Several ranks
-of a node use a hierarchy: the data crosses once for each node, spread over its ranks (runtime/comm/hierarchical.py).
-With h nodes of m ranks, one direction takes (h - 1) / (h m) S / far + (m - 1) / m S / near. Gradient compression
-(`CompressionRatio`) changes the first term only.
+Over gloo with one rank per node, ranks gather and scatter by an all-to-all, which takes as long as a ring. Several
+ranks per node use a hierarchical collective: the data crosses the network once for each node, spread over its ranks
+(runtime/comm/hierarchical.py). With h nodes of m ranks, one direction takes (h - 1) / (h m) S / far + (m - 1) / m S /
+near, where far and near are bandwidths. Gradient compression (`CompressionRatio`) changes only the first term.
 
-Ranks that compute between collectives also have synchronisation overhead. It is a link's `meeting` for each doubling of
-the ranks, twice in an all-reduce. The profiler measures it for CPU ranks; for others it is 0.
+Ranks that compute between collectives also have synchronisation overhead. It is `meeting` of the link for each doubling
+of the ranks, and twice as much in an all-reduce. The profiler measures it for CPU ranks; for other ranks it is 0.
 
-Rings that cross nodes leave each node once per rank of the group in it. B is then the link inside the node, or the sum
-of that many network shares, whichever is less. A group is `ranks` ranks at distance `stride`, and it begins at a
-multiple of ranks * stride. It fits in one domain when the domain holds whole groups.
+NCCL uses one ring for each rank of the group in a node, each over the network link of a different rank. B is then the
+lesser of two bandwidths: that of the link inside the node, and the sum of these network links. A group has `ranks`
+ranks at distance `stride`, and begins at a multiple of ranks * stride. It is inside a domain if the size of the domain
+is a multiple of ranks * stride.
 
 >>> nvlink = Link(name="NVLink", bandwidth=300e9, latency=3e-6, efficiency=1.0)
 >>> links = LinkModel(8, nvlink, Link(name="IB", bandwidth=25e9, efficiency=1.0))
@@ -51,8 +52,8 @@ from meshwright.spec.cluster import Cluster, Link
 
 
 class LinkModel(NamedTuple):
-    """Stores the slowest of the groups' links. `domain` devices reach each other over `near`, all over `far`. `handed`:
-    gathers are all-to-alls."""
+    """The slowest links of all groups. `domain` devices reach each other over `near`, all devices over `far`. `handed`
+    means that gathers are all-to-alls."""
 
     domain: int
     near: Link
@@ -61,7 +62,7 @@ class LinkModel(NamedTuple):
 
 
 def link_model(cluster: Cluster) -> LinkModel:
-    """Returns the links that every group of ranks can count on."""
+    """Returns the slowest links of all groups of nodes."""
     near = min((each.link for each in cluster.groups), key=lambda link: link.bandwidth * link.efficiency)
     domain = min(each.link.span or each.devices for each in cluster.groups)
     if domain >= cluster.devices:
@@ -71,10 +72,11 @@ def link_model(cluster: Cluster) -> LinkModel:
 
 
 class CollectiveRates(NamedTuple):
-    """Stores the rates of one axis, as numbers or arrays.
+    """The rates of one mesh axis, as numbers or arrays.
 
-    They are bytes/s of a ring and of an all-reduce, seconds of hops of one step of the ring and of one tree, bytes/s of
-    a gather, and seconds of synchronisation overhead.
+    `bandwidth` and `adding` are the bytes/s of a ring and of an all-reduce in the switch. `turn` and `tree` are the
+    seconds of the hops of one ring step and of a tree. `gathering` is the bytes/s of a gather, `meeting` the seconds of
+    synchronisation overhead.
     """
 
     ranks: Any
@@ -86,7 +88,7 @@ class CollectiveRates(NamedTuple):
     meeting: Any
 
     def gather(self, size: Any, calls: Any = 1.0) -> Any:
-        """Returns the seconds of `calls` all-gathers, or reduce-scatters, of `size` bytes in total."""
+        """Returns the seconds of `calls` all-gathers or reduce-scatters of `size` bytes in total."""
         return (
             _pipelined_seconds((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.turn)
             + calls * self.meeting
@@ -112,13 +114,14 @@ def _pipelined_seconds(wire: Any, hops: Any) -> Any:
 
 
 class CompressionRatio(NamedTuple):
-    """Stores the bytes of compressed gradients between nodes over plain ones: for a reduce-scatter, and for an
-    all-reduce per sending node but one."""
+    """The ratio of compressed to uncompressed bytes of gradients between nodes: for a reduce-scatter, and for an
+    all-reduce per sending node except one."""
 
     scatter: float = 1.0
     reduce: float = 1.0
     gathered: bool = False
-    """All nodes send all of their data to all others: (h - 1) instead of 2 (h - 1) / h times as much."""
+    """Whether each node sends all of its data to all other nodes. This takes (h - 1) instead of 2 (h - 1) / h times the
+    bytes."""
 
     def reducing(self, nodes: int) -> float:
         """Returns the factor on the bytes of an all-reduce over `nodes` nodes.
@@ -135,7 +138,7 @@ UNCOMPRESSED = CompressionRatio()
 def collective_rates(
     links: LinkModel, ranks: int, stride: int, wire: CompressionRatio = UNCOMPRESSED
 ) -> CollectiveRates:
-    """Returns the rates of a group. `wire`: the ratio of compressed gradients.
+    """Returns the rates of a group. `wire` is the compression ratio of gradients.
 
     >>> inside = Link(name="in", bandwidth=100.0, efficiency=1.0)
     >>> outside = Link(name="out", bandwidth=9.0, efficiency=1.0)
@@ -176,8 +179,8 @@ def collective_rates(
 
 
 def _hierarchical_bandwidth(links: LinkModel, ranks: int, concurrent: int, times: float) -> float:
-    """Returns the bytes/s of a ring that takes as long as the hierarchical collective, which sends `times` the bytes
-    between nodes.
+    """Returns the bytes/s of a ring that takes as long as the hierarchical collective. `times` is the compression ratio
+    of the bytes between nodes.
 
     >>> inside = Link(name="in", bandwidth=1e12, efficiency=1.0)
     >>> outside = Link(name="out", bandwidth=10.0, efficiency=1.0)
@@ -192,13 +195,13 @@ def _hierarchical_bandwidth(links: LinkModel, ranks: int, concurrent: int, times
 
 
 def stack_rates(groups: Sequence[CollectiveRates]) -> CollectiveRates:
-    """Returns the rates of several groups as one set of arrays."""
+    """Returns the rates of several groups as arrays in one `CollectiveRates`."""
     return CollectiveRates(*(np.array(values, dtype=float) for values in zip(*groups, strict=True)))
 
 
 def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, calls: float = 1.0) -> Array:
-    """Returns the seconds of `calls` all-to-alls in which each rank sends `size` bytes in total. Near and far links
-    carry their parts at once."""
+    """Returns the seconds of `calls` all-to-alls in which each rank sends `size` bytes in total. The near and the far
+    links transfer concurrently."""
     near = links.domain % (ranks * stride) == 0
     concurrent = np.where(near, ranks, np.minimum(max(links.domain // stride, 1), ranks))
     inside = (concurrent - 1) / ranks * size / (links.near.bandwidth * links.near.efficiency)
@@ -209,8 +212,8 @@ def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, c
 
 
 def p2p_seconds(links: LinkModel, size: Array, ranks: Any = 0, stride: int = 1) -> Array:
-    """Returns the seconds for a message of `size` bytes from one of `ranks` ranks to the next at distance `stride`, for
-    the slowest pair; 0 ranks: all."""
+    """Returns the seconds of a message of `size` bytes between neighbours of a group, for the slowest pair. The group
+    has `ranks` ranks at distance `stride`; 0 means all ranks."""
     near = np.where(np.equal(ranks, 0), links.domain + 1, ranks * stride)
     inside, outside = (
         size / (link.bandwidth * link.efficiency) + link.latency + link.meeting for link in (links.near, links.far)

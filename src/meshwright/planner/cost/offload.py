@@ -1,31 +1,27 @@
 """Models the memory and the transfer time of offloaded states, gradients, weights and activations.
 
-The rate of a device to its host is the rate while its neighbours transfer too. Devices of a node share the host memory
-and the disk. The traffic of data-parallel ranks uses the same link to the network, so host transfers can hide only
-behind the time that this traffic leaves.
+The transfer rate between a device and its host is the rate while the other devices of the node transfer too. Devices of
+a node share the host memory and the disk. Data-parallel communication and host transfers use the same link. Host
+transfers can therefore overlap only with compute that does not overlap with this communication.
 
-    optimizer         Main weights and states. Gradients go down, the CPU updates, and weights come up, window by
-                      window in a pipeline, after backward ([Note: after the norm]).
-    optimizer-disk    The same on NVMe. Each update reads and writes all of it, while the CPU updates the window that
-                      was read before.
-    a fraction of it  The resident rest is updated on the device while NVMe reads and writes. A fraction of the weights
-                      is the same in each layer, and the states of these weights are offloaded first.
-    gradients         Sums of the shards of ZeRO 2 and 3. The gradients of each micro-batch go down during backward, and
-                      the CPU adds those of later micro-batches.
-    parameters        Weight shards (ZeRO 3). The shard of a layer comes up before the layer runs, in forward and in
-                      backward, overlapped with compute.
-    parameters-disk   The same from files through host memory. The update writes the shards, and reads them first where
-                      they are updated in place.
-    activations       Saved activations go down in forward and come up in backward, overlapped with compute. Those of
-                      two blocks are resident.
-    activations-disk  The same through host memory to a disk, written and read.
+    optimizer         Main weights and states. After backward, gradients are copied to the host, the CPU updates, and
+    weights are copied back, in a pipeline of chunks ([Note: after the norm]). optimizer-disk    The same on NVMe. Each
+    update reads and writes all states, while the CPU updates the chunk that was read before. a fraction        The
+    resident states are updated on the device while NVMe reads and writes. The offloaded fraction of the weights is the
+    same in each layer, and the states of these weights are offloaded first. gradients         Accumulated gradient
+    shards of ZeRO 2 and 3. The gradients of each micro-batch are copied to the host during backward, and the CPU
+    accumulates them. parameters        Weight shards (ZeRO 3). The shard of a layer is fetched before the layer runs,
+    in forward and in backward, overlapped with compute. parameters-disk   The same from files through host memory. The
+    update writes the shards. It also reads them if they are updated in place. activations       Saved activations are
+    copied to the host in forward and fetched in backward, overlapped with compute. The activations of two blocks are
+    resident. activations-disk  The same with files, through host memory.
 
-Of states in files, SWAP_BUFFERS chunks are in memory at a time ([Note: windows] in runtime/offload/swapper.py).
+If states are in files, SWAP_BUFFERS chunks are in memory at a time ([Note: windows] in runtime/offload/swapper.py).
 
 [Note: after the norm] No update begins before every gradient of the step is complete. All ranks skip a step whose
-gradient is not finite, and clipping uses the global norm. An early update of one unit could be undone only with a copy
-of its states. So no part of a CPU update overlaps with its own backward. The delayed update of ZeRO-Offload gives
-different results.
+gradient is not finite, and clipping uses the global norm. An early update of a parameter group could be undone only
+with a copy of its states. So no part of a CPU update overlaps with the backward of the same step. The delayed update of
+ZeRO-Offload gives different results.
 
 Sources: Ren et al., ZeRO-Offload, arXiv 2101.06840, sections 3 and 4; Rajbhandari et al., ZeRO-Infinity, arXiv
 2104.07857, section 5.
@@ -45,8 +41,8 @@ from meshwright.spec.enums import OPTIMIZER_OFFLOADS, PARAMETER_OFFLOADS, Offloa
 
 
 class OffloadFractions(NamedTuple):
-    """Says what each choice along f offloads, 0 or 1 over AXES; for the optimizer and the weights, the offloaded
-    fraction."""
+    """The offloaded fraction of each kind of memory for each choice along f, over GRID_AXES. For gradients and
+    activations it is 0 or 1."""
 
     optimizer: Array
     optimizer_files: Array
@@ -58,7 +54,8 @@ class OffloadFractions(NamedTuple):
 
     @property
     def offloaded(self) -> tuple[Array, Array, Array]:
-        """Returns which choices offload parameters, gradients and the optimizer."""
+        """Returns the offloaded fractions of parameters, gradients and the optimizer, in CPU memory and files
+        together."""
         return self.parameters + self.parameters_files, self.gradients, self.optimizer + self.optimizer_files
 
 
@@ -76,9 +73,10 @@ def offload_fractions(box: PlanGrid) -> OffloadFractions:
 def offload_wait_seconds(
     setting: CostContext, box: PlanGrid, weights: Array, summed: Array, activations: Array, before: Array, behind: Array
 ) -> Array:
-    """Returns the seconds that offload adds to a micro-batch beyond the compute that it overlaps with.
+    """Returns the seconds that offload adds to a micro-batch. Transfers can overlap with `before` seconds of forward
+    and `behind` seconds of backward.
 
-    The traffic is `weights` bytes of shards (in forward and in backward), `summed` elements of gradients, and
+    The transfers are `weights` bytes of shards (in forward and in backward), `summed` elements of gradients, and
     `activations` bytes of activations.
     """
     if not any(box.offload):
@@ -95,13 +93,13 @@ def offload_wait_seconds(
 
 
 def disk_seconds_per_byte(setting: CostContext) -> float:
-    """Returns the seconds of a byte between a device and a file, through host memory."""
+    """Returns the seconds per byte between a device and a file, through host memory."""
     over_link = 0.0 if setting.on_host or not setting.host_bandwidth else 1.0 / setting.host_bandwidth
     return over_link + (1.0 / setting.storage_bandwidth if setting.storage_bandwidth else 0.0)
 
 
 def optimizer_bytes_per_param(setting: CostContext) -> float:
-    """Returns the optimizer's bytes for each element: its states, and a float32 weight where there is one."""
+    """Returns the optimizer's bytes per element: its states, and a main weight if the recipe has main weights."""
     recipe = setting.recipe
     return recipe.master + setting.job.workload.optimizer.states * recipe.state_size
 
@@ -109,13 +107,13 @@ def optimizer_bytes_per_param(setting: CostContext) -> float:
 def swap_buffer_bytes(
     setting: CostContext, box: PlanGrid, largest: Array, states_offloaded: Array, weights_offloaded: Array
 ) -> Array:
-    """Returns the bytes of all staging buffers of a rank, whose units have at most `largest` elements.
+    """Returns the bytes of all staging buffers of a rank whose parameter groups have at most `largest` elements.
 
-    The buffers are the slots through which states in files pass, the buffer that weight shards come up in, the buffer
-    that the CPU writes activations from, and the buffer of gradients on their way down.
+    The buffers are the chunks for states in files, the buffer into which weight shards are fetched, the buffer from
+    which the CPU writes activations, and the buffer of gradients that are copied to the host.
 
-    A partly and a wholly offloaded unit have separate windows. They take turns in the slots where each is as short as
-    one.
+    Elements with only states or only weights offloaded are in other chunks than elements with both offloaded. The two
+    kinds share the buffers if each fits in one chunk.
     """
     if not any(box.offload):
         return broadcast_to_axis(0.0, "")
@@ -149,7 +147,8 @@ def swap_buffer_bytes(
 def offloaded_update_seconds(
     setting: CostContext, box: PlanGrid, elements: Array, on_device: Array
 ) -> tuple[Array, Array]:
-    """Returns the seconds of the update on the device and of the offloaded update, for `elements` of one rank."""
+    """Returns the seconds of the update on the device and of the offloaded update, for `elements` elements of one
+    rank."""
     where = offload_fractions(box)
     if not any(box.offload):
         return on_device, 0.0 * on_device

@@ -1,23 +1,23 @@
 """Models the memory and time of the optimizer: bytes of its states, transient bytes of an update, and seconds of its
 matrix products.
 
-    states     The number of states of the rule for each weight, in the dtype of the recipe, or one byte plus a fraction
-               of a scale (8 bits). States of other shapes (Muon's matrices, Adafactor's factors): their mean over the
-               model.
-    passing    A gradient in the dtype of the update, where it is stored in another dtype; states and weights as well,
-               where they are stored in fewer bytes. The unit is a window on a CPU. On an accelerator, or where full
-               tensors are updated, it is a parameter group.
-    products   Muon: five rounds of 4 m^2 n + 2 m^3 FLOPs for a matrix of m x n, m <= n, on one of its owner ranks.
+    states     The number of states of the optimizer per weight, in the dtype of the recipe. With 8 bits a state has one
+    byte plus a fraction of a scale. For states of other shapes (Muon's matrices, Adafactor's factors) the mean over the
+    model counts. passing    Transient bytes: a gradient in the dtype of the update, if it is stored in another dtype;
+    also states and weights, if they are stored in fewer bytes. A CPU updates in chunks. An accelerator, or an update of
+    full tensors, needs these bytes for a whole parameter group. products   Muon: five rounds of 4 m^2 n + 2 m^3 FLOPs
+    for a matrix of m x n, m <= n, on one of its owner ranks.
 
-Each full tensor has one owner rank (runtime/optim/full_tensor.py), so the peak rank holds somewhat more than the mean.
+Each full tensor has one owner rank (runtime/optim/full_tensor.py), so the peak-memory rank stores somewhat more than
+the mean.
 
-Two options of the workload that change the result add bytes. The first is the error-feedback residual of gradient
-compression (runtime/comm/compression.py). The second is the two vectors of local-SGD replicas (runtime/zero/diloco.py).
+Two options of the workload add bytes. Gradient compression has an error-feedback residual
+(runtime/comm/compression.py). DiLoCo replicas have two vectors (runtime/zero/diloco.py).
 
-    residual   One element for each element that this rank sends to other hosts: for ZeRO 0 and for a reduce-scatter
-               1 / (ranks of its host) of the buffer, for a sum over replicas the shard. Nothing within one host.
-    replicas   The starting weights and the outer momentum: two elements of the optimizer's dtype for each element that
-               this rank updates.
+    residual   One element for each element that a rank sends to other hosts. For ZeRO 0 and for a reduce-scatter this
+    is 1 / (ranks of its host) of the buffer, for a sum over replicas the shard. Within one host there is no residual.
+    replicas   The initial weights and the outer momentum: two elements of the optimizer's dtype for each element that a
+    rank updates.
 
 Sources: Jordan et al., Muon, 2024; Shazeer and Stern, Adafactor, arXiv 1804.04235; Dettmers et al., 8-bit Optimizers,
 arXiv 2110.02861.
@@ -32,23 +32,23 @@ from meshwright.planner.cost.cost_context import CostContext
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 
 UPDATE_ELEMENT_BYTES = 4
-"""Bytes of the dtype of a low-precision update."""
+"""Bytes per element of the dtype of a low-precision update."""
 
 SHARED_UPDATE_BUFFERS = 3
-"""Permanent buffers of gradients and weights in the shared memory of a host's ranks."""
+"""Number of permanent buffers for gradients and weights in the shared memory of a host."""
 
 FULL_TENSOR_BUFFERS = 8
-"""Buffers of gradients and weights: sent, received, assembled, and in the layout of the rule."""
+"""Number of buffers for gradients and weights: sent, received, assembled, and in the layout of the optimizer."""
 
 NEWTON_SCHULZ_ITERATIONS = 5
 """Newton-Schulz iterations."""
 
 NON_ELEMENTWISE_OPTIMIZERS = ("muon", "adafactor")
-"""Rules with states of other shapes than the weights."""
+"""Optimizers whose states have other shapes than the weights."""
 
 
 def optimizer_state_bytes(setting: CostContext) -> float:
-    """Returns the bytes of all states of one weight."""
+    """Returns the bytes of all states per weight."""
     rule, size = setting.job.workload.optimizer, setting.recipe.state_size
     if rule.name not in NON_ELEMENTWISE_OPTIMIZERS:
         return float(rule.states * rule.state_bytes(size))
@@ -63,29 +63,30 @@ def optimizer_state_bytes(setting: CostContext) -> float:
 
 
 def update_temp_bytes(setting: CostContext) -> float:
-    """Returns the transient bytes of one weight during its update."""
+    """Returns the transient bytes per weight during its update."""
     recipe, rule = setting.recipe, setting.job.workload.optimizer
     lower = recipe.size < UPDATE_ELEMENT_BYTES
     gradient = (
         UPDATE_ELEMENT_BYTES if lower != (recipe.reduced > 0) else 0
-    )  # low precision without a float32 copy; or float32 with low-precision gradients
+    )  # low precision without a float32 copy, or float32 with low-precision gradients
     widened = rule.states * UPDATE_ELEMENT_BYTES if recipe.rounds or rule.state else 0
     return gradient + widened + (UPDATE_ELEMENT_BYTES if recipe.rounds else 0)
 
 
 def updates_in_chunks(setting: CostContext) -> bool:
-    """Returns whether an update proceeds in chunks, where its dtype differs from that of the stored tensors."""
+    """Returns whether an update proceeds in chunks if its dtype differs from that of the stored tensors."""
     return setting.on_host and not full_tensor_fraction(setting)
 
 
 def full_tensor_bytes(setting: CostContext) -> float:
-    """Returns the extra bytes for each weight of the updated unit's local shard, where full tensors are gathered from
-    other ranks and returned."""
+    """Returns the additional bytes per weight of the updated parameter group's local shard, if full tensors are
+    gathered from other ranks and returned."""
     return FULL_TENSOR_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting)
 
 
 def shared_full_tensor_bytes(setting: CostContext) -> float:
-    """Returns the same bytes where ranks keep these buffers in shared memory all the time."""
+    """Returns the bytes per weight of permanent buffers for full tensors in shared memory; 0 if ranks do not share
+    memory."""
     return (
         SHARED_UPDATE_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting)
         if setting.shares_memory
@@ -94,7 +95,7 @@ def shared_full_tensor_bytes(setting: CostContext) -> float:
 
 
 def full_tensor_fraction(setting: CostContext) -> float:
-    """Returns the fraction of the weights that the rule needs as full tensors."""
+    """Returns the fraction of the weights that the optimizer needs as full tensors."""
     if setting.job.workload.optimizer.name != "muon":
         return float(setting.job.workload.optimizer.name in NON_ELEMENTWISE_OPTIMIZERS)
     sizes = [
@@ -106,7 +107,7 @@ def full_tensor_fraction(setting: CostContext) -> float:
 
 
 def newton_schulz_seconds(setting: CostContext) -> float:
-    """Returns the seconds of Muon's matrix products for each weight that a rank holds; 0 for other rules."""
+    """Returns the seconds of Muon's matrix products per weight of a rank; 0 for other optimizers."""
     if setting.job.workload.optimizer.name != "muon":
         return 0.0
     flops, count = 0.0, 0
@@ -121,8 +122,8 @@ def newton_schulz_seconds(setting: CostContext) -> float:
 
 
 def residual_bytes(setting: CostContext, box: PlanGrid, whole: Array, shard: Array) -> Array:
-    """Returns the bytes of residuals over AXES; `whole` and `shard` are elements of the full buffers and of the local
-    shard."""
+    """Returns the bytes of residuals over GRID_AXES. `whole` is the elements of the full buffers, `shard` those of the
+    local shard."""
     compression, links = setting.job.workload.compression, setting.fabric
     if compression is None:
         return 0.0 * whole
@@ -148,5 +149,5 @@ def residual_bytes(setting: CostContext, box: PlanGrid, whole: Array, shard: Arr
 
 
 def diloco_state_bytes(setting: CostContext, shard: Array) -> Array:
-    """Returns the bytes of the outer optimizer over AXES."""
+    """Returns the bytes of the outer optimizer over GRID_AXES."""
     return shard * (2.0 * setting.recipe.state_size * (setting.job.workload.local is not None))

@@ -1,5 +1,5 @@
-"""Models overlapped work by Galvatron's two-stream form. Communication C overlapped with compute K adds max(C - K, 0)
-and slows both."""
+"""Models overlapped work as two streams, like Galvatron. If communication of C seconds overlaps with compute of K
+seconds, it adds max(C - K, 0), and each slows the other."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from meshwright.spec.plan import Plan
 
 
 def choose_bucket(of: CostContext) -> int:
-    """Returns the bucket size that hides gradient reductions best, in bytes.
+    """Returns the bucket size in bytes with the least exposed time of gradient reductions.
 
-    S bytes in buckets of b cost S / b starts of `a` seconds, plus the last bucket, b / B, which has no compute to
-    overlap with. The sum is least at b = sqrt(S a B). The result is not above the default, because larger buckets hide
-    no more. Ranks that share memory use no link and have the default.
+    S bytes of gradients in buckets of b bytes need S / b starts of `a` seconds. The last bucket takes b / B seconds at
+    bandwidth B and has no compute to overlap with. The sum is minimal at b = sqrt(S a B). The result is at most the
+    default, because larger buckets do not overlap better. Ranks that share memory use no link and have the default.
 
     >>> from meshwright.planner.cost.constants import MIN_BUCKET_BYTES
     >>> MIN_BUCKET_BYTES <= DEFAULT_BUCKET_BYTES
@@ -36,8 +36,8 @@ def choose_bucket(of: CostContext) -> int:
 
 
 def with_chosen_bucket(job: Job, plan: Plan) -> Plan:
-    """Returns `plan` with the bucket size that a search of `job` would choose, where the plan has none. Plan names do
-    not contain it."""
+    """Returns `plan` with the bucket size that a search of `job` would choose, if the plan does not set one. Plan names
+    do not contain the bucket size."""
     return (
         plan
         if "bucket" in plan.model_fields_set
@@ -46,7 +46,7 @@ def with_chosen_bucket(job: Job, plan: Plan) -> Plan:
 
 
 def overlapped(communication: Array, compute: Array) -> Array:
-    """Returns the seconds that concurrent `communication` adds to `compute`.
+    """Returns the seconds that overlapped `communication` adds to `compute`.
 
     >>> float(overlapped(np.array(3.0), np.array(2.0)))
     1.26
@@ -55,7 +55,8 @@ def overlapped(communication: Array, compute: Array) -> Array:
 
 
 def concurrent_seconds(*seconds: float) -> float:
-    """Returns the seconds of concurrent work: the longest of `seconds`, slowed by the others as in `overlapped`.
+    """Returns the seconds of concurrent work: the longest of `seconds`, plus the slowdown by all others as in
+    `overlapped`.
 
     >>> concurrent_seconds(2.0, 1.0, 1.0)
     2.26

@@ -1,21 +1,22 @@
 """Computes the bubble of pipeline schedules, and the exposed time of their messages.
 
-Symbols: m micro-batches, p ranks of v virtual stages, t_r seconds of rank r for one micro-batch (all of its stages,
-forward and backward):
+Symbols: m micro-batches, p ranks with v virtual stages each, t_r seconds of rank r for one micro-batch (all of its
+stages, forward and backward):
 
     step = m max t + bubble + messages,  bubble = the sum of g over all ranks but the slowest
 
-g is `Schedule.bubble` of the files in spec/schedules, and the messages are `Schedule.messages`.
+g is the value of `Schedule.bubble` in spec/schedules, and the number of messages is that of `Schedule.messages`.
 
     1f1b, gpipe, interleaved    t / v
     zbh1        max(f + b - w, f, b), with f, b, w seconds of forward, gradients of inputs, and gradients of weights
     zbv         max(f / 2, b / 2, b - w)
     dualpipev   max(f + b - w, f, b) / 2, and at least the sum of b - w / 2 less f / 2
 
-Accuracy: exact for gpipe. For 1f1b exact with equal stages, and never too short with unequal ones. For interleaved
-exact with equal stages ((p - 1) t / v, arXiv 2104.04473, section 2.2), and within some percent with unequal ones, with
-`interleaving_imbalance` added. For the others exact with equal stages and w <= f, else within some percent (arXiv
-2401.10241; 2412.19437). Tests compare both terms with the simulated orders of spec/schedules.
+Accuracy: the formulas are exact for gpipe, and with equal stages also for 1f1b and interleaved ((p - 1) t / v, arXiv
+2104.04473, section 2.2). With unequal stages the result for 1f1b is never too short. For interleaved, with
+`interleaving_imbalance` added, it is within some percent. For the other schedules the formulas are exact with equal
+stages and w <= f, and otherwise within some percent (arXiv 2401.10241; 2412.19437). Tests compare both terms with the
+simulated orders of spec/schedules.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from meshwright.spec.schedules.schedule import Schedule
 
 
 def critical_path_messages(order: ScheduleChoice, pp: int, micro_batches: Array) -> Array:
-    """Returns the messages, one after the other, on the longest path of a step, for each number of micro-batches.
+    """Returns the number of messages in sequence on the longest path of a step, for each number of micro-batches.
 
     >>> from meshwright.planner.cost.plan_grid import ScheduleChoice
     >>> critical_path_messages(ScheduleChoice("1f1b", 1, (1, 1, 1, 1)), 4, np.array([1, 4, 16]))
@@ -40,8 +41,8 @@ def critical_path_messages(order: ScheduleChoice, pp: int, micro_batches: Array)
 
 
 def slowest_rank_and_bubble(seconds: Array, counts: Array, virtual_stages: Array) -> tuple[Array, Array]:
-    """Returns (longest, bubble) of ranks that take `seconds` a micro-batch: kinds of ranks along the first axis,
-    `counts` of each.
+    """Returns (longest, bubble) of ranks that take `seconds` per micro-batch. The first axis is rank classes with
+    `counts` ranks each.
 
     >>> # 1F1B of four ranks: 2 + 3 + 3 of the others
     >>> slowest_rank_and_bubble(np.array([2.0, 3.0]), np.array([1, 3]), np.array(1))
@@ -53,8 +54,8 @@ def slowest_rank_and_bubble(seconds: Array, counts: Array, virtual_stages: Array
 
 
 class PassSplit(NamedTuple):
-    """Stores the seconds of one micro-batch on each kind of rank: forward, backward without weight gradients, and
-    weight gradients."""
+    """The seconds of one micro-batch on each rank class: forward, backward without weight gradients, and weight
+    gradients."""
 
     forward: Array
     backward: Array
@@ -62,7 +63,7 @@ class PassSplit(NamedTuple):
 
 
 def ramp_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit) -> Array:
-    """Returns g: the seconds that each rank adds to the bubble of a pipeline whose slowest rank is another one.
+    """Returns g: the seconds that each rank other than the slowest adds to the bubble.
 
     `orders` are along the second axis of the result.
     """
@@ -78,7 +79,7 @@ def ramp_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit) -> Array:
 def bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts: Array) -> Array:
     """Returns the idle seconds of the slowest rank, with length 1 along the axis of ranks.
 
-    `counts` is the number of ranks of each class; `orders` are along the second axis.
+    `counts` is the number of ranks of each class. `orders` are along the second axis.
 
     >>> four = ScheduleChoice("zbh1", 1, (1, 1, 1, 1))
     >>> bubble_seconds([four], PassSplit(*np.ones((3, 1, 1))), np.array([[4]])).item()
@@ -98,19 +99,21 @@ def bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts:
 
 
 def _distinct_schedules(orders: Sequence[ScheduleChoice]) -> list[tuple[Schedule, list[bool]]]:
-    """Returns the rules of each schedule among `orders`, and which of them have it."""
+    """Returns the rules of each distinct schedule in `orders`, and a list that marks the elements of `orders` with this
+    schedule."""
     rules = {order.schedule: order.rules for order in orders}
     return [(rules[name], [order.schedule == name for order in orders]) for name in rules]
 
 
 def min_bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts: Array) -> Array:
-    """Returns a lower bound of the bubble that is valid for any longer backward, whichever rank is then the longest."""
+    """Returns a lower bound of the bubble. It remains valid if backward becomes longer, whichever rank is then the
+    slowest."""
     g = ramp_seconds(orders, seconds)
     return np.asarray((g * counts).sum(axis=0, keepdims=True) - np.where(counts > 0, g, 0.0).max(axis=0, keepdims=True))
 
 
 def any_split_backward(orders: Sequence[ScheduleChoice]) -> bool:
-    """Returns whether the backward of one of the schedules is two actions, or may be."""
+    """Returns whether any of the schedules may split backward into two actions."""
     return any(order.rules.splits_backward for order in orders)
 
 
@@ -128,10 +131,10 @@ def _along_schedules(values: Sequence[Any], like: Array) -> Array:
 
 
 def interleaving_imbalance(order: ScheduleChoice, pp: int) -> float:
-    """Returns the backward passes of a block that unequal interleaved stages add to each micro-batch.
+    """Returns the time that unequal interleaved stages add to each micro-batch, in backward passes of one block.
 
-    The ranks may have slack that hides them. In each round of p micro-batches, p - 1 ranks run the longer stages while
-    they wait for the first.
+    In each round of p micro-batches, p - 1 ranks run the longer stages while they wait for the first rank. Slack of the
+    ranks may hide this time.
     """
     if order.virtual_stages == 1 or order.rules.v_shape:
         return 0.0

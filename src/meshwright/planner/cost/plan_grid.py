@@ -1,18 +1,14 @@
-"""Defines a grid of plans: the product of all choices that share a rank layout and a bucket size. It is the unit of
-vectorised pricing.
+"""Defines a grid of plans: the product of all choices with the same rank layout and bucket size. The cost of all plans
+of a grid is computed together.
 
-Prices of a grid are arrays over AXES. An array has length 1 along each axis that it does not depend on. NumPy
-broadcasting then does each piece of work once, however many plans share it.
+Costs of a grid are arrays over GRID_AXES. An array has length 1 along each axis on which it does not depend. NumPy
+broadcasting then computes each value only once for all plans that share it.
 
-    r  kinds of pipeline ranks
-    o  orders: schedule and stages
-    b  micro-batches: sequences, context ranks, and the method of context parallelism
-    s  sequence parallelism
-    c  recompute: of which blocks
-    z  ZeRO stage, replicas and shards of the data and context ranks
-    f  what is offloaded
+    r  classes of pipeline ranks o  schedules (orders), with their stages b  micro-batches: sequences, context ranks,
+    and the method of context parallelism s  sequence parallelism c  recompute, and the blocks that it applies to z ZeRO
+    stage, replicas and shards of the data and context ranks f  offloads
 
-Not every product is a plan: `PlanGrid.legal` says which are.
+Not every combination is a plan; `PlanGrid.legal` marks those that are.
 """
 
 from __future__ import annotations
@@ -46,48 +42,47 @@ from meshwright.spec.schedules.schedule_registry import find_schedule
 
 GRID_AXES = "robsczf"
 CHOICE_FIELDS = ("orders", "micro_batches", "sequence_parallel", "recompute", "shards", "offload")
-"""Fields of a grid along `obsczf`."""
+"""The fields of a grid along `obsczf`."""
 
 RECOMPUTE_PARTS_PER_STAGE = 8
-"""Number of parts into which the blocks of a stage are divided, of which some recompute."""
+"""Number of parts into which the blocks of a stage are divided. Recompute can apply to some of these parts."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def broadcast_to_axis(array: Any, axes: str) -> Array:
-    """Returns `array`, whose dimensions are `axes` in this order, with length 1 along all other axes."""
+    """Returns `array` with length 1 along all missing axes. `axes` names its dimensions in order."""
     values = np.asarray(array)
     return values.reshape([values.shape[at] if at >= 0 else 1 for at in _axis_positions(axes, values.ndim)])
 
 
 @cache
 def _axis_positions(axes: str, dimensions: int) -> tuple[int, ...]:
-    """Returns the position of each of AXES in `axes`, -1 where it is absent."""
+    """Returns the position of each of GRID_AXES in `axes`, or -1 if it is absent."""
     assert dimensions == len(axes) and list(axes) == sorted(axes, key=GRID_AXES.index)
     return tuple(axes.find(axis) for axis in GRID_AXES)
 
 
 class TpEpShape(NamedTuple):
-    """Stores the parts into which ranks cut weights: tp, and experts over `ep` ranks, with `expert_tp` ranks per
-    expert."""
+    """The division of weights over ranks: tp ranks, and `ep` ranks for experts with `expert_tp` ranks per expert."""
 
     tp: int
     ep: int = 1
     expert_tp: int = 1
 
     def splits_experts(self, parameter: ParameterSpec) -> bool:
-        """Returns whether different ranks hold different experts of this parameter."""
+        """Returns whether different ranks have different experts of this parameter."""
         return self.ep > 1 and parameter.experts > 0
 
     def numel(self, parameter: ParameterSpec) -> int:
-        """Returns the elements on the rank with the most of them."""
+        """Returns the elements on the rank with the largest part of the parameter."""
         if self.splits_experts(parameter):
             return -(-parameter.local_numel(self.expert_tp) // self.ep)
         return parameter.local_numel(self.tp)
 
 
 class ScheduleChoice(NamedTuple):
-    """Stores a pipeline schedule with the blocks of each virtual stage; `given` when the plan names them."""
+    """A pipeline schedule with the blocks of each virtual stage. `given` means that the plan lists the blocks."""
 
     schedule: ScheduleName
     virtual_stages: int
@@ -97,13 +92,13 @@ class ScheduleChoice(NamedTuple):
 
     @property
     def rules(self) -> Schedule:
-        """Returns the facts about the schedule."""
+        """Returns the rules of the schedule."""
         return find_schedule(self.schedule, self.actions)
 
 
 class BatchChoice(NamedTuple):
-    """Describes the micro-batches of a replica: sequences of one, micro-batches of a step, context ranks that cut each,
-    and how they attend (`ulysses` as in a plan)."""
+    """The micro-batches of a replica: the sequences of each, their number per step, the context ranks that divide a
+    sequence, and the method of context parallelism (`ulysses` as in a plan)."""
 
     size: int
     number: int
@@ -113,9 +108,9 @@ class BatchChoice(NamedTuple):
 
 
 class RecomputeChoice(NamedTuple):
-    """Says what recomputes: all blocks, or the first `layers` of each virtual stage, or `part` of
-    RECOMPUTE_PARTS_PER_STAGE of it. The other blocks do as `rest` says. `fewer`: the choice counts only where a stage
-    has more than `layers` blocks, else it duplicates the choice of all blocks."""
+    """The blocks that recompute: all blocks, the first `layers` blocks of each virtual stage, or `part` of
+    RECOMPUTE_PARTS_PER_STAGE parts of it. The other blocks recompute as `rest`. `fewer` means that the choice is valid
+    only if a stage has more than `layers` blocks; otherwise it would duplicate the choice of all blocks."""
 
     kind: Recompute
     layers: int = 0
@@ -125,11 +120,11 @@ class RecomputeChoice(NamedTuple):
 
     @property
     def some(self) -> bool:
-        """Returns whether only some blocks of a stage recompute, and the others do less."""
+        """Returns whether only some blocks of a stage recompute as `kind`."""
         return bool(self.layers or self.part)
 
     def blocks(self, order: ScheduleChoice) -> int:
-        """Returns how many blocks of a stage recompute while the others do less; 0: all blocks do the same.
+        """Returns the number of blocks of a stage that recompute as `kind`; 0 means all blocks.
 
         >>> RecomputeChoice(Recompute.full, part=3).blocks(ScheduleChoice("gpipe", 1, (10, 9)))
         4
@@ -138,8 +133,8 @@ class RecomputeChoice(NamedTuple):
 
 
 def is_distinct_recompute(orders: Sequence[ScheduleChoice], recompute: Sequence[RecomputeChoice]) -> Array:
-    """Returns whether a choice of recompute gives an order another plan than a smaller part or the
-    whole does (o, c)."""
+    """Returns whether a recompute choice gives a schedule a different plan than a smaller part, or than recompute of
+    all blocks (o, c)."""
     most = np.array([max(order.stage_layers) for order in orders])[:, None]
     part = np.array([again.part for again in recompute], dtype=int)
     count, smaller = -(-most * part // RECOMPUTE_PARTS_PER_STAGE), -(-most * (part - 1) // RECOMPUTE_PARTS_PER_STAGE)
@@ -148,23 +143,23 @@ def is_distinct_recompute(orders: Sequence[ScheduleChoice], recompute: Sequence[
 
 
 class ZeroChoice(NamedTuple):
-    """Stores the ZeRO stage, and the two factors of data ranks x context ranks: the ranks of a shard group, and the
-    replicas."""
+    """The ZeRO stage, and the two factors of data ranks x context ranks: the ranks of a shard group (`holders`), and
+    the replicas."""
 
     zero: int
     replicas: int
     holders: int
     lone: bool = False
-    """With one rank: ZeRO is on only because offload of its weights or gradients needs it."""
+    """Whether ZeRO is on with one rank, because the offload of weights or gradients needs it."""
 
     def allows(self, choice: Sequence[Offload]) -> bool:
-        """Returns whether the ZeRO stage permits these offload choices."""
+        """Returns whether the ZeRO stage permits the offloads `choice`."""
         least = min_zero_stage(choice)
         return self.zero >= least if least else not self.lone
 
 
 class RankLayout(NamedTuple):
-    """Stores the layout of ranks except data and context ranks, which all plans of a grid have in common."""
+    """The layout of all ranks except data and context ranks. All plans of a grid share it."""
 
     tp: int
     pp: int
@@ -173,8 +168,8 @@ class RankLayout(NamedTuple):
     axes: tuple[MeshAxis, ...] = PLAN_AXES
 
     def strides(self, data: int) -> dict[str, int]:
-        """Returns the distance between neighbouring ranks of each axis, with `data` data ranks. Context ranks are part
-        of the data ranks, innermost."""
+        """Returns the distance between neighbouring ranks of each axis if there are `data` data ranks. Context ranks
+        are part of the data ranks, as their innermost axis."""
         found: dict[str, int] = {}
         inside = 1
         for axis in reversed(self.axes):
@@ -185,7 +180,7 @@ class RankLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanGrid:
-    """Describes the product of all choices. All of `shards` have the same number of ranks."""
+    """The product of all choices. All elements of `shards` have the same number of ranks."""
 
     layout: RankLayout
     bucket: int
@@ -196,17 +191,18 @@ class PlanGrid:
     shards: tuple[ZeroChoice, ...]
     offload: tuple[tuple[Offload, ...], ...] = ((),)
     weight: float = 1.0
-    """Shard of the priced rank as a multiple of an equal shard."""
+    """Size of the shard of the rank whose cost is computed, relative to an equal shard."""
     heft: ShardWeight | None = None
-    """Which of the uneven shards it is, where that is known."""
+    """Identifies the uneven shard of this rank, if it is known."""
     loss_chunks: int = 1
     compile: bool = False
     offload_share: float | Array = 1.0
     weights_share: float | Array = 1.0
-    """Offload fractions of the optimizer states and of the weights, where these are offloaded. Several fractions are
-    priced together along f (planner/search/rank.py)."""
+    """Offloaded fractions of the optimizer states and of the weights, if they are offloaded. The costs of several
+    fractions are computed together along f (planner/search/rank.py)."""
     offload_layers: int = 0
-    """The first blocks of each virtual stage whose activations are offloaded, where activations are; 0: all blocks."""
+    """Number of first blocks of each virtual stage whose activations are offloaded, if activations are offloaded; 0
+    means all blocks."""
 
     @property
     def tp(self) -> int:
@@ -220,7 +216,7 @@ class PlanGrid:
 
     @property
     def cut(self) -> TpEpShape:
-        """Returns the parts into which ranks cut weights."""
+        """Returns the division of weights over ranks."""
         return TpEpShape(self.tp, self.layout.ep, self.layout.expert_tp)
 
     @property
@@ -230,7 +226,7 @@ class PlanGrid:
 
     @property
     def size(self) -> int:
-        """Returns the number of products, the illegal ones included."""
+        """Returns the number of combinations, including those that are not legal."""
         return prod(self.shape)
 
     @property
@@ -252,11 +248,11 @@ class PlanGrid:
 
     @cached_property
     def counts(self) -> Array:
-        """Returns the micro-batches of a step (b)."""
+        """Returns the number of micro-batches of a step (b)."""
         return np.array([each.number for each in self.micro_batches])
 
     def tokens(self, sequence: int) -> Array:
-        """Returns the tokens of a micro-batch on one rank (b)."""
+        """Returns the number of tokens of a micro-batch on one rank (b)."""
         return np.array([each.size * sequence / each.cp for each in self.micro_batches])
 
     @cached_property
@@ -276,7 +272,7 @@ class PlanGrid:
 
     @cached_property
     def zero(self) -> Array:
-        """Returns the ZeRO stages, over AXES (z)."""
+        """Returns the ZeRO stages (z), over GRID_AXES."""
         return broadcast_to_axis([each.zero for each in self.shards], "z")
 
     @cached_property
@@ -292,7 +288,7 @@ class PlanGrid:
 
     @cached_property
     def legal(self) -> Array:
-        """Returns which products are plans, over AXES."""
+        """Returns which combinations are legal plans, over GRID_AXES."""
         rounds, shared, parts, allowed = self._legal
         found = broadcast_to_axis(rounds, "ob")
         found = found if shared.all() else found & broadcast_to_axis(shared, "bz")
@@ -303,9 +299,9 @@ class PlanGrid:
     def _legal(self) -> tuple[Array, Array, Array, Array]:
         """Returns which pairs of choices are legal.
 
-        The schedule accepts the number of micro-batches (o, b). Context ranks are inside a shard group, and experts as
-        the layout says (b, z). A recompute choice does not duplicate another one (o, c). Offloaded weights and
-        gradients are shards (z, f).
+        (o, b): the schedule accepts the number of micro-batches. (b, z): context ranks are inside a shard group, and
+        the expert ranks match the layout. (o, c): the recompute choice does not duplicate another one. (z, f):
+        offloaded weights and gradients are shards.
         """
         rounds = np.array([order.rules.accepts(self.pp, self.counts) for order in self.orders])
         cp, ep = self.contexts[:, None], self.layout.ep
@@ -319,7 +315,7 @@ class PlanGrid:
         return rounds, shared, is_distinct_recompute(self.orders, self.recompute), allowed
 
     def part(self, **choices: Any) -> PlanGrid:
-        """Returns the grid with fewer choices: indices along their axes by name of the field."""
+        """Returns the grid with only some choices. Each argument is the name of a field with the indices to keep."""
         fewer: dict[str, Any] = {
             name: tuple(getattr(self, name)[at] for at in indices) for name, indices in choices.items()
         }
@@ -366,12 +362,12 @@ class PlanGrid:
 
 
 def shard_fraction(box: PlanGrid) -> Array:
-    """Returns the fraction of a replica's states on the priced rank, over AXES (z)."""
+    """Returns the fraction of a replica's states on the rank whose cost is computed (z), over GRID_AXES."""
     return broadcast_to_axis(box.weight / box.holders, "z")
 
 
 def grid_of_plan(plan: Plan, batch: int, blocks: int) -> PlanGrid:
-    """Returns the grid with only `plan`, which prices its largest shard for all ranks.
+    """Returns the grid with only `plan`. All ranks have the cost of the largest shard.
 
     Raises:
         InputError: the batch or the blocks do not divide.

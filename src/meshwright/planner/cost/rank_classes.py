@@ -1,8 +1,7 @@
-"""Says which layers each pipeline rank holds: how a plan's blocks, and the layers before, between and after them, go to
-stages.
+"""Assigns layers to pipeline ranks: the blocks of a plan, and the layers before, between and after them.
 
-Most ranks of a pipeline hold the same layers. `group_equal_ranks` returns one rank of each kind, the earliest, which
-has the most micro-batches in flight.
+Most ranks of a pipeline have equal layers. `group_equal_ranks` returns the first rank of each class, which has the most
+micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from meshwright.planner.cost.plan_grid import Array, ScheduleChoice
 from meshwright.spec.schedules.schedule import stage_to_rank
 
 StageContent = tuple[int, ...]
-"""Layers of each entry on one virtual stage."""
+"""The number of layers of each entry on one virtual stage."""
 
 
 class RankClass(NamedTuple):
-    """Stores pipeline ranks that hold equal layers: the first rank and their number, the layers by virtual stage (rows)
-    and entry, and the distinct stages."""
+    """Pipeline ranks with equal layers. `rank` is the first of them and `number` their number. `layers` is the layers
+    by virtual stage (rows) and entry (columns). `stages` is the distinct stages with their numbers."""
 
     rank: int
     number: int
@@ -32,8 +31,8 @@ class RankClass(NamedTuple):
 
 
 def stage_contents(entries: Sequence[LayerRun], order: ScheduleChoice) -> Array:
-    """Returns the layers of each entry (columns) on each virtual stage (rows). A layer between two blocks goes with the
-    block before it."""
+    """Returns the layers of each entry (columns) on each virtual stage (rows). A layer between two blocks is on the
+    stage of the block before it."""
     ends = np.cumsum(order.stage_layers)
     starts = ends - order.stage_layers
     last = len(ends) - 1
@@ -50,7 +49,7 @@ def stage_contents(entries: Sequence[LayerRun], order: ScheduleChoice) -> Array:
 
 
 def stages_by_rank(table: Array, order: ScheduleChoice, pp: int) -> Array:
-    """Returns the rows of virtual stages as (turn, rank, ...): the stages of each rank, ascending."""
+    """Returns the rows of virtual stages as an array (turn, rank, ...): the stages of each rank in ascending order."""
     owner = stage_to_rank(np.arange(len(table)), pp, order.rules.v_shape)  # type: ignore[arg-type]
     return table[np.argsort(owner, kind="stable").reshape(pp, order.virtual_stages).T]
 
@@ -62,13 +61,13 @@ def list_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: int) -> l
 
 
 def group_equal_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: int) -> tuple[RankClass, ...]:
-    """Returns the kinds of pipeline ranks, in the order of their first rank."""
+    """Returns the classes of pipeline ranks, in the order of their first rank."""
     table = stages_by_rank(stage_contents(entries, order), order, pp)
     found: dict[tuple[bytes, int], list[int]] = {}
     for rank in range(pp):
         distinct = (
             order.rules.v_shape and order.given
-        )  # later ranks hold more micro-batches of their second stage, which may be the larger one
+        )  # later ranks have more micro-batches of their second stage in flight, and this stage may be the larger one
         found.setdefault((table[:, rank].tobytes(), rank * distinct), []).append(rank)
     return tuple(_rank_class(same[0], len(same), table[:, same[0]]) for same in found.values())
 
@@ -81,7 +80,7 @@ def recomputing_layers(kind: RankClass, blocks: Sequence[bool], recomputing: int
 
 
 def split_recomputing(kind: RankClass, blocks: Sequence[bool], recomputing: int) -> RankClass:
-    """Returns the kind with two columns for each entry: its layers that recompute, then those that do not."""
+    """Returns the class with two columns for each entry: the layers that recompute, and the layers that do not."""
     again = recomputing_layers(kind, blocks, recomputing)
     return kind._replace(layers=np.stack([again, kind.layers - again], axis=2).reshape(len(again), -1))
 

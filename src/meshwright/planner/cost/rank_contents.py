@@ -1,14 +1,14 @@
-"""Describes what the pipeline ranks of an order hold, as arrays: layers, recomputed layers, saved activations at the
-memory peak, and flat buffers.
+"""Describes the contents of the pipeline ranks of a schedule as arrays: layers, recomputed layers, saved activations at
+the memory peak, and flat buffers.
 
-Orders are few and grids are many. The arrays of an order are computed once, on first use, and stacked for each grid
-(`stack_schedules`).
+There are few schedules and many grids. The arrays of a schedule are computed once, on first use, and stacked for each
+grid (`stack_schedules`).
 
-A rank is at its memory peak just before a backward pass, or inside it: while the pass walks back through its layers,
-their activations are freed, and each layer needs transient memory. `Schedule.in_flight` (spec/schedules) states how
-many micro-batches each stage of the rank holds at these moments. Where backward is split, the inputs of the matrix
-products of a layer and the gradients of their outputs are held until W. On the ranks of a V, B frees nothing of them
-but W follows at once wherever a rank is at its peak.
+A rank reaches its memory peak just before a backward pass or during it. During the pass, activations are freed layer by
+layer, and each layer needs transient memory. The points at which the peak can be are called moments.
+`Schedule.in_flight` (spec/schedules) returns the micro-batches in flight on each stage of the rank at these moments. If
+backward is split, the inputs of the matrix products of a layer and the gradients of their outputs are stored until W.
+In schedules with a V shape B does not free them, but at the peak W follows at once.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from meshwright.planner.cost.plan_grid import Array, ScheduleChoice, TpEpShape
 from meshwright.planner.cost.rank_classes import RankClass, recomputing_layers, split_recomputing
 
 StoredUntilW = tuple[bool, bool]
-"""Whether the first blocks of a stage, and the later ones, store their activations until W, where the order has it."""
+"""Whether the first blocks of a stage, and the later blocks, store activations until W, if the schedule has W."""
 
 BackwardMoments = tuple[Array, Array, Array]
-"""The entry whose layer runs backward (..., moments). Then, for each entry, the layers with saved activations, and
-those that wait for W (..., moments, entries)."""
+"""The entry whose layer runs backward (..., moments). Then, for each entry, the layers with saved activations, and the
+layers that wait for W (..., moments, entries)."""
 
 
 class PeakMoments(NamedTuple):
-    """Stores the moments at which the memory of a rank can peak.
+    """The moments at which the memory of a rank can peak.
 
-    `layers` (b, r, moments, 2 or 3 x columns) has three groups of columns: the layers with saved activations, the layer
-    whose backward runs, and, with a split backward, the layers that wait for W. `at_head` (b, r, moments) says whether
-    the running layer ends in the loss.
+    `layers` (b, r, moments, 2 or 3 x columns) has up to three groups of columns: the layers with saved activations, the
+    layer whose backward runs, and, with deferred weight gradients, the layers that wait for W. `at_head` (b, r,
+    moments) marks where the running layer is the one that computes the loss.
     """
 
     layers: Array
@@ -44,8 +44,8 @@ class PeakMoments(NamedTuple):
 
 
 class BucketLengths(NamedTuple):
-    """Stores units by their length: the number on each rank (r, lengths), the lengths, and the other fields of
-    `StateSizes` (field, r)."""
+    """Parameter groups by length. `times` is the number of groups on each rank (r, lengths), and `other` has the other
+    fields of `StateSizes` (field, r)."""
 
     times: Array
     lengths: Array
@@ -53,7 +53,7 @@ class BucketLengths(NamedTuple):
 
 
 class RankContents:
-    """Describes the kinds of pipeline ranks of one order, `kinds`, of `pp` ranks. It depends on the model alone, not on
+    """The contents of the rank classes `kinds` of one schedule with `pp` ranks. They depend only on the model, not on
     devices."""
 
     def __init__(self, units: ModelBuckets, order: ScheduleChoice, pp: int, kinds: Sequence[RankClass]) -> None:
@@ -65,7 +65,8 @@ class RankContents:
         self._flat: dict[tuple[TpEpShape, int | None], BucketLengths] = {}
 
     def again(self, count: int) -> Array:
-        """Returns the blocks that recompute when the first `count` of each virtual stage do (r, entry)."""
+        """Returns the number of blocks that recompute if the first `count` blocks of each virtual stage do (r,
+        entry)."""
         if count not in self._again:
             blocks = [entry.is_block for entry in self.entries]
             self._again[count] = np.array(
@@ -74,8 +75,8 @@ class RankContents:
         return self._again[count]
 
     def peak_moments(self, again: int, micro_batches: Sequence[int], waits: StoredUntilW = (True, True)) -> PeakMoments:
-        """Returns the peak moments for each number of micro-batches (b). Where the first `again` blocks of a stage
-        differ, each entry has two columns: these blocks, and the others."""
+        """Returns the possible memory peaks for each number of micro-batches (b). If the first `again` blocks of a
+        stage differ from the others, each entry has two columns: these blocks, and the other blocks."""
         limit = self.order.rules.in_flight_limit(self.pp)
         if limit is not None:
             micro_batches = [min(count, limit) for count in micro_batches]
@@ -120,7 +121,7 @@ class RankContents:
         return PeakMoments(layers, at_head)
 
     def flat(self, cut: TpEpShape, bucket: int | None) -> BucketLengths:
-        """Returns the flat buffers: buckets of `bucket` elements, or one unit a layer."""
+        """Returns the flat buffers: buckets of `bucket` elements, or one per layer if `bucket` is None."""
         if (cut, bucket) not in self._flat:
             found = [self.units.rank(kind.stages, cut, bucket) for kind in self.kinds]
             lengths = sorted(set().union(*(each.lengths for each in found)))
@@ -131,8 +132,8 @@ class RankContents:
 
 
 def stack_schedules(arrays: Sequence[Array], kinds: int, orders: int = 1) -> Array:
-    """Stacks the arrays of several orders along a new axis `orders`. Orders with fewer kinds of ranks (axis `kinds`)
-    repeat their first kind."""
+    """Stacks the arrays of several schedules along a new axis `orders`. Schedules with fewer rank classes (axis
+    `kinds`) repeat their first class."""
     width = max(array.shape[kinds] for array in arrays)
     wide = (
         array if array.shape[kinds] == width else np.take(array, _pad_with_first(array.shape[kinds], width), axis=kinds)
@@ -148,9 +149,9 @@ def _pad_with_first(length: int, width: int) -> Array:
 def peak_moments(
     order: ScheduleChoice, pp: int, kind: RankClass, micro_batches: Array, blocks: Sequence[bool] = ()
 ) -> BackwardMoments:
-    """Returns the moments at which ranks of this class can be at their peak, over (b, moments).
+    """Returns the moments at which the memory of ranks of this class can peak, over (b, moments).
 
-    `blocks` says which columns wait for W where the schedule has it; without it all do.
+    `blocks` marks the columns that wait for W if the schedule has W. Without `blocks` all columns wait.
     """
     if order.rules.in_rounds:
         return select_rounds(_round_moments(order, pp, kind), pp, micro_batches)
@@ -162,8 +163,8 @@ def _backward_moments(
 ) -> BackwardMoments:
     """Returns the moments of schedules whose activations depend on the number of micro-batches.
 
-    What does not wait for W is freed by B, layer by layer. Of what `waits`, all but the inputs of products is freed,
-    and the gradients of their outputs are added.
+    B frees the activations of layers that do not wait for W, layer by layer. For layers that `waits` marks, B frees all
+    activations except the inputs of matrix products, and adds the gradients of their outputs.
     """
     rules = order.rules
     waits = waits & rules.splits_backward
@@ -182,13 +183,13 @@ def _backward_moments(
 
 
 def select_rounds(found: BackwardMoments, pp: int, micro_batches: Array) -> BackwardMoments:
-    """Returns the moments of a schedule in rounds, which are the same from two rounds of pp micro-batches on."""
+    """Returns the moments of a schedule in rounds of pp micro-batches. They are the same for two or more rounds."""
     rounds = np.minimum(np.maximum(micro_batches // pp, 1), 2) - 1
     return found[0][rounds], found[1][rounds], found[2][rounds]
 
 
 def _round_moments(order: ScheduleChoice, pp: int, kind: RankClass) -> BackwardMoments:
-    """Returns the moments with one round of micro-batches, and with more, over (rounds, moments)."""
+    """Returns the moments for one round of micro-batches and for more rounds, over (rounds, moments)."""
     cases = []
     for rounds in (1, 2):
         moments = order.rules.in_flight(kind.rank, pp, order.virtual_stages, rounds * pp)
@@ -202,7 +203,7 @@ def _round_moments(order: ScheduleChoice, pp: int, kind: RankClass) -> BackwardM
 
 
 def _walk_backward(load: Array, content: Array) -> list[tuple[int, Array]]:
-    """Returns each entry of `content` in backward order, with the layers that are held while it runs."""
+    """Returns each entry of `content` in backward order, with the layers whose activations are stored while it runs."""
     steps = []
     load = load.copy()
     for entry in np.flatnonzero(content)[::-1].tolist():

@@ -1,28 +1,26 @@
-"""Computes the `Estimate` of one plan: the price of the grid that holds only this plan, with the memory of every
-pipeline rank. All callers use the same cost model.
+"""Computes the `Estimate` of one plan: the cost of the grid with only this plan, and the memory of every pipeline rank.
+All callers use the same cost model.
 
-Time items are those of the slowest pipeline rank, so that they add up to the step.
+The times by kind are those of the slowest pipeline rank, so that they add up to the step.
 
-The time of torch.compile is not part of a step. It falls into the first step of a launch. Each kind of block on a rank
-compiles once, because blocks of one kind share their code:
+The time of torch.compile is not part of a normal step. It adds to the first step after each start of the ranks. Each
+kind of block on a rank is compiled once, because blocks of one kind share their code:
 
-    extra seconds of the first step = most kinds of blocks on one rank x seconds of one kind
+    extra seconds of the first step = maximum number of kinds of blocks on one rank x seconds of one kind
 
-Plans are ranked by their step plus this time divided by the steps of the run. In a long run it is nothing, in a short
-one it is all. The speed-up of compiled blocks is not assumed: on CPUs 0 to 4 % were measured.
+Plans are ranked by the time of a step plus this time divided by the number of steps. It is negligible with many steps
+and dominates with few. The model assumes no speed-up of compiled blocks; on CPUs 0 to 4 % were measured.
 
-Also computes the seconds of a proof run (train/proof/proof_run.py). It runs a few rows under the plan, and again on one
-rank as one device would compute them.
+The module also computes the seconds of a proof run (train/proof/proof_run.py). A proof run computes a few rows under
+the plan, and again as one device would compute them (the reference).
 
-    one device   Two forwards and a backward of the rows: 4 times their forward, at the rate of one rank.
-    traffic      Full weights for both forwards, and full gradients once. These are all-reduces of all parameters over
-                 all ranks, which write and read their buffers.
-    comparison   Norms of both gradients and of their difference. Below float32, sketches of one device's gradients in
-                 two precisions.
-    the plan     A step of these rows at this length by the step estimate, and one more forward for its preflight. The
-                 parts that do not shrink with the tokens (all-gathers of ZeRO 3, reductions, bubbles) remain.
-    contents     Two runs: at the full length of a row and at half of it, or twice at the full length if half is too
-                 short. Below float32 one device's side runs in two precisions.
+    one device   Two forwards and a backward of the rows, which cost 4 forwards, at the rate of one rank. traffic
+    All-reduces of all parameters over all ranks: the full weights for both forwards, and the full gradients once. Each
+    also writes and reads its buffers. comparison   Norms of both gradients and of their difference. Below float32 also
+    sketches of the reference gradients in two precisions. the plan     The estimated step for these rows and this
+    length, plus one forward for its preflight. Parts that do not shrink with the tokens (all-gathers of ZeRO 3,
+    reductions, bubbles) remain. contents     Two comparisons: at the full length of a row and at half of it, or twice
+    at the full length if half is too short. Below float32 the reference runs in two precisions.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from meshwright.spec.proof import ProofCost, is_proof_cheap
 
 
 def compile_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:
-    """Returns the compile seconds over AXES; `layers` (r, o, entry)."""
+    """Returns the seconds of torch.compile over GRID_AXES. `layers` is the layers (r, o, entry)."""
     if not box.compile:
         return broadcast_to_axis(0.0, "")
     shapes = [
@@ -123,7 +121,7 @@ def estimate_grid(pricer: CostModel, box: PlanGrid) -> Estimate:
 
 
 class RankMemory(NamedTuple):
-    """Stores the memory of one pipeline rank: on its device, on its host, and in files."""
+    """The memory of one pipeline rank: on its device, on its host, and in files."""
 
     pricer: CostModel
     box: PlanGrid
@@ -144,7 +142,7 @@ class RankMemory(NamedTuple):
 
     @property
     def over(self) -> float:
-        """Returns the bytes that exceed the host memory."""
+        """Returns the bytes by which the rank exceeds the host memory; 0 if it fits."""
         return max(self.host - self.pricer.setting.host_memory, 0.0)
 
 
@@ -153,14 +151,14 @@ def _offloaded_total(ranks: Sequence[RankMemory]) -> float:
 
 
 def _largest_host_deficit(ranks: Sequence[RankMemory]) -> RankMemory | None:
-    """Returns the rank with the largest host deficit; None where all fit."""
+    """Returns the rank that exceeds its host memory most; None if all ranks fit."""
     worst = max(ranks, key=lambda rank: rank.over)
     return worst if worst.over else None
 
 
 def _host_deficit_notes(rank: RankMemory | None) -> tuple[str, ...]:
-    """Names what exceeds the host memory, and the largest offload fractions of optimizer states and weights that fit.
-    Both fractions are reduced by the same factor."""
+    """Names the data that exceeds the host memory, and the largest offload fractions of optimizer states and weights
+    that fit. Both fractions are reduced by the same factor."""
     if rank is None:
         return ()
     has, box = rank.pricer.setting.host_memory, rank.box
@@ -254,8 +252,8 @@ def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
 
 
 def _merge_replica_times(times: Sequence[TimeBreakdown], parts: Sequence[StepTime]) -> TimeBreakdown:
-    """Returns the times of the replica that ends its micro-batches last. The common work afterwards takes as long as
-    that of the slowest."""
+    """Returns the times of the replica that ends its micro-batches last. For the work after that, the slowest replica
+    counts."""
     after = [each.once.item() + each.update.item() + each.on_host.item() for each in parts]
     slowest = max(range(len(times)), key=lambda at: times[at].step - after[at])
     longer = {
@@ -270,7 +268,7 @@ def _merge_replica_times(times: Sequence[TimeBreakdown], parts: Sequence[StepTim
 
 
 def _rank_memories(pricer: CostModel, box: PlanGrid) -> tuple[RankMemory, ...]:
-    """Returns every pipeline rank, priced as a separate kind."""
+    """Returns the memory of every pipeline rank."""
     return _split_by_rank(pricer, box, pricer.memory(box, pricer.ranks(box, each=True)))
 
 
@@ -297,7 +295,7 @@ def _split_by_rank(pricer: CostModel, box: PlanGrid, parts: MemoryFootprint) -> 
 
 
 def _slowest_rank_time(box: PlanGrid, seconds: StepTime) -> TimeBreakdown:
-    """Returns the times of the slowest rank."""
+    """Returns the times by kind of the slowest rank."""
     micro_batches = box.micro_batches[0].number
     parts = [np.broadcast_to(part, seconds.each.shape).reshape(-1) for part in seconds[:PER_MICRO_BATCH_FIELDS]]
     slowest = int(seconds.each.reshape(-1).argmax())
@@ -324,30 +322,28 @@ def peak_flops(job: Job) -> float:
 
 
 def model_flops(job: Job) -> float:
-    """Returns the FLOPs of a step that the model needs under any plan: forward once, backward twice."""
+    """Returns the FLOPs of a step that the model needs under any plan. Backward counts as two forwards."""
     layers = job.model.layers
     token = sum(layer.repeat * (layer.flops + layer.attention_flops * job.workload.sequence) for layer in layers)
     return (1.0 + constants.BACKWARD_FORWARD_RATIO) * token * job.workload.tokens
 
 
 PROOF_REFERENCE_PASSES = 4 / 3
-"""Forward passes of one device's side over those of a training step, where backward counts two."""
+"""Forward passes of the reference divided by those of a training step, in which backward counts as two."""
 PROOF_WEIGHT_GATHERS = 2
-"""Times that a pass of one device's side gathers all weights."""
+"""Times that the reference gathers all weights."""
 ALL_REDUCE_MEMORY_PASSES = 3
-"""Extra times that the bytes of an all-reduce pass through memory.
-
-They are the zeros, the local parts, and the copy on rank 0.
-"""
+"""Additional times that the bytes of an all-reduce move through memory: zeros, local parts, and the copy on rank 0."""
 COMPARE_BYTES_PER_ELEMENT, SKETCH_BYTES_PER_ELEMENT = 32, 16
-"""Bytes through memory for each element of a gradient; measured on a CPU, whose caches hold intermediate results."""
+"""Bytes moved through memory per gradient element for the norms and for the sketches. They were measured on a CPU,
+whose caches keep intermediate results."""
 PROOF_PLAN_PASSES = 4 / 3
-"""Passes of the plan's side over those of a step: its preflight passes forward once more."""
+"""Passes of the plan in a proof divided by those of a step. The preflight adds one forward."""
 
 
 def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
-    """Returns the seconds of a proof before the first update, with rows that are halved until it is cheap. `step`: the
-    estimated seconds of a step."""
+    """Returns the seconds of a proof before the first update. The length of its rows is halved until the proof is
+    cheap. `step` is the estimated seconds of a step."""
     length = job.workload.sequence
     seconds = proof_seconds(job, plan, length)
     while not is_proof_cheap(seconds, step) and (half := half_sequence_length(plan, length)):
@@ -357,8 +353,8 @@ def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
 
 
 def proof_seconds(job: Job, plan: Plan, length: int) -> float:
-    """Returns the seconds of a proof whose rows have `length` tokens: two contents, each computed by the plan and by
-    one device."""
+    """Returns the seconds of a proof whose rows have `length` tokens. Two contents are each computed under the plan and
+    by the reference."""
     lengths = (length, half_sequence_length(plan, length) or length)
     return sum(
         _one_device(job, plan, each) + PROOF_PLAN_PASSES * estimate(_of_proof(job, plan, each), plan).time.step
@@ -367,7 +363,7 @@ def proof_seconds(job: Job, plan: Plan, length: int) -> float:
 
 
 def _of_proof(job: Job, plan: Plan, length: int) -> Job:
-    """Returns the job whose step is the plan's side of a proof."""
+    """Returns the job whose step is the computation of a proof under the plan."""
     return job.but(workload=job.workload.but(batch=check_batch_size(plan), sequence=length))
 
 

@@ -1,6 +1,6 @@
-"""HTML pages that open offline: plans for a job and its neighbours, or a run.
+"""Writes HTML pages that open offline: the plans for a job and for similar jobs, or a training run.
 
-The scripts contain no formula. They show, sort and filter numbers that are computed in Python.
+The scripts contain no formulas. They show, sort and filter numbers that Python has computed.
 """
 
 from meshwright.report.page.page_grid import PageAxes, PageGrid, grid_shape_for, page_axes, search_page_grid

@@ -1,13 +1,10 @@
-"""The settings that a page can show: a few values of devices, batch, sequence and memory a device around those of the
-job; where the cluster has
-a budget, of the budget in place of the memory.
+"""Searches plans for all settings that a page can show: a few values of devices, batch, sequence, and memory per device
+around those of the job. If the cluster has a budget, the page varies the budget instead of the memory.
 
-Stops double and halve. One is left out where it is no whole number, where the model has no such positions, or where the
-cluster is not written
-as `NODESxDEVICES:device` and so has no other sizes.
+Values double and halve. A value is omitted if it is not an integer, or if the sequence exceeds the positions of the
+model. The number of devices varies only if the cluster is written as `NODESxDEVICES:device`.
 
-Answers for every setting of a page: each is a search of its own, so that the page shows what `plan` prints for the same
-setting.
+Each setting is a separate search, so that the page shows what `plan` prints for the same setting.
 """
 
 from __future__ import annotations
@@ -39,18 +36,19 @@ from meshwright.spec.plan import Plan
 
 GIB = 2.0**30
 DEVICE_MEMORY_SIZES = tuple(GIB * size for size in (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 192, 256))
-"""Memory of a device."""
+"""The memory sizes of devices that the slider offers, in bytes."""
 
 GRID_SHAPES = ((3, 3, 3, 5), (3, 3, 2, 5), (3, 3, 2, 3), (3, 2, 2, 3), (2, 2, 2, 3), (2, 2, 1, 3), (2, 2, 1, 1))
-"""Stops of devices, batch, sequence and memory, the finest grid first."""
+"""The numbers of values of devices, batch, sequence and memory, from the finest to the coarsest grid."""
 GRID_BUDGET_SECONDS = 4.0
-"""Seconds that a grid should take."""
+"""Seconds that the searches of a grid should take at most."""
 
 GridShape = tuple[int, int, int, int]
 
 
 class PageAxes(NamedTuple):
-    """Stops of each slider in ascending order, and the stop of the job. Each cluster has its own memory and budget."""
+    """The values of each slider in ascending order, and in `here` the indices of the job's values. Each cluster has its
+    own memory and budget."""
 
     clusters: tuple[Cluster, ...]
     batches: tuple[int, ...]
@@ -60,12 +58,13 @@ class PageAxes(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Settings of all sliders."""
+        """The number of settings of all sliders together."""
         return math.prod(map(len, self[:4]))
 
 
 def page_axes(question: Job, shape: GridShape) -> PageAxes:
-    """Stops around `question`; no sequence is longer than the model has positions for."""
+    """Returns the values around those of `question`. No sequence is longer than the number of positions of the
+    model."""
     work, memory, longest = question.workload, cluster_memory_limit(question.cluster), question.model.context
     clusters = cluster_sizes(question.cluster, shape[0])
     batches = halves_and_doubles(work.batch, shape[1])
@@ -78,12 +77,13 @@ def page_axes(question: Job, shape: GridShape) -> PageAxes:
 
 
 def cluster_memory_limit(cluster: Cluster) -> float:
-    """What the slider of memory moves: the budget, where there is one, else the memory of a device."""
+    """Returns the value that the memory slider changes: the budget if there is one, otherwise the memory of a
+    device."""
     return cluster.budget or cluster.memory
 
 
 def with_memory_limit(cluster: Cluster, limit: float) -> Cluster:
-    """The same with another limit of that kind."""
+    """Returns the cluster with another budget, or with another memory per device if it has no budget."""
     return (
         cluster
         if limit == cluster_memory_limit(cluster)
@@ -94,8 +94,8 @@ def with_memory_limit(cluster: Cluster, limit: float) -> Cluster:
 
 
 def memory_limits(cluster: Cluster, count: int) -> tuple[float, ...]:
-    """Returns memory limits around that of `cluster`. No budget exceeds the memory; heterogeneous devices keep
-    theirs."""
+    """Returns memory limits around that of `cluster`. No budget exceeds the memory. Heterogeneous devices have only
+    their own limit."""
     own = cluster_memory_limit(cluster)
     around = (
         neighbouring_memory_sizes(own, count) if len({group.device.memory for group in cluster.groups}) == 1 else (own,)
@@ -104,7 +104,7 @@ def memory_limits(cluster: Cluster, count: int) -> tuple[float, ...]:
 
 
 def grid_shape_for(seconds: float) -> GridShape:
-    """As many stops as there is time for when a search takes `seconds`.
+    """Returns the finest grid that can be searched in time if one search takes `seconds`.
 
 
     >>> grid_shape_for(0.04), grid_shape_for(0.2), grid_shape_for(9.0)
@@ -114,7 +114,8 @@ def grid_shape_for(seconds: float) -> GridShape:
 
 
 def halves_and_doubles(value: int, count: int) -> tuple[int, ...]:
-    """
+    """Returns `count` values around `value`, each twice the one before it. Values that are not integers are omitted.
+
     >>> halves_and_doubles(12, 5), halves_and_doubles(7, 3), halves_and_doubles(8, 2)
     ((3, 6, 12, 24, 48), (7, 14), (8, 16))
     """
@@ -124,7 +125,7 @@ def halves_and_doubles(value: int, count: int) -> tuple[int, ...]:
 
 
 def neighbouring_memory_sizes(memory: float, count: int) -> tuple[float, ...]:
-    """As many sold sizes as `count` says, with `memory` in their middle.
+    """Returns `count` common memory sizes with `memory` in the middle.
 
     >>> [round(size / GIB) for size in neighbouring_memory_sizes(80 * GIB, 5)]
     [48, 64, 80, 96, 128]
@@ -137,15 +138,15 @@ def neighbouring_memory_sizes(memory: float, count: int) -> tuple[float, ...]:
 
 
 def cluster_sizes(cluster: Cluster, count: int) -> tuple[Cluster, ...]:
-    """`cluster` and its halves and doubles, as far as its name says how to write them."""
+    """Returns `cluster` and clusters with half and twice its devices, as far as its name can express them."""
     below, above = (count - 1) // 2, count // 2
     found = [other for step in range(-below, above + 1) if step for other in resize_cluster(cluster, step)]
     return tuple(sorted([cluster, *found], key=lambda each: each.devices))
 
 
 def resize_cluster(cluster: Cluster, step: int) -> Iterator[Cluster]:
-    """The cluster with 2**step times its nodes; where that is less than one, nodes with fewer devices. Nothing where it
-    cannot be written."""
+    """Yields the cluster with 2**step times its nodes. With less than one node it yields one node with fewer devices.
+    Yields nothing if the name cannot express the cluster."""
 
     def other(match: re.Match[str]) -> str:
         nodes, devices = int(match[1]), int(match[2])
@@ -164,11 +165,12 @@ def resize_cluster(cluster: Cluster, step: int) -> Iterator[Cluster]:
 
 
 MAX_PLANS_PER_POINT = 8
-"""Plans of a setting."""
+"""Maximum number of plans of one setting."""
 
 
 class PricedPlan(NamedTuple):
-    """A plan with what does not depend on the memory of a device: its estimate, and the bytes that are safe for it.
+    """A plan with values that do not depend on the memory of a device: its estimate, and its bytes with a safety
+    margin.
 
     Over heterogeneous groups it also has the usable memory of each pipeline rank.
     """
@@ -180,9 +182,9 @@ class PricedPlan(NamedTuple):
 
 
 class GridResult(NamedTuple):
-    """What is true under one memory or budget: bytes that a rank can take, those that its device has, the plans that
-    fit, best first, the best or
-    nearest of each family, and the others by reason, with their number and an example."""
+    """The result for one memory limit or budget: the bytes that a rank may use, the bytes that its device has, and the
+    plans that fit, best first. It also has the best or nearest plan of each family. Rejected plans are grouped by
+    reason, with their number and an example."""
 
     limit: float
     ample: float
@@ -191,9 +193,10 @@ class GridResult(NamedTuple):
     rejected: tuple[tuple[str, int, str], ...]
 
     def verdict(self, priced: PricedPlan) -> FitStatus:
-        """Returns whether the plan fits: the budget limits expected bytes, the device limits safe bytes.
+        """Returns whether the plan fits. The budget limits the expected bytes; the device limits the bytes with a
+        safety margin.
 
-        Over heterogeneous groups each rank has its own limit, so such a page has one memory.
+        Over heterogeneous groups each rank has its own limit, so such a page has only one memory value.
         """
         if priced.limits:
             return priced.estimate.verdict
@@ -203,7 +206,8 @@ class GridResult(NamedTuple):
 
 
 class GridPoint(NamedTuple):
-    """One cluster, batch and sequence: a standing for each memory. `error` says why there is none."""
+    """The results for one cluster, batch and sequence, one for each memory value. `error` is the reason if there are
+    none."""
 
     job: Job
     standings: tuple[GridResult, ...]
@@ -212,7 +216,7 @@ class GridPoint(NamedTuple):
 
 
 class PageGrid(NamedTuple):
-    """`points` by cluster, batch and sequence, the last fastest."""
+    """All results of a page. `points` is ordered by cluster, then batch, then sequence."""
 
     job: Job
     axes: PageAxes
@@ -221,7 +225,7 @@ class PageGrid(NamedTuple):
 
     @property
     def base(self) -> GridPoint:
-        """The question itself."""
+        """The result for the job itself."""
         cluster, batch, sequence, _ = self.axes.here
         return self.points[(cluster * len(self.axes.batches) + batch) * len(self.axes.sequences) + sequence]
 
@@ -233,7 +237,7 @@ def search_page_grid(
     runnable: bool = False,
     workers: int = 1,
 ) -> PageGrid:
-    """Every point, searched by so many processes; objectives are those for all devices."""
+    """Searches every setting with `workers` processes. The objective of each search is `objective`."""
     jobs = [
         question.but(cluster=cluster, workload=question.workload.but(batch=batch, sequence=sequence))
         for cluster, batch, sequence in product(axes.clusters, axes.batches, axes.sequences)
@@ -247,11 +251,11 @@ def search_page_grid(
         try:
             with (
                 blocked_stop_signals()
-            ):  # not `map`, which cancels pending futures at exit: a pool whose processes have died fails on that
+            ):  # `map` would cancel pending futures at exit, which fails if the processes of the pool have died
                 found = [pool.submit(search_point, job, axes.memories, objective, runnable) for job in jobs]
             return PageGrid(question, axes, objective, tuple(each.result() for each in found))
         except BaseException:
-            for process in set(active_children()).difference(others):  # else each would end what it has begun
+            for process in set(active_children()).difference(others):  # otherwise each would complete its searches
                 process.kill()
             raise
 
@@ -259,7 +263,7 @@ def search_page_grid(
 def search_point(
     job: Job, memories: tuple[float, ...], objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
 ) -> GridPoint:
-    """The standings of one job."""
+    """Searches one job for every memory value."""
     prices: dict[Plan, PricedPlan] = {}
     standings, considered = [], 0
     for memory in memories:
@@ -281,7 +285,7 @@ def grid_result(
     families: Sequence[PlanFamily],
     prices: dict[Plan, PricedPlan],
 ) -> GridResult:
-    """What one search found; `prices` are remembered from search to search."""
+    """Converts the result of one search. `prices` caches the estimates of plans between searches."""
 
     def price(plan: Plan, known: Estimate | None = None) -> PricedPlan:
         if plan not in prices:
@@ -297,8 +301,8 @@ def grid_result(
 
 
 def rank_memory_limits(job: Job, plan: Plan, priced: Estimate) -> tuple[float, ...]:
-    """Returns the usable memory of each pipeline rank over heterogeneous groups. For a stage with different replicas
-    it is that of the peak rank."""
+    """Returns the usable memory of each pipeline rank over heterogeneous groups. If the replicas of a stage differ, the
+    value is that of the peak-memory rank."""
     if plan.placement:
         return tuple(
             min(job.cluster.groups[group].device.memory * USABLE_MEMORY_FRACTION, job.cluster.budget or inf)

@@ -1,18 +1,16 @@
-"""The pipeline of a plan as a chart: when each action begins and ends. Orders and their play are those of `schedules`,
-seconds those of the cost model.
+"""Builds the HTML page of a plan: the data, the pipeline chart, and the frame.
 
-Of a long step the first micro-batches are played, enough to fill the pipeline; of many ranks the first and the last are
-shown. What follows the
-passes (sums of gradients, the update) is not in the chart.
+The pipeline chart shows when each action begins and ends. Orders and their simulation come from `spec/schedules`,
+seconds from the cost model. Of a long step the chart shows only enough micro-batches to fill the pipeline, and of many
+ranks only the first and the last. Work after the last backward (gradient reduction, optimizer update) is not in the
+chart.
 
-What a page embeds: the grid as compact JSON, numbers to ten digits, names for all of it in both languages.
+A page embeds the grid as compact JSON with numbers of ten significant digits, and all names in both languages. `keys`
+names the columns of a plan, of its seconds and of its bytes. The page computes only fractions and differences of these
+numbers.
 
-`keys` names the columns of a plan, of its seconds and of its bytes. Nothing is left to compute in the page
-but shares and differences of what is there.
-
-The file: one frame, filled with a page's own body, words and script and with the data. Nothing in it leads out of it,
-and a policy in it
-forbids that anything could.
+All pages have the same frame, which is filled with the body, texts, script and data of the page. The file refers to no
+other file, and its content security policy forbids any request.
 """
 
 from __future__ import annotations
@@ -45,15 +43,16 @@ from meshwright.spec.schedules.schedule_registry import schedule_orders
 from meshwright.spec.schedules.simulate import ActionSpan, ScheduleTimeline, simulate_orders
 
 CHART_UNITS = 10_000
-"""Of the whole chart: starts and ends are whole numbers of these."""
+"""Units of the whole chart. Starts and ends of actions are whole numbers of units."""
 MAX_CHART_ACTIONS = 1280
-"""That one chart shows at most."""
+"""Maximum number of actions in one chart."""
 MAX_CHART_RANKS = 8
 ACTION_KINDS = "FBW"
 
 
 def simulate_pipeline(pricer: CostModel, plan: Plan, micro_batches: int) -> ScheduleTimeline:
-    """The first `micro_batches` of a step of `plan`, each virtual stage with the seconds of its own layers."""
+    """Simulates the first `micro_batches` micro-batches of a step. Each virtual stage takes the seconds of its own
+    layers."""
     setting = pricer.setting
     box = grid_of_plan(plan, setting.job.workload.batch, setting.job.model.blocks)
     table = stage_contents(setting.entries, box.orders[0])
@@ -85,7 +84,8 @@ def simulate_pipeline(pricer: CostModel, plan: Plan, micro_batches: int) -> Sche
 
 
 def pipeline_chart(pricer: CostModel, plan: Plan) -> dict[str, Any]:
-    """What is drawn: of how many micro-batches, seconds, and a row for each rank shown."""
+    """Returns the data of the chart: the numbers of micro-batches of the step and of the chart, the seconds, and a row
+    for each rank shown."""
     whole = plan.micro_batches(pricer.setting.job.workload.batch)
     count = min(whole, chart_micro_batches(plan))
     shown = chart_ranks(plan.pp, MAX_CHART_ACTIONS // (2 * plan.virtual_stages * count))
@@ -103,7 +103,8 @@ def pipeline_chart(pricer: CostModel, plan: Plan) -> dict[str, Any]:
 
 
 def chart_row(spans: Sequence[ActionSpan], scale: float) -> list[int]:
-    """Kind, turn, micro-batch, idle units before it and units that it takes, of one action after the other."""
+    """Returns five numbers for each action: kind, index of its stage on the rank, micro-batch, idle units before it,
+    and its own units."""
     found, now = [], 0
     own = sorted({span.action.stage for span in spans})
     for (kind, stage, micro_batch), start, end in spans:
@@ -114,7 +115,7 @@ def chart_row(spans: Sequence[ActionSpan], scale: float) -> list[int]:
 
 
 def chart_micro_batches(plan: Plan) -> int:
-    """Micro-batches that fill the pipeline and empty it again; rounds stay whole."""
+    """Returns the number of micro-batches of a chart: enough to fill and drain the pipeline, in whole rounds."""
     rules = plan.schedule_rules
     if rules.in_rounds:
         return plan.pp
@@ -122,7 +123,7 @@ def chart_micro_batches(plan: Plan) -> int:
 
 
 def chart_ranks(pp: int, most: int) -> Sequence[int]:
-    """All ranks, or the first and the last ones.
+    """Returns all ranks, or only the first and the last if there are more than `most`.
 
     >>> chart_ranks(4, 9), chart_ranks(16, 4), chart_ranks(16, 0)
     ([0, 1, 2, 3], [0, 1, 14, 15], [0])
@@ -134,20 +135,20 @@ def chart_ranks(pp: int, most: int) -> Sequence[int]:
 SIGNIFICANT_DIGITS = 10
 MAX_RANKS_SHOWN = 8
 MAX_DATA_CHARACTERS = 900_000
-"""Characters of the data, so that a page stays under a megabyte."""
+"""Maximum characters of the data, so that a page stays smaller than a megabyte."""
 MAX_CHART_CHARACTERS = 300_000
-"""Of them, what all charts take at most: those of the question first, then the first plan of each setting, then the
-best of each family."""
+"""Maximum characters of all charts together. The charts of the job have priority, then the best plan of each setting,
+then the best plan of each family."""
 MEMORY_FIELDS = tuple(MemoryBreakdown.model_fields)
 TIME_FIELDS = tuple(TimeBreakdown.model_fields)
 PLAN_FIELDS = ("name", "time", "of", "ranks", "fullest", "memory", "speed", "mfu", "missing", "notes", "limits")
-"""The fields of a plan: seconds by kind, the number of ranks, the ranks shown, the index of the peak rank, bytes by
-kind, and the usable memory of each rank over heterogeneous groups."""
+"""The fields of a plan: seconds by kind, the number of ranks, the ranks shown, the index of the peak-memory rank, bytes
+by kind, and the usable memory of each rank over heterogeneous groups."""
 
 
 def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None) -> dict[str, Any]:
-    """Everything that the page shows. `command` begins every command; `cluster` is what `--cluster` said, None when it
-    could not have said it."""
+    """Returns all data of the page. `command` is the beginning of every command that the page shows. `cluster` is the
+    value for `--cluster`, or None if the cluster has no such notation."""
     axes, job = found.axes, found.job
     families = sorted(
         {family for point in found.points for standing in point.standings for family, _ in standing.families}
@@ -199,8 +200,8 @@ def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None)
 
 
 def point_data(point: GridPoint, families: Sequence[str], reasons: Sequence[str], whole: bool) -> dict[str, Any]:
-    """One cluster, batch and sequence. Plans stand once, standings point at them; each rank of all plans of the
-    question, else of the first ones."""
+    """Returns the data of one cluster, batch and sequence. Each plan occurs once; results refer to it by index. The
+    best plan of each result has the memory of several ranks. If `whole` is set, all plans have it."""
     shown = [
         priced
         for standing in point.standings
@@ -229,7 +230,7 @@ def point_data(point: GridPoint, families: Sequence[str], reasons: Sequence[str]
 
 
 def grid_result_data(standing: GridResult, place: Mapping[Plan, int], families: Sequence[str]) -> dict[str, Any]:
-    """What is true under one memory: places of plans with their verdicts."""
+    """Returns the data for one memory value: the indices of its plans with their fit status."""
     limit = standing.limit
     return {
         "limit": round_number(limit),
@@ -244,7 +245,7 @@ def grid_result_data(standing: GridResult, place: Mapping[Plan, int], families: 
 def priced_plan_data(priced: PricedPlan, whole: bool) -> list[Any]:
     """Returns one plan with its estimate, in the order of PLAN_FIELDS.
 
-    Without `whole` it has the memory of the peak rank only. Empty fields at the end are omitted.
+    Without `whole` it has only the memory of the peak-memory rank. Empty fields at the end are omitted.
     """
     estimate = priced.estimate
     ranks, peak_rank = ranks_with_memory(estimate)
@@ -268,13 +269,14 @@ def priced_plan_data(priced: PricedPlan, whole: bool) -> list[Any]:
 
 
 def ranks_with_memory(estimate: Estimate) -> tuple[list[int], int]:
-    """Returns the pipeline ranks whose memory is shown, the peak rank among them, and the peak rank."""
+    """Returns the pipeline ranks whose memory is shown, which include the peak-memory rank, and the peak-memory
+    rank."""
     peak_rank = estimate.per_stage.index(estimate.memory)
     return sorted({*shown_stages(len(estimate.per_stage), MAX_RANKS_SHOWN), peak_rank}), peak_rank
 
 
 def pipeline_charts(found: PageGrid, room: int) -> dict[str, Any]:
-    """Charts by place of the point and name of the plan, as many as `room` characters hold."""
+    """Returns the charts by index of the setting and name of the plan, as many as fit in `room` characters."""
     home = found.points.index(found.base)
     places = sorted(range(len(found.points)), key=lambda at: at != home)
     wanted = [(home, priced.plan) for standing in found.base.standings for priced in standing.ranked]
@@ -300,14 +302,14 @@ def pipeline_charts(found: PageGrid, room: int) -> dict[str, Any]:
 
 
 def localized_names(language: str, families: Sequence[str], reasons: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Names of kinds, families and reasons, as the terminal says them."""
+    """Returns the names of kinds, families and reasons in `language`, as in the text output."""
     groups = {"memory": MEMORY_FIELDS, "time": TIME_FIELDS, "reason": reasons}
     said = {group: {word: translate(term(group, word), language) for word in found} for group, found in groups.items()}
     return {**said, "family": {family: translate(family_name(family), language) for family in families}}
 
 
 def localized_lines(said: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Lines that rules and errors say, by language, where they read otherwise there."""
+    """Returns translations of lines, by language. Lines without a translation are omitted."""
     once = dict.fromkeys(said)
     return {
         language: {line: other for line in once if (other := translate(line, language)) != line}
@@ -321,7 +323,8 @@ def compact_json(data: Any) -> str:
 
 
 def round_number(number: float) -> float:
-    """
+    """Rounds a number to `SIGNIFICANT_DIGITS` significant digits.
+
     >>> round_number(1 / 3), round_number(80 * 2**30)
     (0.3333333333, 85899345920)
     """
@@ -333,14 +336,14 @@ FRAME_FILE, STYLE_FILE = "frame.html", "style.css"
 
 
 def plan_page_text(found: PageGrid, command: Sequence[str], cluster: str | None, language: str = "en") -> str:
-    """The whole page of a plan. `language` is the one it opens in."""
+    """Returns the HTML page of a plan. `language` is the language in which the page opens."""
     job = found.job
     title = f"{job.model.name}, {job.cluster.name}: meshwright plan"
     return fill_frame("plans", title, plan_page_data(found, command, cluster), language)
 
 
 def fill_frame(page: str, title: str, data: Mapping[str, Any], language: str) -> str:
-    """The frame around `page`. What is put in stays as it is, whatever a person wrote in it."""
+    """Returns the frame filled for `page`. Inserted texts are not interpreted, whatever they contain."""
     places = {
         "TITLE": html.escape(title),
         "LANGUAGE": language,
@@ -358,10 +361,10 @@ def page_body(page: str) -> str:
 
 
 def page_scripts(page: str) -> tuple[str, ...]:
-    """The parts of a page's script in order: its labels and functions around the common parts."""
+    """Returns the files of a page's script in order."""
     return f"{page}_words.js", "numbers.js", "draw.js", "frame.js", f"{page}.js"
 
 
 def read_asset(name: str) -> str:
-    """Returns the text of a file of this folder."""
+    """Returns the text of a file in this folder."""
     return (resources.files("meshwright.report.page") / name).read_text(encoding="utf-8")

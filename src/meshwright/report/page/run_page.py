@@ -1,7 +1,7 @@
-"""The page of a run in one HTML file: plan, losses, predicted and measured times and memory, failures, and goodput.
+"""Builds the HTML page of a training run: plan, losses, predicted and measured times and memory, failures, and goodput.
 
-Guarantees: the page shows the numbers of `report --json` and computes nothing itself. Long curves are means of equal
-parts.
+Guarantees: the page shows the numbers of `report --json` and computes nothing itself. Long curves are shortened by
+averaging over equal intervals.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from meshwright.report.text import strict_json_data
 from meshwright.spec.record import MemoryTimeline
 
 MAX_CURVE_POINTS = 500
-"""Most points of a curve."""
+"""Maximum number of points of a curve."""
 MEMORY_COLUMNS = 240
-"""Parts of a step whose memory is shown."""
+"""Number of time intervals of a step for which the page shows memory."""
 
 
 def run_page_text(run: RunFolder, language: str = "en") -> str:
-    """The whole page. `language` is the one it opens in."""
+    """Returns the HTML page. `language` is the language in which the page opens."""
     title = " · ".join(filter(None, dict.fromkeys((run.model, Path(run.folder).name, "meshwright report"))))
     return fill_frame("run", title, run_page_data(run), language)
 
 
 def run_page_data(run: RunFolder) -> dict[str, Any]:
-    """Everything that the page shows."""
+    """Returns all data of the page."""
     summary = summarize_run(run)
     data = strict_json_data(summary)
     steps = run.steps
@@ -72,7 +72,8 @@ def run_page_data(run: RunFolder) -> dict[str, Any]:
 
 
 def thin_curve(points: Sequence[tuple[int, float]], most: int = MAX_CURVE_POINTS) -> list[tuple[int, float | None]]:
-    """At most `most` points, each the mean of its share at its last step; None where nothing in it is a finite number.
+    """Divides a curve into at most `most` intervals. Returns the last step and the mean of each interval; None if an
+    interval has no finite value.
 
     >>> thin_curve([(1, 4.0), (2, 2.0), (3, math.nan), (4, math.inf)], 2)
     [(2, 3), (4, None)]
@@ -87,8 +88,8 @@ def thin_curve(points: Sequence[tuple[int, float]], most: int = MAX_CURVE_POINTS
 
 
 def timeline_data(run: RunFolder) -> dict[str, Any] | None:
-    """Returns the peak bytes of each kind in each part of the step on the peak rank, or None where no rank recorded
-    any."""
+    """Returns the peak bytes of each kind of memory in each time interval of the step on the peak-memory rank. Returns
+    None if no rank recorded its memory."""
     if not any((Path(run.folder) / "memory").glob("rank-*.json")):
         return None
     peak_rank: MemoryTimeline = read_timelines(Path(run.folder))[0]

@@ -1,6 +1,8 @@
-"""Pipeline schedules: one file with one subclass of `Schedule` for each, a simulator and checks of orders.
+"""Defines pipeline schedules, each as one subclass of `Schedule` in its own file, with a simulator and checks of action
+orders.
 
-The planner's cost formulas and the runtime read the same classes. To add a schedule, add a file; nothing else names it.
+The planner's cost formulas and the runtime read the same classes. To add a schedule, add a file; no other file lists
+the schedules.
 """
 
 from meshwright.spec.schedules.action import Action, ActionKind

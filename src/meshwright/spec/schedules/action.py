@@ -1,7 +1,7 @@
-"""Actions of a pipeline rank: the forward (F) or backward (B, W) of one micro-batch on one stage.
+"""Defines the actions of a pipeline rank: forward (F) or backward (B, W) of one micro-batch on one stage.
 
-B is the whole backward; where the same stage also has W, B is the gradient of the stage's input and W that of its
-weights. The text form is stage, kind, micro-batch, as in torch's schedule tables: `2F5`.
+If a stage has no W, B is its whole backward. If it has W, B computes the gradient of the stage's input and W the
+gradients of its weights. The text form is stage, kind, micro-batch, as in torch's schedule tables: `2F5`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwright.core.messages import Message
 
 
 class ActionKind(StrEnum):
-    """The kinds of actions: forward, backward, gradients of the weights."""
+    """The kinds of actions: forward, backward, and gradients of the weights."""
 
     F = "F"
     B = "B"
@@ -23,7 +23,7 @@ class ActionKind(StrEnum):
 
 
 class Action(NamedTuple):
-    """One action.
+    """One action of a pipeline rank.
 
     >>> str(Action(ActionKind.F, 2, 5))
     '2F5'
@@ -38,9 +38,9 @@ class Action(NamedTuple):
 
 
 def parse_action(text: str) -> Action:
-    """Returns the action that `text` states.
+    """Returns the action of the text form `text`.
 
-    Raises: InputError for another text.
+    Raises: InputError if `text` is not an action.
 
     >>> parse_action("2F5").micro_batch
     5

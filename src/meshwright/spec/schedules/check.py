@@ -1,12 +1,12 @@
-"""Checks an order of actions, and derives the messages that it sends between ranks.
+"""Checks an order of actions, and derives the messages between ranks.
 
 An order is valid under these conditions. Each pair of stage and micro-batch has exactly one F and one B, and all
 actions of a stage are on one rank. A stage has W for all of its micro-batches or for none. There is a global order in
-which every action finds its inputs. In it, sends never block, and a rank waits at its first action whose input is
+which the inputs of every action are present. Sends never block, and a rank waits at its first action whose input is
 missing.
 
 Between two ranks, messages are received in the order in which they are sent (`stage_messages`), so that one channel
-serves both directions of the pass.
+serves forward and backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RankOrders = Sequence[Sequence[Action]]
 def stage_ranks(orders: RankOrders) -> dict[int, int]:
     """Returns the pipeline rank of each stage, in the order of stages.
 
-    Raises: InputError where a stage is on two ranks.
+    Raises: InputError if a stage is on two ranks.
     """
     found: dict[int, int] = {}
     for rank, order in enumerate(orders):
@@ -43,7 +43,7 @@ def stage_ranks(orders: RankOrders) -> dict[int, int]:
 
 
 def topological_walk(orders: RankOrders) -> Iterator[tuple[int, Action]]:
-    """Yields (rank, action) in an order in which every action finds its inputs.
+    """Yields (rank, action) in an order in which the inputs of every action are present.
 
     Raises: InputError at a deadlock.
     """
@@ -96,7 +96,7 @@ def _deadlock_error(orders: RankOrders, position: Sequence[int], rank: int, wait
 
 
 def check_orders(orders: RankOrders, stages: int, micro_batches: int) -> None:
-    """Checks an order.
+    """Checks the orders of all pipeline ranks.
 
     Raises: InputError with the first action that is missing, repeated, out of range, or can never run.
     """
@@ -151,7 +151,7 @@ def stage_messages(orders: RankOrders) -> dict[tuple[int, int], list[Action]]:
     """Returns, for each pair (sender, receiver) of ranks, the actions whose results are sent, in the sender's order.
 
     F of stage s sends its output to the rank of stage s + 1. B of stage s sends the gradient of its input to the rank
-    of stage s - 1. A receiver that receives messages in this order knows which message each one is.
+    of stage s - 1. A receiver that receives in this order can identify every message.
     """
     owner = stage_ranks(orders)
     channels: dict[tuple[int, int], list[Action]] = {}

@@ -1,7 +1,7 @@
 """Defines the custom schedule: the plan itself lists the actions of every pipeline rank (`Plan.actions`).
 
-All other facts are computed from the list: which stages split their backward, whether the stages form a V, how many
-micro-batches it orders, the activations of a rank, and its idle time.
+All other properties are computed from the list: which stages split their backward, whether the stages form a V, the
+number of micro-batches, and the activations and idle time of each rank.
 
 >>> CustomSchedule(("0F0 0F1 0B0 0B1",)).ordered_micro_batches
 2
@@ -20,7 +20,7 @@ from meshwright.spec.schedules.text import parse_orders
 
 CUSTOM_SCHEDULE = "actions"
 CUSTOM_NAME_PREFIX = "csv-"
-"""The prefix of its part of a plan's name. A digest of the actions follows."""
+"""The prefix of the schedule's part in the name of a plan. A digest of the actions follows the prefix."""
 
 
 class CustomSchedule(Schedule):
@@ -34,7 +34,7 @@ class CustomSchedule(Schedule):
 
     @property
     def v_shape(self) -> bool:
-        """Whether the stages form a V: the last of several ranks runs stage p."""
+        """Whether the stages form a V. They do if there are p > 1 pipeline ranks and the last rank runs stage p."""
         pp = len(self.actions)
         return pp > 1 and re.search(rf"(^|\s){pp}[FBW]", self.actions[-1]) is not None
 
@@ -44,7 +44,7 @@ class CustomSchedule(Schedule):
 
     @property
     def ordered_micro_batches(self) -> int:
-        """The number of micro-batches that the list orders."""
+        """The number of micro-batches in the list."""
         return 1 + max(
             (int(re.sub(r".*[FBW]", "", action)) for line in self.actions for action in line.split()), default=-1
         )
@@ -52,16 +52,16 @@ class CustomSchedule(Schedule):
     def orders(self, pp: int, virtual_stages: int, micro_batches: int) -> list[list[Action]]:
         """Returns the listed actions.
 
-        Raises: InputError with the first action that is wrong.
+        Raises: InputError with the first wrong action.
         """
         return parse_orders(self.actions, pp * virtual_stages, micro_batches)
 
     def bubble(self, f: Any, b: Any, w: Any, virtual_stages: Any) -> Any:
-        """Returns 0: `idle_micro_batches` is the whole bubble."""
+        """Returns 0, because `idle_micro_batches` accounts for the whole bubble."""
         return 0.0
 
     def idle_micro_batches(self, virtual_stages: int) -> float:
-        """Returns the idle time of a simulated step of equal stages whose F, B and W take the same time.
+        """Returns the idle time of a simulated step. All stages take the same time, and F, B and W take equal times.
 
         >>> CustomSchedule(("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")).idle_micro_batches(1)
         1.0
@@ -74,11 +74,11 @@ class CustomSchedule(Schedule):
         return round(simulate_orders(table, thirds, backward, 0.0, thirds).makespan, 9) - micro_batches
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns the memory peaks of the rank's list."""
+        """Returns the points of time at which the rank's list has its memory peaks."""
         return listed_in_flight(self.actions[rank])
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
-        """Returns 4 (p - 1) messages of a V, else 2 (p v - 1)."""
+        """Returns 4 (p - 1) messages for a V, otherwise 2 (p v - 1)."""
         return 4 * (pp - 1) if self.v_shape else 2 * (pp * virtual_stages - 1)
 
     def name_part(self, virtual_stages: int) -> str:
@@ -91,7 +91,7 @@ class CustomSchedule(Schedule):
 
 
 def listed_in_flight(line: str) -> list[InFlight]:
-    """Returns, for each stage of a rank's list, the backwards before which the rank stores the most activations.
+    """Returns the possible memory peaks of a rank's list, each just before a backward.
 
     >>> listed_in_flight("0F0 0F1 0B0 0W0 0B1 0W1")
     [InFlight(turn=0, alive=(2,), deferred=0)]

@@ -1,10 +1,10 @@
-"""DualPipe-V: two stages on each rank as a V, as in ZB-V. In the steady state a forward of one stage and a backward of
-the other one come in pairs. A runtime can then overlap the communication of one with the computation of the other.
+"""DualPipe-V: two stages on each rank as a V, as in ZB-V. In the steady state a forward of one stage is paired with a
+backward of the other stage. A runtime can then overlap the communication of either with the computation of the other.
 
-Backwards are whole (W at once after B) except where a rank would wait. A rank idles for at most (p - 1) (F&B + B - 3 W)
-with the B of a whole backward. It idles less here, because the gradient of the input is sent before that of the weights
-is computed: (p - 1) f if forward and both halves of backward take the same f on a stage. Every rank has (2 p + 1) / 2
-micro-batches of both stages in flight. m is at least 2 p.
+W follows B at once, except where a rank would wait. In the paper a rank idles for at most (p - 1) (F&B + B - 3 W),
+where B is a whole backward. Here it idles less, because the gradient of the input is sent before the gradients of the
+weights are computed. The idle time is (p - 1) f if forward and both halves of backward each take f seconds on a stage.
+Every rank has (2 p + 1) / 2 micro-batches of both stages in flight. The number of micro-batches m is at least 2 p.
 
 Source: DeepSeek-V3 technical report, arXiv 2412.19437, section 3.2.1; deepseek-ai/DualPipe, dualpipev.py.
 
@@ -82,11 +82,12 @@ class DualPipeV(Schedule):
         return elementwise_max(elementwise_max(f + b - w, f), b) / 2
 
     def drain_bubble(self, f: Any, b: Any, w: Any) -> tuple[Any, Any] | None:
-        """Returns the bound of the drain: b - w / 2 of each rank other than the slowest, less f / 2 of that one."""
+        """Returns the bound of the drain: each rank except the slowest adds b - w / 2, and the slowest rank adds - f /
+        2."""
         return b - w / 2, -f / 2
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns 2 p - r and r + 1 micro-batches before a backward of either stage."""
+        """Returns 2 p - r and r + 1 micro-batches in flight before a backward of either stage."""
         alive = (elementwise_min(micro_batches, 2 * pp - rank), elementwise_min(micro_batches, rank + 1))
         return [InFlight(0, alive), InFlight(1, alive)]
 
@@ -96,7 +97,7 @@ class DualPipeV(Schedule):
 
 
 def _drain_backwards(writer: ActionWriter, rank: int) -> list[int]:
-    """Writes the last backwards of both stages: first whole ones, then only gradients of inputs.
+    """Writes the last backwards of both stages: at first whole backwards, then only gradients of inputs.
 
     Returns the sides whose W is deferred, in order.
     """

@@ -1,8 +1,8 @@
 """GPipe: every forward, then every backward.
 
-The bubble is (p - 1) / (m + p - 1) of the step with equal stages; every rank has all m micro-batches in flight at its
-peak. Backwards run in the order of the forwards. The paper runs them in reverse, at the same cost. This order sums
-gradients as 1F1B does, so that both give the same bits.
+With equal stages the bubble is the fraction (p - 1) / (m + p - 1) of the step. Every rank has all m micro-batches in
+flight at its peak. Backwards run in the order of the forwards. The paper runs them in reverse order, at the same cost.
+The order used here sums gradients in the order of 1F1B, so that both schedules give bit-equal results.
 
 Source: Huang et al., GPipe, arXiv 1811.06965, section 2.3.
 
@@ -34,7 +34,7 @@ class GPipe(Schedule):
         ]
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns the moment before the first backward: all m micro-batches."""
+        """Returns the memory peak before the first backward, with all m micro-batches in flight."""
         return [InFlight(0, (micro_batches,))]
 
     def in_flight_limit(self, pp: int) -> int | None:

@@ -1,7 +1,8 @@
 """Interleaved 1F1B: a rank has v stages at distance p (stage s is on rank s % p). Micro-batches run in groups of p.
 
-The bubble is (p - 1) / (v m + p - 1) of the step with equal stages. Rank r has at most (2 (p - r - 1) + (v - 1) p + 1)
-/ v micro-batches of all its stages in flight, and never more than m. m is a multiple of p.
+With equal stages the bubble is the fraction (p - 1) / (v m + p - 1) of the step. Rank r has at most (2 (p - r - 1) + (v
+- 1) p + 1) / v micro-batches of all its stages in flight, and never more than m. The number of micro-batches m is a
+multiple of p.
 
 Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, section 2.2.2, and its
 forward_backward_pipelining_with_interleaving.
@@ -34,7 +35,7 @@ class Interleaved(Schedule):
     def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
         """Returns the actions of one pipeline rank.
 
-        Raises: InputError where m is not a multiple of p.
+        Raises: InputError if m is not a multiple of p.
         """
         if micro_batches % pp:
             below = micro_batches // pp * pp
@@ -61,12 +62,14 @@ class Interleaved(Schedule):
         return alternate_actions(forwards, backwards, warmup=2 * (pp - 1 - rank) + (virtual_stages - 1) * pp)
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[InFlight]:
-        """Returns one moment for m = p; with more micro-batches the moment before the phase of each stage.
+        """Returns one possible memory peak for m = p. For larger m it returns v, one before the p backwards of each
+        stage.
 
-        [Note: moments] Backwards visit the stages of a rank p at a time, the last stage first. The number of alive
-        micro-batches changes evenly within such a phase, and only the stage whose backwards come next has gained since
-        the phase began. So only the beginnings of phases can be peaks: one for m = p, else v, the same in every round.
-        Before the k-th phase, min(m v, 2 (p - r - 1) + (v - 1) p + k p + 1) forwards and k p backwards have run.
+        [Note: moments] A rank runs p backwards of its last stage, then p of the stage before it, and so on. These p
+        backwards are a phase. Within a phase the number of micro-batches in flight changes linearly, and only the stage
+        of the next phase gains micro-batches. So only the beginning of a phase can be a peak: one for m = p, otherwise
+        v, the same in every round. Before the k-th phase, min(m v, 2 (p - r - 1) + (v - 1) p + k p + 1) forwards and k
+        p backwards have run.
 
         >>> [moment.alive for moment in Interleaved().in_flight(rank=0, pp=2, virtual_stages=2, micro_batches=4)]
         [(3, 2), (4, 1)]
@@ -85,10 +88,10 @@ class Interleaved(Schedule):
         return moments
 
     def name_part(self, virtual_stages: int) -> str:
-        """Returns the name with the number of virtual stages."""
+        """Returns the name of the schedule, followed by the number of virtual stages."""
         return f"{self.name}{virtual_stages}"
 
     def parse_name_part(self, part: str) -> dict[str, Any] | None:
-        """Returns the schedule and the number of virtual stages behind its name."""
+        """Returns the schedule and the number of virtual stages, which follows the name of the schedule."""
         match = re.fullmatch(rf"{self.name}(\d+)", part)
         return {"schedule": self.name, "virtual_stages": int(match[1])} if match else None

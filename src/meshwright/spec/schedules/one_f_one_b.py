@@ -1,8 +1,8 @@
-"""1F1B: as many forwards as there are later ranks, then alternately one forward and one backward, then the other
-backwards.
+"""1F1B: first as many forwards as there are later ranks, then alternately one forward and one backward, then the
+remaining backwards.
 
-The bubble is (p - 1) / (m + p - 1) of the step with equal stages, as with GPipe; rank r has only min(m, p - r)
-micro-batches in flight.
+With equal stages the bubble is the fraction (p - 1) / (m + p - 1) of the step, as with GPipe. Rank r has only min(m, p
+- r) micro-batches in flight.
 
 Source: Narayanan et al., PipeDream, SOSP 2019; its flushing form in Megatron-LM, arXiv 2104.04473, section 2.2.1.
 
@@ -32,13 +32,13 @@ class OneFOneB(Schedule):
         return alternate_actions(forwards, backwards, warmup=pp - 1 - rank)
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns the moment before a backward of the steady state: min(m, p - r) micro-batches."""
+        """Returns the memory peak before a backward of the steady state, with min(m, p - r) micro-batches in flight."""
         return [InFlight(0, (elementwise_min(micro_batches, pp - rank),))]
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
         """Returns 2 (p - 1) + 2 (n - floor(n / p)) messages, n = max(m - 2, 0).
 
-        With as few micro-batches in flight as possible, each one waits for its own messages.
+        Because as few micro-batches as possible are in flight, each micro-batch waits for its own messages.
         """
         if pp == 1:
             return 0

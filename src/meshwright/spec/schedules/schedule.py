@@ -1,7 +1,8 @@
-"""The class `Schedule`: every fact about a pipeline schedule that the planner, the runtime and the reports need.
+"""Defines `Schedule`, the class with all properties of a pipeline schedule that the planner, the runtime and the
+reports need.
 
 A schedule is one file of this folder with one subclass of `Schedule`; `schedule_registry` finds it there. No other file
-compares names of schedules: each asks for the fact on which its decision depends.
+compares names of schedules; each reads the property on which its decision depends.
 
 Symbols: p pipeline ranks, v virtual stages on each rank, m micro-batches, rank r; f, b and w seconds of forward, of the
 gradients of inputs, and of the gradients of weights. Formulas accept numbers and NumPy arrays, although this package
@@ -31,19 +32,20 @@ class InFlight(NamedTuple):
 
 
 class Schedule:
-    """The rules of a pipeline schedule. A subclass states what differs from these defaults.
+    """The rules of a pipeline schedule. A subclass overrides what differs from these defaults.
 
-    `actions` is the order of a plan that brings its own; only the custom schedule reads it.
+    `actions` is the order that a plan lists; only the custom schedule reads it.
     """
 
     name: ClassVar[str]
     """The value of `Plan.schedule`."""
     preference: ClassVar[int]
-    """The position among all schedules, the simplest first: of equally fast plans the simpler one wins."""
+    """The position among all schedules, from simple to complex. Of equally fast plans the search prefers the simpler
+    schedule."""
     listed: ClassVar[bool] = False
-    """Whether the plan lists the order in `Plan.actions`. The search offers all other schedules."""
+    """Whether a plan lists the order in `Plan.actions`. The search offers only schedules that are not listed."""
     stages_per_rank: ClassVar[int] = 1
-    """The virtual stages of each rank; the least number if `any_stages_per_rank` is set."""
+    """The number of virtual stages of each rank; the minimum number if `any_stages_per_rank` is set."""
     any_stages_per_rank: ClassVar[bool] = False
     """Whether a plan chooses the number of virtual stages."""
     splits_backward: ClassVar[bool] = False
@@ -51,8 +53,8 @@ class Schedule:
     defers_weights: ClassVar[bool] = False
     """Whether micro-batches have a deferred W at the memory peak. False if W follows B at once at the peak."""
     in_rounds: ClassVar[bool] = False
-    """Whether micro-batches run in rounds of p. Their number is then a multiple of p, and each round from the second
-    on has the same activations."""
+    """Whether micro-batches run in rounds of p. Their number is then a multiple of p, and every round after the first
+    has the same activations in flight."""
     heterogeneous: ClassVar[bool] = False
     """Whether pipeline ranks may be on unequal groups of devices (`Plan.placement`)."""
 
@@ -74,7 +76,7 @@ class Schedule:
 
     @property
     def ordered_micro_batches(self) -> int:
-        """The one number of micro-batches that the order is for; 0 if the order fits many numbers."""
+        """The only number of micro-batches that the schedule accepts; 0 if it accepts several numbers."""
         return 0
 
     def min_micro_batches(self, pp: int) -> int:
@@ -82,18 +84,18 @@ class Schedule:
         return 1
 
     def multiple_of(self, pp: int) -> int:
-        """Returns the number of which the micro-batches are a multiple."""
+        """Returns the number of which the number of micro-batches must be a multiple."""
         return pp if self.in_rounds else 1
 
     def accepts(self, pp: int, micro_batches: Any) -> Any:
-        """Returns whether the schedule orders so many micro-batches. Arrays give arrays."""
+        """Returns whether the schedule accepts `micro_batches` micro-batches. The number may be an array."""
         accepted = (micro_batches >= self.min_micro_batches(pp)) & (micro_batches % self.multiple_of(pp) == 0)
         ordered = self.ordered_micro_batches
         return accepted & (micro_batches == ordered) if ordered else accepted
 
     @property
     def accepts_any(self) -> bool:
-        """Whether the schedule orders any number of micro-batches on any number of ranks."""
+        """Whether the schedule accepts any number of micro-batches on any number of ranks."""
         return self.multiple_of(2) == self.min_micro_batches(2) == 1 and not self.ordered_micro_batches
 
     # The order.
@@ -101,14 +103,14 @@ class Schedule:
     def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
         """Returns the actions of one pipeline rank.
 
-        Raises: InputError where the schedule does not order so many micro-batches.
+        Raises: InputError if the schedule does not accept the number of micro-batches.
         """
         raise NotImplementedError
 
     def orders(self, pp: int, virtual_stages: int, micro_batches: int) -> list[list[Action]]:
         """Returns the actions of every pipeline rank.
 
-        Raises: InputError for numbers that the schedule does not order.
+        Raises: InputError if the schedule does not accept the numbers of ranks, stages and micro-batches.
         """
         if min(pp, virtual_stages, micro_batches) < 1:
             raise InputError(
@@ -141,8 +143,8 @@ class Schedule:
         return (f + b + w) / virtual_stages
 
     def drain_bubble(self, f: Any, b: Any, w: Any) -> tuple[Any, Any] | None:
-        """Returns a second lower bound of the bubble, or None if the schedule has none. The bound is the seconds
-        that each rank other than the slowest one adds, and the seconds that the slowest one adds."""
+        """Returns a second lower bound of the bubble, or None if the schedule has none. The bound is a pair of seconds:
+        what each rank except the slowest adds, and what the slowest rank adds."""
         return None
 
     def idle_micro_batches(self, virtual_stages: int) -> float:
@@ -150,9 +152,9 @@ class Schedule:
         return 0.0
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns the moments at which the activations of a rank can be at their peak.
+        """Returns the points of time at which the activations of a rank can be at their peak.
 
-        `micro_batches` is an array, except for a schedule in rounds, which gets one number.
+        `micro_batches` is an array, except for a schedule with `in_rounds`, which gets one number.
         """
         raise NotImplementedError
 
@@ -161,22 +163,22 @@ class Schedule:
         return 2 * pp
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
-        """Returns the messages, one after the other, on the longest path of a step, which the order cannot hide."""
+        """Returns the number of messages in sequence on the longest path of a step, which the order cannot hide."""
         return 2 * (pp * virtual_stages - 1)
 
     # Names of plans.
 
     def name_part(self, virtual_stages: int) -> str:
-        """Returns the part of a plan's name that states the schedule."""
+        """Returns the schedule's part of the name of a plan."""
         return self.name
 
     def parse_name_part(self, part: str) -> dict[str, Any] | None:
-        """Returns the fields of the plan that `part` of a name states; None where it states another thing."""
+        """Returns the fields of the plan that `part` of a name sets, or None if `part` does not name this schedule."""
         return {"schedule": self.name, "virtual_stages": self.stages_per_rank} if part == self.name else None
 
 
 def elementwise_max(one: Any, other: Any) -> Any:
-    """Returns the larger one, element by element where one of them is an array (array API standard 2022.12).
+    """Returns the larger of two values, element by element if one of them is an array (array API standard 2022.12).
 
     >>> elementwise_max(2, 3)
     3
@@ -186,7 +188,7 @@ def elementwise_max(one: Any, other: Any) -> Any:
 
 
 def elementwise_min(one: Any, other: Any) -> Any:
-    """Returns the smaller one, as `elementwise_max` does the larger one."""
+    """Returns the smaller of two values, element by element if one of them is an array."""
     arrays = _array_namespace(one, other)
     return min(one, other) if arrays is None else arrays.minimum(one, other)
 
@@ -196,7 +198,8 @@ def _array_namespace(*values: Any) -> Any:
 
 
 def stage_to_rank(stage: Any, pp: int, v_shape: bool) -> Any:
-    """Returns the pipeline rank of a stage: round after round, or down and up again as a V. Arrays give arrays.
+    """Returns the pipeline rank of a stage. Stages go round the ranks repeatedly, or down and up again as a V. `stage`
+    may be an array.
 
     >>> [stage_to_rank(stage, 4, False) for stage in range(8)], [stage_to_rank(stage, 4, True) for stage in range(8)]
     ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0])

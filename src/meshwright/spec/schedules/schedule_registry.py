@@ -1,4 +1,4 @@
-"""The schedules of this folder by name, found without a list: a file that defines a subclass of `Schedule` adds one.
+"""Finds the schedules of this folder by name. There is no list: a file that defines a subclass of `Schedule` adds one.
 
 >>> schedule_names()
 ('1f1b', 'gpipe', 'interleaved', 'zbh1', 'zbv', 'dualpipev', 'actions')
@@ -20,7 +20,7 @@ from meshwright.spec.schedules.schedule import Schedule
 
 @cache
 def _schedule_classes() -> dict[str, type[Schedule]]:
-    """Imports every file of the folder. Returns the schedules by name, the simplest first."""
+    """Imports every file of the folder. Returns the schedules by name, sorted by preference."""
     for module in pkgutil.iter_modules(sys.modules[__package__].__path__):
         import_module(f"{__package__}.{module.name}")
     found = sorted(Schedule.__subclasses__(), key=lambda kind: kind.preference)
@@ -28,19 +28,19 @@ def _schedule_classes() -> dict[str, type[Schedule]]:
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Returns the names of all schedules, the simplest first."""
+    """Returns the names of all schedules, sorted by preference."""
     return tuple(_schedule_classes())
 
 
 def offered_schedules() -> tuple[Schedule, ...]:
-    """Returns the schedules that the search offers, the simplest first."""
+    """Returns the schedules that the search offers, sorted by preference."""
     return tuple(kind() for kind in _schedule_classes().values() if not kind.listed)
 
 
 def find_schedule(name: str, actions: tuple[str, ...] = ()) -> Schedule:
-    """Returns the schedule of this name; `actions` is the order of a plan that brings its own.
+    """Returns the schedule called `name`. `actions` is the order that a plan lists.
 
-    Raises: InputError for a name that no schedule has.
+    Raises: InputError if no schedule has this name.
     """
     kind = _schedule_classes().get(name)
     if kind is None:
@@ -61,6 +61,6 @@ def schedule_orders(
 ) -> list[list[Action]]:
     """Returns the list of actions of each pipeline rank.
 
-    Raises: InputError for what the schedule cannot order.
+    Raises: InputError if the schedule does not accept the numbers.
     """
     return find_schedule(schedule, tuple(actions)).orders(pp, virtual_stages, micro_batches)

@@ -1,8 +1,9 @@
-"""Simulates an order with given times: when each action starts and ends, the idle time and the memory of each rank.
+"""Simulates an order with given times. Computes the start and end of each action, and the idle time and memory of each
+rank.
 
 An action starts when its rank is free and its inputs are present. A result from another rank arrives `transfer` seconds
-after its action ends; sends take no time of the sender. A micro-batch is in flight on a stage from the start of its F
-to the end of its B. If the order has W, it is in flight until the end of its W.
+after its action ends; sending takes no time on the sender. A micro-batch is in flight on a stage from the start of its
+F to the end of its B. If the order has W, it is in flight until the end of its W.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from meshwright.spec.schedules.check import RankOrders, stage_ranks, topological
 
 
 class ActionSpan(NamedTuple):
-    """An action and its seconds from the start of the step."""
+    """An action, with its start and end in seconds from the start of the step."""
 
     action: Action
     start: float
@@ -26,7 +27,7 @@ class ActionSpan(NamedTuple):
 @dataclass(frozen=True)
 class ScheduleTimeline:
     """The result of a simulation. `spans` lists the actions of each pipeline rank. `idle` is the fraction of the
-    makespan in which each rank runs nothing. `in_flight` is the result of `max_in_flight`."""
+    makespan in which each rank is idle. `in_flight` is the result of `max_in_flight`."""
 
     spans: tuple[tuple[ActionSpan, ...], ...]
     makespan: float
@@ -46,9 +47,10 @@ def simulate_orders(
     transfer: float = 0.0,
     weight: Sequence[float] | None = None,
 ) -> ScheduleTimeline:
-    """Simulates `orders` with the seconds of F, B and, where a stage has it, W of each stage.
+    """Simulates `orders`. `forward`, `backward` and `weight` are the seconds of F, B and, if a stage has it, W of each
+    stage.
 
-    Raises: InputError where the order deadlocks.
+    Raises: InputError if the order deadlocks.
 
     >>> from meshwright.spec.schedules.schedule_registry import schedule_orders
     >>> simulate_orders(schedule_orders("1f1b", 2, 1, 3), [1.0, 1.0], [2.0, 2.0]).makespan
@@ -82,11 +84,11 @@ def simulate_orders(
 
 
 def max_in_flight(order: Sequence[Action], sizes: Sequence[float] | None = None) -> float:
-    """Returns the peak of what a rank stores for its backwards.
+    """Returns the peak of the activations that a rank stores for backward.
 
-    `sizes` is what one micro-batch stores on each stage, for example in bytes. Without it the result counts
-    micro-batches of all stages of the rank: 1 / (stages of the rank) for each stage. W frees the activations if the
-    order has W, else B does.
+    `sizes` is what one micro-batch stores on each stage, for example in bytes. Without `sizes` the result is a number
+    of micro-batches: each stage counts 1 / (stages of the rank). W frees the activations if the stage has W, otherwise
+    B does.
 
     >>> from meshwright.spec.schedules.schedule_registry import schedule_orders
     >>> [max_in_flight(order) for order in schedule_orders("1f1b", 4, 1, 16)]

@@ -1,10 +1,10 @@
-"""Orders of actions as text: one row for each pipeline rank.
+"""Parses orders of actions from text with one row for each pipeline rank.
 
-Two forms are read. A table of comma-separated values, as torch.distributed.pipelining writes it: one row for each rank,
-empty cells are waits, B is a whole backward, I the gradient of the input, W that of the weights. Or JSON with a list of
-rows, each a list of actions or one string of them, as in `Plan.actions`. Where a stage has W, a B without its own W is
-whole: B and then W. An order is checked when it is read: every action of every stage and micro-batch once, each stage
-on its rank, no deadlock.
+Two forms are accepted. The first is a table of comma-separated values, as torch.distributed.pipelining writes it. An
+empty cell is a wait, B is a whole backward, I the gradient of the input, and W the gradients of the weights. The second
+is JSON with a list of rows. Each row is a list of actions, or one string of actions as in `Plan.actions`. If a stage
+has W, a B of a micro-batch without W becomes B and W. `parse_orders` checks that each action of each stage and
+micro-batch occurs once, that each stage is on its rank, and that there is no deadlock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ACTION_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def parse_table(text: str, where: str) -> tuple[str, ...]:
-    """Returns the rows of a file in the form of `Plan.actions`.
+    """Converts the text of a file to the form of `Plan.actions`.
 
     >>> parse_table("0F0,,0B0\\n1F0,1B0,\\n", "here")
     ('0F0 0B0', '1F0 1B0')
@@ -53,7 +53,7 @@ def parse_table(text: str, where: str) -> tuple[str, ...]:
 
 
 def parse_orders(rows: Sequence[str], stages: int, micro_batches: int) -> list[list[Action]]:
-    """Returns the orders that the rows of a plan list.
+    """Parses the rows of `Plan.actions`.
 
     Raises: InputError with the first wrong action and its position.
     """
@@ -91,7 +91,7 @@ def parse_orders(rows: Sequence[str], stages: int, micro_batches: int) -> list[l
 
 
 def table_shape(rows: Sequence[str]) -> tuple[int, int]:
-    """Returns the numbers of stages and micro-batches that rows name."""
+    """Returns the number of stages and the number of micro-batches that occur in rows."""
     cells = [_parse_cell(word, f"pipeline rank {rank}") for rank, row in enumerate(rows) for word in row.split()]
     return 1 + max(stage for stage, _, _ in cells), 1 + max(count for _, _, count in cells)
 
@@ -128,7 +128,8 @@ def _parse_cell(text: str, where: str) -> tuple[int, str, int]:
 
 
 def _format_action(cell: tuple[int, str, int], whole: bool) -> tuple[str, ...]:
-    """Returns the action with the letters F, B and W; a `whole` backward of a stage that has W is two actions."""
+    """Returns the texts of an action with the letters F, B and W. A `whole` backward of a stage that has W becomes two
+    actions."""
     stage, kind, count = cell
     if kind == "B" and whole:
         return (f"{stage}B{count}", f"{stage}W{count}")

@@ -1,7 +1,7 @@
-"""ZB-H1: 1F1B whose backward is two actions. W fills otherwise idle time; the gradient of the input is not delayed.
+"""ZB-H1: 1F1B whose backward is two actions. W fills idle time, and the gradient of the input is not delayed.
 
-A rank idles for (p - 1) (f + b - w): a third of the (p - 1) (f + b + w) of 1F1B if all three take the same time. Rank r
-defers W by r micro-batches, so that every rank stores min(m, p) micro-batches, no more than the first rank of 1F1B.
+A rank idles for (p - 1) (f + b - w). If f, b and w are equal, this is a third of the (p - 1) (f + b + w) of 1F1B. Rank
+r defers W by r micro-batches, so that every rank stores min(m, p) micro-batches. The first rank of 1F1B stores as many.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.2 and figure 3.
 
@@ -19,7 +19,7 @@ from meshwright.spec.schedules.schedule import InFlight, Schedule, elementwise_m
 
 
 class ZBH1(Schedule):
-    """ZB-H1: the activations of 1F1B with a third of its bubble."""
+    """ZB-H1: the peak activations of 1F1B with a third of its bubble."""
 
     name = "zbh1"
     preference = 3
@@ -41,7 +41,7 @@ class ZBH1(Schedule):
         return elementwise_max(elementwise_max(f + b - w, f), b)
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns min(m, p - r) micro-batches before B, and the rest up to min(m, p) with deferred W."""
+        """Returns min(m, p - r) micro-batches before B. The other micro-batches, up to min(m, p), have a deferred W."""
         before_b = elementwise_min(micro_batches, pp - rank)
         return [InFlight(0, (before_b,), elementwise_min(micro_batches, pp) - before_b)]
 

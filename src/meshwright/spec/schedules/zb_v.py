@@ -1,8 +1,9 @@
 """ZB-V: two stages on each rank in the shape of a V: stage r and stage 2 p - 1 - r are on rank r.
 
-The last two stages are on one rank, so that a micro-batch turns round without a message. Backward ends on the rank
-where forward began. A rank idles for (p - 1) f if forward and both halves of backward take the same f on a stage: half
-of ZB-H1, a sixth of 1F1B. Every rank has min(m, p) micro-batches of both stages in flight.
+Stages p - 1 and p are both on the last rank, so that no message is needed between them. Backward ends on the rank where
+forward began. A rank idles for (p - 1) f if forward and both halves of backward each take f seconds on a stage. This is
+half of the idle time of ZB-H1 and a sixth of that of 1F1B. Every rank has min(m, p) micro-batches of both stages in
+flight.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6.
 
@@ -19,7 +20,8 @@ from meshwright.spec.schedules.schedule import InFlight, Schedule, elementwise_m
 
 
 class ActionWriter:
-    """Writes the actions of a rank: counts the actions of each kind on its first stage (0) and its second stage (1)."""
+    """Writes the actions of a rank. Counts the actions of each kind on its first stage (side 0) and its second stage
+    (side 1)."""
 
     def __init__(self, rank: int, pp: int) -> None:
         self.stages = (rank, 2 * pp - 1 - rank)
@@ -27,13 +29,13 @@ class ActionWriter:
         self.actions: list[Action] = []
 
     def write(self, *steps: tuple[ActionKind, int]) -> None:
-        """Appends the next micro-batch of each kind and side."""
+        """Appends, for each kind and side in `steps`, the action of the next micro-batch."""
         for kind, side in steps:
             self.actions.append(Action(kind, self.stages[side], self.done[kind, side]))
             self.done[kind, side] += 1
 
     def write_deferred(self, side: int) -> None:
-        """Appends the gradients of weights that have been deferred on `side`."""
+        """Appends the deferred weight gradients of `side`."""
         while self.done[ActionKind.W, side] < self.done[ActionKind.B, side]:
             self.write((ActionKind.W, side))
 
@@ -79,10 +81,11 @@ class ZBV(Schedule):
         return elementwise_max(elementwise_max(f, b) / 2, b - w)
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns the micro-batches of both stages before a backward of each.
+        """Returns the micro-batches in flight on both stages before a backward of the first stage and before one of the
+        second.
 
-        Before one of the first stage: min(m, 2 p - r) and r. Before one of the second: min(m, 2 p - 1 - r) and
-        min(m, r + 1).
+        Before a backward of the first stage these are min(m, 2 p - r) and min(max(m - p + r, 0), r). Before a backward
+        of the second stage they are min(m, 2 p - 1 - r) and min(m, r + 1).
         """
         second = elementwise_min(elementwise_max(micro_batches - pp + rank, 0), rank)
         return [
