@@ -1,11 +1,11 @@
 """Analyses the structure of a model: repeated blocks, vocabulary embedding and head, and regions for tensor
 parallelism.
 
-Blocks are lists of modules of the same kind (block_lists.py). Everything else comes from runs on the meta device in the
-training modes of the model (op_trace.py), and regions are verified numerically (verify_sharding.py). A run that finds
-columns that must stay unsharded is followed by another run that treats them so. A model that cannot run there uses the
-tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`), and without one its blocks are replicated.
-`ModelGraph.findings` says in words what was found and what was not.
+Blocks are lists of modules of the same kind (block_lists.py). Everything else comes from forwards on the meta device in
+the training modes of the model (op_trace.py). Regions are then verified numerically (verify_sharding.py). When a trace
+finds columns that must stay unsharded, the next trace treats them as unsharded. A model that cannot run on the meta
+device uses the tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`). Without such a plan its
+blocks are replicated. `ModelGraph.findings` describes the result, including what was not found.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from meshwright.core.messages import Message
 
 FORM_CHANGED_REASON = "they change the form of what they are given"
 MAX_TRACE_PASSES = 24
-"""Runs at most. In each block, each run finds the first columns that must stay unsharded too."""
+"""Maximum number of traces. In each block, a trace finds only the earliest columns that must stay unsharded."""
 
 
 @limit_analysis_time()
@@ -51,10 +51,10 @@ def analyze_model(
 ) -> ModelGraph:
     """Returns the structure of `model`, which stays unchanged.
 
-    `use_random_weights`: meta parameters get random values as far as the check needs them (the first block of each
-    kind, and what is outside of all blocks). `example`: a batch to call the model with, where the model does not
-    describe its own inputs (example_inputs.py). `splits`: False where there is no tensor parallelism, so that no region
-    has to be verified.
+    `use_random_weights`: meta parameters get random values, but only those that the check needs (the first block of
+    each kind, and everything outside of the blocks). `example`: a batch to call the model with, where the model does
+    not describe its own inputs (example_inputs.py). `splits`: False where there is no tensor parallelism, so that no
+    region has to be verified.
 
     Raises:
         InputError: a block occurs twice in a list, a user's rule is wrong, or the time limit is exceeded.
@@ -104,10 +104,10 @@ def analyze_model(
         )
 
 
-# --- runs
+# --- traces
 def _trace_with_fallback(state: AnalysisState) -> None:
-    """Traces until no more columns must stay unsharded; in the model's own types, or in bfloat16, which some kernels
-    require.
+    """Traces until no further columns must stay unsharded. Uses the model's own types, or bfloat16 where a kernel
+    requires it.
     """
     try:
         _trace_until_stable(state, None)
@@ -127,7 +127,7 @@ def _trace_until_stable(state: AnalysisState, dtype: torch.dtype | None) -> None
         seen = trace_ops(state.model, state.lists, frozenset(state.unsharded), state.example, dtype)
         seen.obstacles |= (
             state.trace.obstacles if state.trace else {}
-        )  # some forwards write to their weights in the first run only
+        )  # some forwards write to their weights in their first call only
         both = {block: find_block_regions(state.model, block, seen) for block in seen.blocks}
         left = {weight: why for _, more in both.values() for weight, why in more.items()}
         state.trace, state.candidates = seen, {block: regions for block, (regions, _) in both.items()}
@@ -135,19 +135,19 @@ def _trace_until_stable(state: AnalysisState, dtype: torch.dtype | None) -> None
             break
         state.unsharded |= left
     else:
-        state.candidates = {block: [] for block in state.candidates}  # no fixed point: nothing is sharded
+        state.candidates = {block: [] for block in state.candidates}  # traces do not converge: nothing is sharded
     _record_eval_writes(state, dtype)
 
 
 def _record_eval_writes(state: AnalysisState, dtype: torch.dtype | None) -> None:
-    """Records a parameter that the forward writes to in eval mode only: evaluation gathers weights too."""
+    """Records a parameter that the forward writes to in eval mode only, since evaluation gathers weights too."""
     assert state.trace is not None
     if "writes" in state.trace.obstacles:
         return
     with (
         suppress(Exception),
         in_eval_mode(state.model),
-    ):  # a model that does not run in eval mode raises when it is evaluated
+    ):  # a model that fails in eval mode raises later, when it is evaluated
         written = trace_ops(state.model, state.lists, frozenset(state.unsharded), state.example, dtype).obstacles.get(
             "writes"
         )
@@ -185,7 +185,7 @@ def _traced_outer_layers(model: nn.Module, blocks: str, seen: TraceLog) -> Outer
 
 
 def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
-    """Returns the outer layers without a run: by the model's own getters, and by the order in which modules were
+    """Returns the outer layers without running the model, from its own getters and from the order in which modules were
     registered.
     """
     names = [name for name, _ in model.named_parameters()]
@@ -205,7 +205,9 @@ def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
 
 
 def _module_from_getter(model: nn.Module, method: str) -> Any:
-    """Returns what the model's getter returns, None where it is not implemented (audio models, for example)."""
+    """Returns what the model's getter returns, None where the model (an audio model, for example) does not implement
+    it.
+    """
     try:
         return getattr(model, method, lambda: None)()
     except NotImplementedError:
@@ -213,7 +215,7 @@ def _module_from_getter(model: nn.Module, method: str) -> Any:
 
 
 def _weight_owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str | None:
-    """Returns the path of the module of type `kind` that owns the parameter `weight`, also where it is tied."""
+    """Returns the path of the module of type `kind` that owns the parameter `weight`, including a tied one."""
     wanted = model.get_parameter(weight)
     return next(
         (
@@ -226,8 +228,8 @@ def _weight_owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str |
 
 
 def _lookup_layer(model: nn.Module, weight: str) -> str | None:
-    """Returns the path of the layer that looks up rows of `weight`: an embedding, or a module with such a forward of
-    its own.
+    """Returns the path of the layer that looks up rows of `weight`: an embedding, or a module whose own forward is a
+    lookup.
     """
     wanted = model.get_parameter(weight)
     own = (
@@ -315,7 +317,7 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
 def _extra_block_inputs(state: AnalysisState) -> tuple[str, ...]:
     """Returns the block arguments that depend on parameters, other than the hidden state.
 
-    Empty with several stacks: there boundary_tensors.py finds what each stage needs.
+    The result is empty for a model with several stacks, where boundary_tensors.py finds what each stage needs.
     """
     seen = state.trace
     if seen is None or len(state.stacks) > 1:
@@ -324,7 +326,7 @@ def _extra_block_inputs(state: AnalysisState) -> tuple[str, ...]:
 
 
 def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
-    """Returns the common divisor of the sizes of each name: all of them must be divisible by tp."""
+    """Returns the greatest common divisor of the sizes under each name, since tp must divide all of them."""
     result: dict[str, int] = {}
     for one in found:
         for name, size in one.sizes.items():
@@ -333,7 +335,7 @@ def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
 
 
 def _region_summary(state: AnalysisState) -> list[str]:
-    """Describes each kind of region once, and what stays unsharded with the reason."""
+    """Describes each kind of region once, and names what stays unsharded with the reason."""
     findings = dict.fromkeys(one.summary(block) for block, regions in state.candidates.items() for one in regions)
     left: dict[str, dict[str, None]] = {}
     for weight, why in state.unsharded.items():
@@ -368,7 +370,8 @@ def _no_sequence_parallel_reason(
 ) -> str:
     """Returns why sequence parallelism would be wrong, '' where no reason is known.
 
-    A matrix that stays unsharded inside the blocks may mix positions of the sequence, or sees too few of them.
+    A matrix that stays unsharded inside the blocks may mix positions of the sequence, or would read only a slice of
+    them.
     """
     if len(state.lists) > 1:
         return f"blocks stand in several lists ({', '.join(state.lists)})"
@@ -390,7 +393,7 @@ def _no_sequence_parallel_reason(
 
 
 def _with_aliases(model: nn.Module, splits: dict[str, TpSplit]) -> dict[str, TpSplit]:
-    """Returns `splits` under every name of a shared parameter. Entries of buffers are unchanged."""
+    """Returns `splits` under every name of a shared parameter. Entries of buffers do not change."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     known = {id(parameters[name]): split for name, split in splits.items() if name in parameters}
     buffers = {name: split for name, split in splits.items() if name not in parameters}

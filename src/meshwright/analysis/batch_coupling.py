@@ -1,15 +1,15 @@
-"""Finds modules whose result for one row or token depends on the rest of the batch, so that the loss depends on how it
+"""Finds modules whose result for one row or token depends on the rest of the batch. Their loss depends on how the batch
 is divided.
 
-Two kinds are found. `find_batch_norm` finds norms with batch statistics. `BatchCouplingDetector` finds modules that
-rank a token among all tokens of the batch: a running sum, or a choice of the largest, along a dimension of all tokens,
-whose result is compared with a number (the capacity of an expert: GShard, arXiv 2006.16668, algorithm 1) or is itself
-the choice (tokens chosen by experts: arXiv 2202.09368). A sort that only reorders rows is undone later and does not
-count.
+There are two kinds. `find_batch_norm` finds norms with batch statistics. `BatchCouplingDetector` finds modules that
+rank a token among all tokens of the batch. Such a module computes a running sum or a top-k along a dimension of all
+tokens. It then compares the result with a number, such as the capacity of an expert (GShard, arXiv 2006.16668,
+algorithm 1), or uses the result as the routing (experts choose tokens: arXiv 2202.09368). A sort that only reorders
+rows is undone later and does not count.
 
-The number of tokens follows from the input of the block: of (rows, positions, features) the rows times the positions,
-of images the rows times the pixels. A dimension of that size after dimensions that already contain the tokens is
-something else. The detector sees shapes alone; whether the dependence changes numbers is checked at run time.
+The number of tokens follows from the input of the block. For an input (rows, positions, features) it is rows x
+positions. For images it is rows x pixels. A dimension of that size does not count where the dimensions before it
+already contain the tokens. The detector sees only shapes. Whether the dependence changes values is checked at run time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ COMPARISON_OPS = frozenset(
 
 @dataclass
 class BatchCouplingDetector:
-    """Follows operations of one run. `found` is the module that ranks tokens of the batch, '' where there is none."""
+    """Follows the operations of one forward. `found` is the module that ranks tokens of the batch, '' where there is
+    none.
+    """
 
     found: str = ""
     positions: set[int] = field(default_factory=set)
@@ -90,7 +92,7 @@ class BatchCouplingDetector:
 
 
 def possible_token_counts(shape: torch.Size | tuple[int, ...]) -> set[int]:
-    """Returns the possible numbers of tokens in a block's input: features are last, or second for images.
+    """Returns the possible numbers of tokens in a block's input: the feature dimension is last, or second for images.
 
     >>> [sorted(possible_token_counts(shape)) for shape in ((2, 64, 16), (128, 16), (2, 8, 4, 4))]
     [[128], [128], [32, 64]]
@@ -101,7 +103,7 @@ def possible_token_counts(shape: torch.Size | tuple[int, ...]) -> set[int]:
 
 
 def spans_all_tokens(shape: torch.Size | tuple[int, ...], dim: int, tokens: set[int]) -> bool:
-    """Returns whether a dimension has all rows, or all tokens.
+    """Returns whether dimension `dim` spans all rows or all tokens.
 
     >>> spans_all_tokens((128, 8), 0, {128}), spans_all_tokens((8, 128), 1, {128})
     (True, True)

@@ -24,5 +24,5 @@ def with_hidden(
 
 
 def map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    """Applies `function` to the hidden state in a block's output, its only or its first element."""
+    """Applies `function` to the hidden state in a block's output: the output itself, or its first element."""
     return type(output)([function(output[0]), *output[1:]]) if isinstance(output, tuple | list) else function(output)

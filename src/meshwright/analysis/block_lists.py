@@ -1,15 +1,15 @@
 """Finds the lists of blocks of a model, which of them are stacks that pipeline stages cut, and the parameters of each
 layer.
 
-A block is one of several modules of the same kind in a list. Stages begin where a hidden state is passed on. So the
-lists whose blocks return the shape that they receive are stacks. For example, the encoder of an audio model is a stack;
-the convolutions before it, which shorten their input, run with the embedding before all blocks. Lists that pass
-directly to each other form one group, as the parts of a residual network do, each of which begins with a block that
-changes the shape. Where no list preserves the shape, all lists are stacks. A list none of whose weights is read is not
-a stack (the vision part of a model that reads text alone): it belongs to the layers before the blocks.
+A block is one of several modules of the same kind in a list. Stages begin where a hidden state is passed on. So a list
+is a stack where its blocks return the shape that they receive. For example, the encoder of an audio model is a stack.
+The convolutions before it shorten their input, so they run with the embedding before all blocks. Lists that pass hidden
+states directly to each other form one group. An example are the parts of a residual network, each of which begins with
+a block that changes the shape. Where no list preserves the shape, all lists are stacks. A list none of whose weights is
+read is not a stack (the vision encoder of a model that is given only text). It belongs to the layers before the blocks.
 
 Guarantees:
-- Every parameter is in exactly one layer; tied ones are where they are first used (the embedding).
+- Every parameter is in exactly one layer. A tied parameter is in the layer that uses it first (the embedding).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_distinct_blocks(model: nn.Module, lists: list[str]) -> None:
     """Checks that no block occurs twice in a list.
 
     Raises:
-        InputError: a block does.
+        InputError: a block occurs twice.
     """
     for path in lists:
         first: dict[int, str] = {}
@@ -104,8 +104,8 @@ def check_distinct_blocks(model: nn.Module, lists: list[str]) -> None:
 def find_block_lists(model: nn.Module) -> list[str]:
     """Returns the paths of the outermost lists of blocks.
 
-    Modules of several kinds count when the list has nothing but blocks. A list of lists does not count, since an inner
-    list is never called.
+    A list with modules of several kinds counts if it contains only blocks. A list of lists does not count, since an
+    inner list is never called.
     """
     found: list[str] = []
     for name, module in model.named_modules():
@@ -130,7 +130,7 @@ def _may_be_block(module: nn.Module) -> bool:
 def main_block_list(model: nn.Module, stacks: Sequence[str], seen: TraceLog | None) -> str:
     """Returns the stack with most parameters among those that ran.
 
-    Text may be read without the images that belong to it.
+    A multimodal model may be given only text, so its largest stack need not run.
     """
     ran = [path for path in stacks if seen is not None and any(block.startswith(f"{path}.") for block in seen.blocks)]
     return max(
@@ -139,8 +139,8 @@ def main_block_list(model: nn.Module, stacks: Sequence[str], seen: TraceLog | No
 
 
 def is_list_used(path: str, seen: TraceLog | None) -> bool:
-    """Returns whether any weight in the list at `path` was read. A vision part is not, where the model reads text
-    alone.
+    """Returns whether the forward read any weight in the list at `path`. A vision encoder is unused where the model is
+    given only text.
     """
     return seen is None or any(name.startswith(f"{path}.") for name in seen.order)
 
@@ -148,7 +148,7 @@ def is_list_used(path: str, seen: TraceLog | None) -> bool:
 def block_stacks(lists: Sequence[str], seen: TraceLog | None) -> list[str]:
     """Returns those of `lists` that are stacks, in the order in which they run.
 
-    A list whose weights were read although its blocks were not seen to run is a stack after the others.
+    A list comes last where its weights were read but its blocks were not seen to run.
     """
     if seen is None:
         return list(lists)

@@ -1,17 +1,17 @@
 """The recorded dataflow of one run, and what each pipeline stage can compute from it.
 
-`DataflowRecord` is what dataflow_recorder.py records. runtime/pipeline/boundary_tensors.py, runtime/layout/partition.py
-and runtime/build read it. Weights need not be read by the module that owns them: MobileBERT concatenates its vocabulary
-table with another matrix, and many models use `self.table.weight` in their own forward. So the record also has the
+dataflow_recorder.py makes a `DataflowRecord`. runtime/pipeline/boundary_tensors.py, runtime/layout/partition.py and
+runtime/build read it. A weight may be read by a module that does not own it. MobileBERT concatenates its vocabulary
+table with another matrix, and many models use `self.table.weight` in their own forward. So the record also names the
 modules that read each parameter, where the runtime must gather it.
 
-[Note: a stage] Every stage runs the code of the whole model. Blocks of other stages return placeholders. At the entry
-of the stage's first block, received tensors replace those arguments of the block that depend on parameters. At the
-entry of the next stage's first block the stage sends the arguments of that block and ends. So code between two blocks
-belongs to the stage of the earlier block. A stage is right where nothing that it sends, or that the loss reads on the
-last stage, comes from a placeholder. `StageDataflow` follows this through the record, operation by operation: for each
-storage, the parameters outside of the stage's blocks and the placeholders that its values come from. Parameters that
-several stages need in this way are replicated on each of them.
+[Note: stage dataflow] Every stage runs the code of the whole model. Blocks of other stages return placeholders. When
+the first block of the stage is called, received tensors replace its arguments that depend on parameters. When the first
+block of the next stage is called, the stage sends the arguments of that block and ends. So code between two blocks
+belongs to the stage of the earlier block. A stage is correct if nothing that it sends comes from a placeholder, and
+nothing that the loss reads on the last stage does. `StageDataflow` checks this operation by operation. For each storage
+it tracks the placeholders, and the parameters outside of the stage's blocks, that the values come from. Such parameters
+are replicated on each stage that needs them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.analysis.example_inputs import DATA_DEPENDENT_OPS
 
 
 class WeightUse(NamedTuple):
-    """The innermost module that was running, and how many blocks had begun."""
+    """The innermost module that was running at the use, and how many blocks had begun."""
 
     path: str
     blocks_begun: int
@@ -55,14 +55,15 @@ VALUE_EXTRACTING_OPS = DATA_DEPENDENT_OPS | {
     "unique_consecutive",
     "masked_select",
 }
-"""Functions that return values of tensors to Python, or whose result has a shape that depends on values."""
+"""Functions that return values of tensors to Python, or whose result shape depends on values."""
 
 
 class TracedOp(NamedTuple):
-    """One torch function.
+    """One call of a torch function.
 
-    `reads` and `writes` are storages, of which it had `changed` some in place. `block` is the block that called it, -1
-    outside of all; `blocks_begun` counts the blocks that had begun; `path` is the innermost module.
+    `reads` and `writes` are storages. `changed` are those that it changed in place. `block` is the block that called
+    it, -1 outside of all blocks. `blocks_begun` counts the blocks that had begun. `path` is the innermost running
+    module.
     """
 
     name: str
@@ -73,14 +74,14 @@ class TracedOp(NamedTuple):
     path: str
     changed: tuple[int, ...] = ()
     is_unknown: bool = False
-    """Its result appeared without a function that was seen."""
+    """The result was not made by any recorded function."""
 
 
 class BlockInput(NamedTuple):
     """A block argument that depends on parameters or comes from another block.
 
-    `tensor` is its identity; `copied` is the storage of the copy that the block received; `made_from` has a bit for
-    each parameter that it depends on; `is_sent`: messages between stages support its type.
+    `tensor` is the identity of the argument. `copied` is the storage of the copy that the block received. `made_from`
+    has one bit for each parameter that the argument depends on. `is_sent`: messages between stages support its type.
     """
 
     tensor: int
@@ -91,14 +92,14 @@ class BlockInput(NamedTuple):
 
 
 class BlockEntry(NamedTuple):
-    """A call of a block with `leaves`, keyed by position among its flattened arguments."""
+    """A call of a block. `leaves` maps positions in its flattened arguments to the inputs there."""
 
     block: int
     leaves: Mapping[int, BlockInput]
 
 
 class BlockExit(NamedTuple):
-    """The return of a block. `values` is the number of values, 0 for a bare tensor."""
+    """The return of a block. `values` is the number of values returned, 0 for a bare tensor."""
 
     block: int
     writes: tuple[int, ...]
@@ -107,13 +108,13 @@ class BlockExit(NamedTuple):
 
 @dataclass
 class DataflowRecord:
-    """The record of one run."""
+    """The record of one forward."""
 
     keys: tuple[str, ...]
     """Names of the inputs of the model."""
     is_training: bool
     names: tuple[str, ...]
-    """Parameters by index. Storage `n`, below their number, is that of parameter `n`."""
+    """Parameter names by index. Storage n is that of parameter n, for every n below the number of parameters."""
     events: list[TracedOp | BlockEntry | BlockExit] = field(default_factory=list)
     reads: WeightUses = field(default_factory=dict)
     buffer_names: dict[int, str] = field(default_factory=dict)
@@ -121,11 +122,11 @@ class DataflowRecord:
     outputs: tuple[int, ...] = ()
     """Storages of the outputs of the model, the logits first."""
     made_from: dict[int, int] = field(default_factory=dict)
-    """For each storage the parameters that its values depend on, one bit each."""
+    """For each storage the parameters that its values depend on, as one bit per parameter."""
     params_without_grad: frozenset[str] = frozenset()
     """Parameters that no gradient reaches."""
     obstacle: tuple[str, int] | None = None
-    """Why blocks cannot be entered and left at stage boundaries, and the block where it was seen.
+    """Why stages cannot begin and end at calls of blocks, and the block where the reason was seen.
 
     'again': the model checkpoints activations itself; 'no_grad': no gradient is recorded; 'random': other seeds call
     other blocks.
@@ -141,8 +142,8 @@ class DataflowRecord:
 
     @property
     def written_buffers(self) -> dict[str, set[int]]:
-        """The buffers that the forward writes to in place, with the blocks during or after which it does; -1 before the
-        first.
+        """The buffers that the forward writes to in place. For each, the blocks during or after which it writes; -1
+        before the first block.
         """
         found: dict[str, set[int]] = {}
         last = -1
@@ -181,8 +182,8 @@ BlockArgument = tuple[int, int]
 
 @dataclass(frozen=True)
 class StageInterface:
-    """Blocks [start, stop) of all `blocks`. `receives` and `sends` are the arguments of blocks that arrive and
-    leave.
+    """The blocks [start, stop) of one stage. `receives` and `sends` are the block arguments that arrive from the
+    previous stage and leave for the next.
     """
 
     start: int
@@ -199,10 +200,10 @@ class StageInterface:
 
 @dataclass
 class StageDataflow:
-    """Follows one stage through a record ([Note: a stage]).
+    """Follows one stage through a record ([Note: stage dataflow]).
 
-    After `run`, `needed` has a bit for each parameter outside of the stage's blocks that the stage must have. `missing`
-    names the first tensor that the stage needs and cannot compute.
+    After `run`, `needed` has one bit for each parameter that the stage must have in addition to those of its blocks.
+    `missing` describes the first tensor that the stage needs and cannot compute, '' where there is none.
     """
 
     record: DataflowRecord
@@ -210,14 +211,14 @@ class StageDataflow:
     own: int
     """Bits of the parameters of the stage's blocks."""
     any_output: bool
-    """The loss is the user's own and may read all outputs of the model."""
+    """Whether the loss is the user's own. Such a loss may read all outputs of the model."""
     is_present: Callable[[str], bool]
     """Whether the module at a path exists on this stage. A module without parameters of this stage is a placeholder,
     whose code does not run.
     """
     sources: dict[int, int] = field(default_factory=dict)
     arrived: set[tuple[int, int, int]] = field(default_factory=set)
-    """Stack, position and identity of received tensors. Later blocks of the stack that get the same tensor at this
+    """Stack, position and identity of received tensors. Later blocks of the same stack that get the tensor at this
     position read it too.
     """
     needed: int = 0
@@ -228,7 +229,7 @@ class StageDataflow:
         record, stage = self.record, self.stage
         self.stand_in = 1 << len(
             record.names
-        )  # one bit for each block's output, and one for tensors that appeared without a function
+        )  # one bit for each block's output, and one for tensors that no function made
         self.unseen = self.stand_in << (1 + max(record.calls, default=0))
         self.sources = {number: 1 << number & ~self.own for number in range(len(record.names))}
         left = set(stage.sends)
@@ -245,7 +246,7 @@ class StageDataflow:
             found = self.sources.get(storage, 0)
             if (
                 not self.any_output or found < self.stand_in
-            ):  # a dry run of the stages finds the rest, where the loss reads it
+            ):  # a dry run of the stages checks outputs of blocks where the loss reads them
                 self._need(found, "what the model returns")
         return self
 
@@ -268,7 +269,7 @@ class StageDataflow:
                 self._write(op, storage, found)
 
     def _write(self, op: TracedOp, storage: int, found: int) -> None:
-        """Follows a write to a buffer of a module without parameters, which runs on every stage."""
+        """Handles a write to a buffer of a module without parameters: this module runs on every stage."""
         name = self.record.buffer_names[storage]
         owner = name.rpartition(".")[0]
         if not any(parameter.rpartition(".")[0] == owner for parameter in self.record.names) or not owner:
@@ -298,10 +299,10 @@ class StageDataflow:
 def trace_stage_parameters(
     record: DataflowRecord, stage: StageInterface, blocks: Sequence[str], any_output: bool
 ) -> tuple[set[str], str]:
-    """Returns the names of the parameters that `stage` must have in addition to those of its blocks, and what it cannot
-    compute.
+    """Returns the names of the parameters that `stage` must have in addition to those of its blocks, and a description
+    of what it cannot compute.
 
-    `blocks` are the paths of all blocks. The second result is '' where nothing is missing.
+    `blocks` are the paths of all blocks. The description is '' where nothing is missing.
     """
     here = tuple(f"{path}." for path in blocks[stage.start : stage.stop])
     mine = {name for name in record.names if name.startswith(here)}
@@ -319,7 +320,7 @@ def trace_stage_parameters(
         ancestors = [".".join(parts[: count + 1]) for count in range(len(parts))]
         return all(one in leading or not owners[one] or owners[one] & (assigned | mine) for one in ancestors if one)
 
-    while True:  # parameters of a stage make modules present, which may need more parameters
+    while True:  # a parameter on the stage makes its modules run, which may need more parameters
         found = StageDataflow(record, stage, own, any_output, is_present).run()
         needed = names_from_bits(record.names, found.needed)
         if found.missing or needed == assigned:

@@ -1,17 +1,17 @@
 """Records the dataflow of one training forward, on the meta device or with small real tensors.
 
-[Note: one run] The model runs in the modes of its modules, with gradients enabled, on its example. Every torch function
-is recorded with the storages that it reads and writes, the module that called it, and the number of blocks that had
-begun; every block with its arguments and results. Where each parameter is read, what blocks receive
-(runtime/pipeline/boundary_tensors.py) and what each pipeline stage computes (dataflow.py) follow from this one record.
+[Note: recording] The model runs one forward in the modes of its modules, with gradients enabled, on its example. The
+record has two kinds of entries. For every torch function: the storages that it reads and writes, the module that called
+it, and the number of blocks that had begun. For every block: its arguments and results. From this one record follow the
+modules that read each parameter, what blocks receive (runtime/pipeline/boundary_tensors.py) and what each pipeline
+stage computes (dataflow.py).
 
-[Note: numbers] The run is on the meta device first. A forward that needs values there (`tolist`, `nonzero`, numpy) runs
-again with real tensors, where the model is small enough to be copied. A model that runs in neither way is not analysed,
-and plans that depend on the analysis are refused. A forward that reads a random number, or draws from Python's or
-numpy's generator, runs with several seeds: all of them must call the same blocks in the same order.
+[Note: real tensors] The model runs on the meta device first. A forward that needs values there (`tolist`, `nonzero`,
+numpy) runs again with real tensors, where the model is small enough to be copied. A model that runs in neither way is
+not analysed, and plans that depend on the analysis are refused. A forward that draws random numbers outside of dropout,
+or from Python's or numpy's generator, runs with several seeds. All of them must call the same blocks in the same order.
 
-The record follows storages, not tensors. So views, in-place operations and functions with a custom backward are
-covered.
+The record follows storages, not tensors. So it covers views, in-place operations and functions with a custom backward.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 MAX_PARAMS_REAL_TENSORS = 1 << 24
-"""Parameters of the largest model that runs with real tensors, which takes a second or two."""
+"""Parameters of the largest model that is recorded with real tensors, which takes a second or two."""
 
 SEEDED_RUNS = 4
-"""Runs of a forward that draws random numbers outside of dropout."""
+"""Number of recordings of a forward that draws random numbers outside of dropout."""
 
 RANDOM_OPS = frozenset(
     {
@@ -80,7 +80,7 @@ RANDOM_OPS = frozenset(
 
 
 class DataflowRecorder(TorchFunctionMode):
-    """Records every torch function while a model runs ([Note: one run])."""
+    """Records every torch function while a model runs ([Note: recording])."""
 
     def __init__(
         self,
@@ -107,12 +107,10 @@ class DataflowRecorder(TorchFunctionMode):
 
     # --- storages
     def storage_id(self, tensor: torch.Tensor) -> int:
-        """Returns the index of the storage of `tensor`. Storages live as long as this object, so that no index is
-        reused.
-        """
+        """Returns the index of the storage of `tensor`. This object keeps storages alive, so that no index is reused."""
         try:
             place = tensor.untyped_storage()._cdata
-        except (RuntimeError, NotImplementedError):  # inside of torch.func, and for tensors without one storage
+        except (RuntimeError, NotImplementedError):  # tensors inside torch.func, or without a single storage
             place = -id(tensor)
         if place not in self.numbers:
             self.numbers[place] = len(self.numbers)
@@ -120,8 +118,8 @@ class DataflowRecorder(TorchFunctionMode):
         return self.numbers[place]
 
     def _register(self, tensor: torch.Tensor) -> None:
-        """Registers a tensor. One that requires a gradient and appeared unseen may depend on all parameters read so
-        far.
+        """Registers a tensor. If no recorded function made it and it requires a gradient, it may depend on all
+        parameters read so far.
         """
         before = len(self.numbers)
         if self.storage_id(tensor) == before and tensor.requires_grad:
@@ -188,7 +186,7 @@ class DataflowRecorder(TorchFunctionMode):
         """Registers hooks that follow the running modules. Each block gets copies of its arguments that depend on
         parameters.
 
-        The copies separate what the block computes with from what the code around it continues to use.
+        The block computes with the copies, while the code around it continues to use the originals.
         """
         numbers = {path: number for number, path in enumerate(blocks)}
         handles = []
@@ -251,8 +249,8 @@ class DataflowRecorder(TorchFunctionMode):
 
 @limit_analysis_time()
 def record_dataflow(model: nn.Module, blocks: Sequence[str], example: ExampleInputs | None = None) -> DataflowRecord:
-    """Returns the dataflow record of `model`, run with its example. `blocks` are their paths. The model stays
-    unchanged.
+    """Returns the dataflow record of one forward of `model` on its example. `blocks` are the paths of its blocks. The
+    model does not change.
 
     Raises:
         InputError: the model runs neither on the meta device nor with real tensors; the message says why and what to
@@ -289,7 +287,8 @@ def _record_over_seeds(
 ) -> tuple[DataflowRecord, bool]:
     """Returns the record, and whether the forward read values of tensors.
 
-    Where it draws random numbers, a block that other seeds call in another order is recorded as an obstacle.
+    Where the forward draws random numbers, it runs with other seeds too. If the blocks or their order then differ, the
+    first block that only one seed calls is recorded as an obstacle.
     """
     record, watch = _record_once(model, blocks, example, on_meta, 0)
     for seed in range(1, SEEDED_RUNS) if watch.is_random else ():
@@ -388,7 +387,7 @@ def fixed_seeds(seed: int) -> Iterator[Callable[[], bool]]:
 
 
 def _draw_with_value(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns a random tensor; a single number is drawn on the CPU, so that it has a value."""
+    """Returns a random tensor. A tensor of one element is drawn on the CPU, so that it has a value."""
     found = function(*args, **kwargs)
     return (
         function(*args, **{**kwargs, "device": "cpu"})

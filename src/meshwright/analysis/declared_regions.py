@@ -1,12 +1,13 @@
-"""Tensor-parallel regions that someone declared: Hugging Face's plan in the model, and rules of the user (`model.rules`
-of a job).
+"""Tensor-parallel regions that are declared rather than traced: by the Hugging Face plan of the model, or by rules of
+the user (`model.rules` of a job).
 
 The plan maps patterns such as 'layers.*.self_attn.q_proj' to 'colwise'. Source: transformers,
 `PretrainedConfig.base_model_tp_plan`. Only its plain styles are read; any other style leaves the region unsharded.
 
-A user's rule is a proposal that is verified numerically like any other region. In every block that has these layers,
-`columns` are split by output features and `rows` by input features. A rule that names unknown layers, has sizes that do
-not fit, or fails verification is one InputError. Source of the split: Shoeybi et al., Megatron-LM (2019), section 3.
+A user's rule is a proposal that is verified numerically like any other region. It applies to every block that has its
+layers: `columns` are split by output features and `rows` by input features. A rule that names unknown layers, has sizes
+that do not fit, or fails verification raises one InputError. Source of the split: Shoeybi et al., Megatron-LM (2019),
+section 3.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from meshwright.spec.model import TpRule
 
 
 def hf_plan_regions(model: nn.Module, blocks: str) -> dict[str, list[RegionCandidate]]:
-    """Returns the regions of every block by Hugging Face's plan; empty lists where there is none."""
+    """Returns the regions of every block by the Hugging Face plan; empty lists where the model has no plan."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     patterns = {
         re.compile(re.escape(pattern.partition("*.")[2]).replace(r"\*", "[^.]+") + "$"): style
@@ -83,7 +84,7 @@ def _divisible_sizes(config: object, block: nn.Module, columns: tuple[str, ...])
 
 
 USER_RULES_ATTRIBUTE = "_meshwright_rules"
-"""The attribute of a model with the user's rules."""
+"""The name of the model attribute that holds the user's rules."""
 
 
 def user_rules_of(model: nn.Module) -> Sequence[TpRule]:
@@ -94,7 +95,7 @@ def user_rules_of(model: nn.Module) -> Sequence[TpRule]:
 def propose_user_regions(
     model: nn.Module, blocks: Sequence[str], found: dict[str, list[RegionCandidate]]
 ) -> dict[str, int]:
-    """Adds a region to `found` for each rule, in each block that has its layers. Returns the index of the rule by
+    """For each rule, adds a region to `found` in each block that has its layers. Returns the index of the rule by
     column weight.
 
     Raises:
@@ -143,7 +144,7 @@ def check_user_rules(made: Mapping[str, int], whole: Mapping[str, str]) -> None:
     """Checks that verification accepted every rule.
 
     Raises:
-        InputError: verification refused one.
+        InputError: verification refused a rule.
     """
     for weight, number in made.items():
         if weight in whole:

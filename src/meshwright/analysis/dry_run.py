@@ -1,14 +1,17 @@
-"""Dry runs: calls a model, and a user's loss, and restores everything that the run changed.
+"""Dry runs: calls a model, and a user's loss, and restores everything that the call changed.
 
-A run that only analyses a model must leave no trace: a counter that a forward increments would be ahead by one from the
-first step on. Restored are the modes of each module (a part may be frozen in eval mode); attributes of modules and of
-the loss, and the elements of lists, dictionaries and sets among them, but nothing nested deeper (NLLB-MoE stores an
-expert capacity, RWKV the layout of its weights, caches of positions are plain tensors); hooks that the forward
-registers (transformers, where a class requests hidden states); values of buffers; and parameters that the forward
-writes to.
+An analysis must leave no trace. For example, a counter that a forward increments would otherwise be ahead by one from
+the first training step on. These are restored:
+- the mode of each module (some modules may be frozen in eval mode);
+- attributes of modules and of the loss, with the elements of lists, dictionaries and sets among them, but nothing
+  nested deeper (NLLB-MoE stores an expert capacity, RWKV the layout of its weights, and position caches are plain
+  tensors);
+- hooks that the forward registers (transformers does, where a class requests hidden states);
+- values of buffers;
+- parameters that the forward writes to.
 
 Forwards that write to parameters are, for example, an EMA teacher, `nn.Embedding(max_norm=)`, and weights that are
-normalised in the forward. Every in-place operation goes through torch's dispatcher, whatever the code does (`no_grad`,
+normalised in the forward. Every in-place operation goes through torch's dispatcher, whatever the code uses (`no_grad`,
 `.data`, `_foreach_mul_`, an autograd hook). There `ParamWriteRecorder` saves the value of a parameter before the first
 write to it. Parameters that nothing writes to are not copied.
 """
@@ -32,7 +35,7 @@ CONTAINER_TYPES = (list, dict, set, deque, OrderedDict)
 
 
 class AttributeSnapshot:
-    """A snapshot of the items of `state` (an object's `__dict__`) except `others`."""
+    """A snapshot of the items of `state` (an object's `__dict__`) whose keys are not in `others`."""
 
     def __init__(self, state: dict[str, Any], others: Collection[str] = ()) -> None:
         self.state, self.others = state, frozenset(others)
@@ -55,7 +58,7 @@ class ClosureSnapshot:
     def __init__(self, cells: Collection[CellType]) -> None:
         self.before: list[tuple[CellType, Any]] = []
         for cell in cells:
-            with suppress(ValueError):  # the cell is empty
+            with suppress(ValueError):  # an empty cell has no value
                 self.before.append((cell, cell.cell_contents))
         self.inside = AttributeSnapshot({str(number): value for number, (_, value) in enumerate(self.before)})
 
@@ -101,7 +104,9 @@ R = TypeVar("R")
 
 
 class StorageSpan(NamedTuple):
-    """A range of elements in the storage of the tensor `of`, whose memory may be freed and allocated again."""
+    """A range of elements in the storage of the tensor `of`. The memory of this storage may be freed and allocated
+    again.
+    """
 
     of: torch.Tensor
     first: int
@@ -120,7 +125,7 @@ def storage_spans(tensors: Mapping[str, torch.Tensor]) -> dict[str, StorageSpan]
 
 
 class ParamWriteRecorder(TorchDispatchMode):
-    """While it is entered, saves the values of `spans` before the first write to each; `restore` undoes the writes.
+    """A mode that saves the values of `spans` before the first write to each of them. `restore` undoes the writes.
 
     Meta tensors are ignored.
     """
@@ -130,7 +135,7 @@ class ParamWriteRecorder(TorchDispatchMode):
     def __init__(self, spans: Mapping[str, StorageSpan]) -> None:
         super().__init__()
         self.before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By name: the elements, and their values before the first write."""
+        """By name: the elements that were written, and their values before the first write."""
         self._spans_by_storage: dict[int, list[tuple[str, StorageSpan]]] = defaultdict(list)
         for name, span in spans.items():
             with (
@@ -145,7 +150,7 @@ class ParamWriteRecorder(TorchDispatchMode):
         return bool(self._spans_by_storage)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Returns the current value of each tensor that was written to; the earlier value where its memory has been
+        """Returns the current value of each tensor that was written to, or its earlier value where its memory has been
         freed since.
         """
         return {
@@ -154,8 +159,8 @@ class ParamWriteRecorder(TorchDispatchMode):
         }
 
     def restore(self) -> None:
-        """Restores the values from before the first write. Weights that ZeRO-3 has freed meanwhile need no
-        restoring.
+        """Restores the values from before the first write. Weights that ZeRO-3 has freed since then need not be
+        restored.
         """
         for tensor, value in self.before.values():
             if tensor.untyped_storage().nbytes():
@@ -190,7 +195,7 @@ def _written_arguments(schema: Any, args: Iterable[Any], kwargs: Mapping[str, An
 
 
 def without_write_recording(function: Callable[P, R]) -> Callable[P, R]:
-    """Wraps `function` so that no `ParamWriteRecorder` records its writes, which are not those of the model."""
+    """Wraps `function` so that no `ParamWriteRecorder` records its writes, since they are not writes by the model."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -201,7 +206,7 @@ def without_write_recording(function: Callable[P, R]) -> Callable[P, R]:
 
 
 MODULE_DICT_KEYS = frozenset({"_parameters", "_buffers", "_modules"})
-"""Dictionaries of tensors and submodules: whoever replaces their items restores them."""
+"""Dictionaries of tensors and submodules. Code that replaces their items restores them itself."""
 
 
 @contextmanager
@@ -211,10 +216,10 @@ def dry_run(
     as_it_trains: bool = False,
     loss: Callable[..., Any] | None = None,
 ) -> Iterator[ParamWriteRecorder]:
-    """Runs `model` in eval mode, or in its own modes where `as_it_trains`. Restores it and the state of the user's
-    `loss` on exit.
+    """Prepares `model` for a call in eval mode, or in its own modes where `as_it_trains`. On exit restores the model
+    and the state of the user's `loss`.
 
-    Yields the recorder of writes to its `parameters`, which may be in other storages than those of the model.
+    Yields the recorder of writes to `parameters`, whose storages may differ from those of the model.
     """
     states = [
         *(AttributeSnapshot(vars(module), MODULE_DICT_KEYS) for module in _all_modules(model, loss)),
@@ -229,7 +234,7 @@ def dry_run(
     if not as_it_trains:
         model.eval()
     try:
-        with writes if writes.has_spans else nullcontext():  # a dispatch mode makes each operation slower
+        with writes if writes.has_spans else nullcontext():  # a dispatch mode slows down each operation
             yield writes
     finally:
         writes.restore()
@@ -243,7 +248,7 @@ def dry_run(
 
 
 def _all_modules(model: nn.Module, loss: Any) -> list[nn.Module]:
-    """Returns the modules of the model, and those of a loss that is a module."""
+    """Returns the modules of the model, and those of the loss where it is a module."""
     own = list(model.modules())
     return (
         [*own, *(module for module in loss.modules() if module not in set(own))] if isinstance(loss, nn.Module) else own
@@ -253,10 +258,10 @@ def _all_modules(model: nn.Module, loss: Any) -> list[nn.Module]:
 def call_with_tensors(
     model: nn.Module, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs `model` with `tensors` in place of its parameters and buffers, by name, and returns its output.
+    """Runs `model` with `tensors`, by name, in place of its parameters and buffers. Returns its output.
 
-    torch's functional_call would leave its tensors in a module that has several parents, so this function restores
-    them.
+    torch's functional_call would leave these tensors in a module that has several parents. This function restores the
+    module's own tensors.
     """
     slots: list[dict[str, Any]] = [
         entries for module in model.modules() for entries in (module._parameters, module._buffers)
@@ -271,8 +276,8 @@ def call_with_tensors(
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Sets eval mode and restores the mode of each module on exit. `model.train()` would train parts that the user has
-    frozen.
+    """Sets eval mode and restores the mode of each module on exit. `model.train()` would instead put modules that the
+    user has frozen into training mode.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -1,11 +1,11 @@
 """Example inputs of a model: given by the user, or made from the model's signature, configuration and layers.
 
-An example that the user gives, as an argument or as the attribute `dummy_inputs` of the model, comes first. Else the
-parameter names of forward give the kind of input (token ids, those of a decoder, images, videos, audio features,
-waveforms, time series), and the configuration and its sub-configurations give the sizes. A model without known names
-gets, by position, what its first layers read: token ids, pixels, a signal, or vectors. Where several shapes are
-possible, the first one with which the model runs on the meta device is chosen. Made examples are meta tensors until
-values are needed.
+An example that the user gives comes first, either as an argument or as the attribute `dummy_inputs` of the model.
+Otherwise the parameter names of forward give the kind of input: token ids, decoder token ids, images, videos, audio
+features, waveforms or time series. The configuration and its sub-configurations give the sizes. A model without known
+names gets a positional input that fits its first layers: token ids, pixels, a signal, or vectors. Where several shapes
+are possible, the first shape with which the model runs on the meta device is chosen. Generated examples are meta
+tensors until values are needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.analysis.expert_modules import pass_through_experts
 
 EXAMPLE_BATCH, EXAMPLE_LENGTH, EXAMPLE_IMAGE_SIZE = 2, 7, 32
 EXAMPLE_AUDIO_FRAMES = 4 * EXAMPLE_LENGTH
-"""Frames of audio, which models shorten in their first layers."""
+"""Number of audio frames, which is larger because audio models shorten the sequence in their first layers."""
 BOOLEAN_OPS = frozenset({"__bool__", "__contains__", "equal", "allclose", "is_nonzero"})
 """Functions with a Boolean result."""
 DATA_DEPENDENT_OPS = BOOLEAN_OPS | {"item", "__int__", "__index__", "__float__"}
@@ -34,20 +34,20 @@ TOKEN_INPUT_NAMES = ("input_ids", "decoder_input_ids")
 KNOWN_INPUT_NAMES = (*TOKEN_INPUT_NAMES, *IMAGE_INPUT_NAMES, "input_features", "input_values", "past_values")
 MAX_EXAMPLE_ATTEMPTS = 24
 DOES_NOT_RUN_PREFIX = "it does not run with"
-"""The beginning of the finding about a model that does not run."""
+"""The first words of the finding about a model that does not run."""
 
 ExampleInputs = Mapping[str, Any]
-"""Arguments of forward by name, tensors with rows first. The name '' is passed by position. Of meta tensors only the
-shapes count.
+"""Arguments of forward by name. The first dimension of tensors is rows. The argument named '' is passed by position. Of
+meta tensors only the shapes are used.
 """
 InputForm = tuple[tuple[int, ...], torch.dtype]
-"""Shape and type of one row."""
+"""The shape and type of one row."""
 
 
 def answer_data_dependent_op(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Answers one of DATA_DEPENDENT_OPS about a tensor without values by False or 0, as for a meta tensor.
+    """Returns False or 0 for a function of DATA_DEPENDENT_OPS, since a meta tensor has no values.
 
-    Questions such as 'is this batch packed?' or 'how many are masked?' then take the default path of the forward.
+    So a forward that asks 'is this batch packed?' or 'how many are masked?' takes its default path.
     """
     if name == "__bool__":
         return False
@@ -60,7 +60,7 @@ def answer_data_dependent_op(name: str, function: Callable[..., Any], args: Any,
 
 
 class DataFreeMode(TorchFunctionMode):
-    """Runs a model whose tensors have no values ([answer_data_dependent_op])."""
+    """Runs a model whose tensors have no values (`answer_data_dependent_op`)."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
@@ -86,7 +86,7 @@ def make_example(
 ) -> ExampleInputs:
     """Returns the inputs that `model` is analysed with: EXAMPLE_BATCH rows, in the model's own floating-point type.
 
-    `length` is the number of token ids, and `side` the size of images where the model does not give it.
+    `length` is the number of token ids. `side` is the size of images where the model does not give one.
     """
     kind = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
     own = getattr(model, "dummy_inputs", None) if getattr(model, "main_input_name", None) is None else None
@@ -132,7 +132,7 @@ def extra_inputs(example: ExampleInputs) -> list[str]:
 
 
 def max_integer_value(example: ExampleInputs) -> int:
-    """Returns the largest integer in it, 0 where it has none."""
+    """Returns the largest integer in `example`, 0 where it has none."""
     numbers = [
         value
         for value in example.values()
@@ -146,8 +146,7 @@ def call_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns positional and keyword arguments to call a model with.
 
-    Inputs of `example` without values become small ids below `vocabulary`, or noise. Another number `text` gives other
-    values.
+    Inputs of `example` without values get small ids below `vocabulary`, or noise. The values depend on `text`.
     """
     found = {
         name: _materialize_input(value, dtype, device, vocabulary, text) if isinstance(value, torch.Tensor) else value
@@ -169,7 +168,9 @@ def _materialize_input(
 
 
 def _with_batch_size(value: Any, kind: torch.dtype | None, cut: bool = False) -> Any:
-    """Returns `value` with EXAMPLE_BATCH rows where it is to be `cut`."""
+    """Returns `value` with floating-point values converted to `kind`. Where `cut`, it is resized to EXAMPLE_BATCH
+    rows.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach().to((kind or value.dtype) if value.is_floating_point() else value.dtype)
@@ -188,7 +189,9 @@ def _meta_input(form: InputForm) -> torch.Tensor:
 
 
 def _input_candidates(model: nn.Module, length: int, side: int) -> Iterator[dict[str, InputForm]]:
-    """Yields inputs by name, likeliest first: the required ones, then for a model of several parts all known ones."""
+    """Yields inputs by name, likeliest first: the required inputs, then all known inputs for a model of several
+    parts.
+    """
     signature = inspect.signature(model.forward).parameters
     names = [name for name, parameter in signature.items() if parameter.kind < parameter.VAR_POSITIONAL]
     known = [name for name in names if name in KNOWN_INPUT_NAMES]
@@ -215,8 +218,8 @@ def _with_labels(
 
 
 def _inputs_from_layers(model: nn.Module, length: int, side: int) -> list[InputForm]:
-    """Returns the inputs of layers that may be first: the vocabulary or the first convolution, then any other, as
-    registered.
+    """Returns the inputs of layers that may run first: the vocabulary or the first convolution, then any other layer in
+    order of registration.
     """
     found: dict[InputForm, None] = {}
     kinds = (nn.Embedding, nn.Conv2d)
@@ -242,7 +245,7 @@ def _inputs_from_layers(model: nn.Module, length: int, side: int) -> list[InputF
 
 
 def _input_forms(model: nn.Module, name: str, length: int, side: int) -> list[InputForm]:
-    """Returns the shapes and types that an input of that name may have."""
+    """Returns the shapes and types that the input `name` may have."""
     configs = [config for config in (getattr(model, "config", None), *_sub_configs(model)) if config is not None]
 
     def tell(*names: str) -> Any:
@@ -279,7 +282,7 @@ def _input_forms(model: nn.Module, name: str, length: int, side: int) -> list[In
 
 
 def _sub_configs(model: nn.Module) -> list[Any]:
-    """Returns the configurations of a model's parts, such as text and vision."""
+    """Returns the configurations of a model's components, such as text and vision."""
     config = getattr(model, "config", None)
     return [part for part in getattr(config, "__dict__", {}).values() if hasattr(part, "to_dict")]
 

@@ -1,8 +1,9 @@
-"""Modules of stacked experts: recognises them, counts their experts, and replaces their parameters or counts
-temporarily.
+"""Modules of stacked experts: finds them, counts their experts, and temporarily replaces their parameters or expert
+counts.
 
-A module of stacked experts takes hidden states, the expert indices of each token, and their weights (or rows of each
-expert alone). All its parameters are stacked by expert along the first dimension.
+The forward of such a module takes hidden states, the expert indices of each token, and the routing weights of each
+token. A second form takes only rows for each expert. All parameters of the module are stacked by expert along their
+first dimension.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def num_experts_by_pairs(module: nn.Module) -> int:
-    """Returns how many experts are stacked in `module`, which takes (token, expert) pairs; 0 for any other module."""
+    """Returns how many experts are stacked in a module that takes (token, expert) pairs; 0 for any other module."""
     shapes = [parameter.shape for parameter in module.parameters()]
     takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     if len(shapes) < 2 or takes.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) != 3 or not all(shapes):
@@ -37,10 +38,11 @@ def num_experts_by_pairs(module: nn.Module) -> int:
 
 
 def num_experts_by_rows(module: nn.Module) -> int:
-    """Returns how many experts are stacked in a module that takes rows for each expert, one expert after the other; 0
-    for any other module.
+    """Returns how many experts are stacked in a module that takes rows for each expert, in order of expert; 0 for any
+    other module.
 
-    In Llama 4 the row of a token for an expert that it did not choose is zero.
+    In Llama 4 such a module gets a row of each token for every expert. The row is zero where the token did not choose
+    the expert.
     """
     shapes = [parameter.shape for parameter in module.parameters()]
     takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
@@ -56,7 +58,7 @@ def num_experts_by_rows(module: nn.Module) -> int:
 
 
 def expert_count_attributes(module: nn.Module) -> Iterator[tuple[str, str, int]]:
-    """Yields path, name and value of integer attributes, of the module and those inside it, that may count experts."""
+    """Yields path, name and value of integer attributes of the module and its submodules that may count experts."""
     for path, inside in module.named_modules():
         for name, value in vars(inside).items():
             if type(value) is int and "expert" in name:
@@ -98,10 +100,10 @@ def set_expert_count(module: nn.Module, experts: StackedExperts, count: int) -> 
 
 @contextmanager
 def pass_through_experts(model: nn.Module, weighed: bool = False) -> Iterator[None]:
-    """Makes expert modules return their input, since routing needs values and the run has shapes alone. Restores them
-    on exit.
+    """Makes expert modules return their input, since routing needs values and the model runs on shapes alone. Restores
+    them on exit.
 
-    `weighed`: each token is multiplied by its weights, so that the router gets a gradient.
+    `weighed`: the output for a token is multiplied by its routing weights, so that the router gets a gradient.
     """
 
     def stand_in(module: nn.Module) -> Callable[..., Any]:

@@ -1,16 +1,17 @@
-"""Finds the experts of a mixture: modules that take hidden states, the expert indices of each token, and their weights.
+"""Finds the experts of a mixture: modules that take hidden states, the expert indices of each token, and its routing
+weights.
 
-A candidate is a module inside the blocks whose forward takes just these three (or rows of each expert alone), whose
-parameters are all stacked by expert along their first dimension, and which computes each (token, expert) pair by
-itself. The consequences are verified numerically (verify_experts.py):
-- A rank with some of the experts, given the pairs of these experts, computes its part of the sum (expert parallelism).
-- A pair without an expert (an index beyond all) contributes nothing, where the module accepts one.
-- A weight on the output is a factor, so it may be applied on the rank that the token came from.
-- Tensor ranks with a shard of each expert's inner features compute parts of the sum. A bias after the inner features is
-  replicated, and each rank adds its fraction of it (`replicated`).
+A candidate is a module inside the blocks whose forward takes exactly these three (or only rows for each expert). All
+its parameters are stacked by expert along their first dimension. It computes each (token, expert) pair independently.
+Four properties follow, which are verified numerically (verify_experts.py):
+- Expert parallelism: a rank that has some of the experts, and is given only their pairs, computes its part of the sum.
+- A pair whose index is beyond all experts contributes nothing, where the module accepts such an index.
+- A routing weight is a factor of the output. So it may be applied on the rank that the token came from.
+- Tensor ranks that have a shard of each expert's inner features compute partial sums. A bias after the inner features
+  is replicated, and each rank adds its fraction of the bias (`replicated`).
 
-Which dimension is the inner one, and how a fused projection is split, is tried until the numbers agree. The code around
-the experts (the router, for example) is verified with the block, where each expert multiplies by a number
+The inner dimension, and the layout of a fused projection, are found by trying splits until the values agree. The code
+around the experts, such as the router, is verified with the block; there each expert multiplies by a number
 (`pass_through_experts`). Experts in a plain list that the block itself iterates over stay unsharded.
 """
 
@@ -30,13 +31,13 @@ from meshwright.analysis.run_conditions import module_signature, training_modes
 from meshwright.analysis.verify_experts import ExpertTpSplit, verify_expert_splits
 
 NOT_SHARDED_SUFFIX = " stays whole"
-"""The end of a reason against sequence parallelism: a matrix that may mix positions of the sequence."""
+"""The end of a message: a matrix stays unsharded, so it may mix positions of the sequence."""
 
 MAX_SPLIT_CANDIDATES = 64
-"""Ways to split an expert that are tried at most."""
+"""Maximum number of splits of an expert that are tried."""
 
 ExpertMessages = tuple[list[str], list[str]]
-"""Findings about experts that can be distributed, and about those that cannot."""
+"""Findings about experts that can be distributed, and about experts that cannot."""
 
 
 def add_experts(
@@ -47,13 +48,13 @@ def add_experts(
 ) -> ModelGraph:
     """Returns `graph` with the experts of the model.
 
-    `inputs` has the input of each module inside the blocks in a run. `modes` are the training modes of the modules.
+    `inputs` has the input of each module inside the blocks. `modes` are the training modes of the modules.
     """
     messages: list[str] = []
     hidden = model.get_parameter(f"{graph.embedding}.weight").shape[1] if graph.embedding else 0
     widths = (
         {path: hidden for path, _ in model.named_modules()} if hidden else {}
-    )  # where the model does not run on the meta device
+    )  # default widths, for a model that does not run on the meta device
     widths |= {path: tensor.shape[-1] for path, tensor in inputs.items() if tensor.ndim}
     lists = [stack for stack, _ in graph.stacks] or ([graph.blocks] if graph.blocks else [])
     undivided: list[str] = []
@@ -64,7 +65,7 @@ def add_experts(
     names = tuple(name for name in graph.replicated if name not in splits)
     against = graph.against_sequence
     if against.endswith(NOT_SHARDED_SUFFIX):
-        around = tuple(f"{experts.path.rpartition('.')[0]}." for experts in found)  # verified with the block
+        around = tuple(f"{experts.path.rpartition('.')[0]}." for experts in found)  # the block check verifies this code
         names_left = (name for name in names if name.startswith(f"{graph.blocks}.") and not name.startswith(around))
         left = next((name for name in names_left if model.get_parameter(name).ndim > 1), None)
         against = f"{left}{NOT_SHARDED_SUFFIX}" if left else graph.unsupported.get("slices", "")
@@ -89,7 +90,7 @@ def find_experts(
 ) -> tuple[StackedExperts, ...]:
     """Returns all experts in forward order. The first module of each kind is verified.
 
-    `widths` has the features of the input of each module inside the blocks.
+    `widths` has the number of input features of each module inside the blocks.
     """
     found: list[StackedExperts] = []
     known: dict[object, StackedExperts | None] = {}
@@ -108,7 +109,7 @@ def find_experts(
 
 
 def _experts_signature(module: nn.Module, path: str) -> object:
-    """Returns what modules of one kind have in common: type, modes, and other objects such as functions and
+    """Returns what modules of the same kind have in common: type, modes, and attributes such as functions and
     configurations.
     """
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
@@ -130,7 +131,7 @@ def _analyze_experts(
     modes: Mapping[nn.Module, bool],
     messages: ExpertMessages,
 ) -> StackedExperts | None:
-    """Returns what is known of `module`, or None with the reason in `messages`."""
+    """Returns the experts of `module` with their split, or None with the reason in `messages`."""
     known, undivided = messages
     counters = tuple((where, name) for where, name, value in expert_count_attributes(module) if value == count)
     plain = StackedExperts(path, count, tuple(name for name, _ in module.named_parameters()), counters, by_rows=by_rows)
@@ -195,7 +196,7 @@ def _split_candidates(module: nn.Module, count: int, width: int) -> Iterator[Exp
 
 
 def _projection_split(dim: int, size: int, features: int, together: bool) -> TpSplit:
-    """Returns the split of a projection of `size` features: plain, or `size / features` fused ones, concatenated
-    (`together`) or interleaved.
+    """Returns the split of a projection of `size` features. It is plain, or made of `size / features` fused projections
+    that are concatenated (`together`) or interleaved.
     """
     return TpSplit(dim, (features,) * (size // features) if together and size > features else ())

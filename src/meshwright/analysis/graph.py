@@ -1,4 +1,4 @@
-"""The structure of a model as frozen data, which the runtime uses for sharding, stages and counts."""
+"""The structure of a model as frozen data. The runtime derives sharding, stages and head counts from it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 
 @dataclass(frozen=True)
 class TpSplit:
-    """A parameter is sharded along `dim`. A fused parameter has `parts`: sizes along `dim`, each sharded by itself.
+    """The split of a parameter along `dim`. A fused parameter has `parts`: sizes along `dim`, each of which is sharded
+    separately.
 
-    `ways` is the largest number of shards of each part (key-value heads), 0 for any number. With more ranks than ways,
-    neighbouring ranks use the same shard.
+    `ways` is the largest number of shards of each part (the key-value heads), 0 for no limit. With more ranks than
+    `ways`, neighbouring ranks use the same shard.
     """
 
     dim: int
@@ -22,18 +23,18 @@ class TpSplit:
     ways: tuple[int, ...] = ()
 
     def has_replicas(self, ranks: int) -> bool:
-        """Returns whether some ranks use the same shard. Then every rank stores the full parameter and uses its shard
-        of it.
+        """Returns whether some ranks use the same shard. In that case every rank stores the full parameter and uses its
+        shard of it.
         """
         return any(0 < ways < ranks for ways in self.ways)
 
 
 @dataclass(frozen=True)
 class HeadCount:
-    """An integer attribute that a forward reads, and what it counts.
+    """An integer attribute that a forward reads, and the quantity that it counts.
 
-    `name` is that of the module at `path` ('config.n' of its configuration). `kind` is 'heads', 'kv_heads', 'groups'
-    (heads per key-value head), or 'share' (any size that is divided by tp).
+    The attribute `name` belongs to the module at `path` ('config.n': to its configuration). `kind` is 'heads',
+    'kv_heads', 'groups' (heads per key-value head), or 'share' (any other size that tp divides).
     """
 
     path: str
@@ -44,9 +45,10 @@ class HeadCount:
 @dataclass(frozen=True)
 class PerHeadArg:
     """An argument of the module at `path` with one entry for each head along `dim`. It is replicated, and every rank
-    takes its heads.
+    slices out its own heads.
 
-    `argument` is a position or a name. There are `heads` of them; where `dim` is larger it is (rows x heads).
+    `argument` is a position or a name. `heads` is the number of heads. Where `dim` has a larger size, it is (rows x
+    heads).
     """
 
     path: str
@@ -57,12 +59,13 @@ class PerHeadArg:
 
 @dataclass(frozen=True)
 class TpRegion:
-    """A part of a block between column-parallel layers and the row-parallel layers after them. Paths are full.
+    """A region of a block: column-parallel layers and the row-parallel layers that read their outputs. Paths are full.
 
-    The input of `module` is where every tensor rank enters, once. '' means that no module has exactly the column layers
-    as readers of its input: then the column layers themselves are entered, or `entries` in their place. `mla_inputs`
-    are layers that stay unsharded and whose output is entered, since nothing but this region uses it ([Note: inflow] in
-    trace_log.py). `inner_columns` are the columns after them, which need no entry.
+    At its entry every tensor rank has the full input. There forward is the identity, and backward sums the gradient
+    over ranks. The entry is the input of `module`. `module` is '' where no module's input is read by exactly the column
+    layers. Then the entries are the column layers themselves, or `entries` in their place. `mla_inputs` are unsharded
+    layers whose output is another entry, since only this region uses it ([Note: MLA inputs] in trace_log.py).
+    `inner_columns` are the column layers after them, which need no entry.
     """
 
     module: str
@@ -77,7 +80,7 @@ class TpRegion:
     inner_columns: tuple[str, ...] = ()
 
     def local_count(self, count: HeadCount, value: int, ranks: int) -> int:
-        """Returns the value on each of `ranks` ranks of `count`, whose full value is `value`."""
+        """Returns the value of `count` on each of `ranks` tensor ranks. `value` is its full value."""
         heads, kv_heads = self.heads // ranks, max(self.kv_heads // ranks, 1)
         if count.kind == "groups":
             return heads // kv_heads
@@ -86,11 +89,11 @@ class TpRegion:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """A module of stacked experts that takes (hidden, indices, weights), or rows of each expert (`by_rows`).
+    """A module of stacked experts that takes (hidden, indices, weights), or rows for each expert (`by_rows`).
 
-    `names` are its parameters; all names are relative to it. `count_attributes` are integers (path, name) that count
-    experts. `splits` shards each expert over tensor ranks. `replicated` are full parameters of which each rank adds its
-    fraction. `width` is the number of inner features of an expert.
+    `names` are its parameters. All names are relative to the module. `count_attributes` are integers (path, name) that
+    count experts. `splits` shards each expert over tensor ranks. `replicated` are full parameters of which each rank
+    adds its fraction. `width` is the number of inner features of an expert.
     """
 
     path: str
@@ -115,22 +118,22 @@ class ModelGraph:
     vocabulary: int = 0
     regions: tuple[TpRegion, ...] = ()
     splits: dict[str, TpSplit] = field(default_factory=dict)
-    """Splits of parameters, and of buffers of norms that work on shards."""
+    """Splits of parameters, and of buffers of norms that run on sharded features."""
     divisible: dict[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
-    """Replicated parameters that work on sharded features (a norm of each head): each tensor rank has a partial
-    gradient.
+    """Replicated parameters that are applied to sharded features, such as a norm of each head. Their gradient on each
+    tensor rank is partial.
     """
     sequence_sliced: tuple[str, ...] = ()
-    """Parameters between blocks: under sequence parallelism each tensor rank has a partial gradient."""
+    """Parameters between blocks. Under sequence parallelism their gradient on each tensor rank is partial."""
     after_blocks: tuple[str, ...] = ()
     """Parameters outside of blocks, embedding and head that are used after the blocks."""
     unsupported: dict[str, str] = field(default_factory=dict)
-    """Reasons against features, by feature.
+    """Reasons why a feature is unsupported, by feature.
 
-    'sequence': sequence parallelism would be wrong; 'slices': what differs on a slice of the sequence; 'proof': why
+    'sequence': why sequence parallelism would be wrong; 'slices': what differs on a slice of the sequence; 'proof': why
     splits are unverified; 'rows': the module that couples rows (batch_coupling.py); 'gathering': a parameter that the
-    forward writes to; 'stages': why stages cannot begin between blocks; 'experts': why experts stay undistributed.
+    forward writes to; 'stages': why stages cannot begin between blocks; 'experts': why experts are not distributed.
     """
     findings: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
@@ -138,13 +141,13 @@ class ModelGraph:
     """Every stack of blocks with its length, in the order in which they run."""
     experts: tuple[StackedExperts, ...] = ()
     extra_block_args: tuple[str, ...] = ()
-    """Block arguments that depend on parameters outside of the blocks, other than the hidden state: later stages cannot
-    compute them.
+    """Block arguments, other than the hidden state, that depend on parameters outside of the blocks. Later stages
+    cannot compute them.
     """
     between_stacks: tuple[tuple[str, ...], ...] = ()
-    """For each stack but the last, parameters outside of blocks that are first used after it."""
+    """For each stack except the last: the parameters outside of blocks that are first used after this stack."""
     partly_used: dict[str, TpSplit] = field(default_factory=dict)
-    """Parameters that every tensor rank stores in full and uses a shard of; set by `for_tp`."""
+    """Parameters that every tensor rank stores in full but uses only a shard of. `for_tp` sets them."""
 
     def block(self, index: int) -> str:
         """Returns the path of one block."""
@@ -156,7 +159,7 @@ class ModelGraph:
 
     @property
     def against_sequence(self) -> str:
-        """Why sequence parallelism would be wrong, '' where it is right."""
+        """Why sequence parallelism would be wrong, '' where it is correct."""
         return self.unsupported.get("sequence", "")
 
     @property
@@ -174,8 +177,8 @@ class ModelGraph:
         return dataclasses.replace(self, count=len(self.block_paths))
 
     def for_tp(self, ranks: int) -> ModelGraph:
-        """Returns the graph for `ranks` tensor ranks. Parameters with fewer key-value heads than ranks are stored in
-        full and partly used.
+        """Returns the graph for `ranks` tensor ranks. Parameters with fewer key-value heads than ranks move to
+        `partly_used`: every rank stores them in full.
         """
         used = {name: split for name, split in self.splits.items() if split.has_replicas(ranks)}
         if not used:
@@ -187,9 +190,10 @@ class ModelGraph:
 def shard_intervals(
     size: int | Sequence[int], index: int, ranks: int, ways: Sequence[int] = ()
 ) -> tuple[tuple[int, int], ...]:
-    """Returns the (start, stop) of each part that tensor rank `index` of `ranks` has of a dimension of `size`.
+    """Returns the interval (start, stop) that tensor rank `index` of `ranks` has in each part of a dimension of `size`.
 
-    A shard has ceil(part / ranks) elements, or is one of `ways` equal ones where there are fewer ways than ranks.
+    A shard has ceil(part / ranks) elements. Where a part has fewer `ways` than there are ranks, the shard is one of
+    `ways` equal shards.
 
     >>> shard_intervals(10, 1, 4), shard_intervals(10, 3, 4)
     (((3, 6),), ((9, 10),))
@@ -210,7 +214,9 @@ def shard_intervals(
 
 
 def shard_view(full: torch.Tensor, split: TpSplit, index: int, ranks: int) -> torch.Tensor:
-    """Returns what tensor rank `index` of `ranks` uses of `full`: a view where it is contiguous along the dimension."""
+    """Returns the shard of `full` that tensor rank `index` of `ranks` uses: a view where it is contiguous along the
+    dimension.
+    """
     bounds = shard_intervals(split.parts or full.shape[split.dim], index, ranks, split.ways)
     pieces = [full.narrow(split.dim, start, stop - start) for start, stop in bounds]
     return torch.cat(pieces, dim=split.dim) if len(pieces) > 1 else pieces[0]

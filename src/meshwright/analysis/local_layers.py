@@ -1,4 +1,4 @@
-"""Adapts a block to its local shards: head counts that forward methods read, per-head arguments, stored layer sizes."""
+"""Adapts a block to its local shards: head counts that forwards read, per-head arguments, and stored layer sizes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ AttributeUndo = list[tuple[nn.Module, str, Any]]
 
 
 def set_local_heads(model: nn.Module, region: TpRegion, ranks: int) -> AttributeUndo:
-    """Sets the region's counts to those of each of `ranks` ranks and returns the earlier values. A configuration is
-    copied first.
+    """Sets the region's counts to those of each of `ranks` ranks, and returns the previous values. A shared
+    configuration is copied before it is changed.
     """
     undo: AttributeUndo = []
     for count in region.head_counts:
@@ -53,8 +53,8 @@ def update_layer_sizes(module: nn.Module) -> None:
 
 
 class LocalHeadsHook:
-    """A forward pre-hook that passes a module only the rank's heads of one argument. `take(tensor, dim)` slices a
-    dimension of heads.
+    """A forward pre-hook that passes a module only the rank's heads of one argument. `take(tensor, dim)` slices the
+    heads along `dim`.
     """
 
     def __init__(self, one: PerHeadArg, ranks: int, take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
@@ -73,8 +73,8 @@ class LocalHeadsHook:
         return args, {**kwargs, key: self.cut(kwargs[key])}
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the rank's heads of (rows x heads). What an earlier block computed from its own heads is
-        unchanged.
+        """Returns the rank's heads of (rows x heads). A tensor that an earlier block already computed from local heads
+        is returned as it is.
         """
         dim = self.arg.dim
         if tensor.shape[dim] * self.ranks == self.arg.heads:

@@ -1,10 +1,11 @@
 """Analyses a model with LoRA adapters (peft) as if it had none, then maps the result to the adapted model.
 
-y = W x + s B A x. In a column-parallel layer, W and B are split by output features; A is replicated, and has a partial
-gradient on each rank since B is sharded. In a row-parallel layer, W and A are split by input features and summed over
-ranks; B is replicated. So no product is computed twice. The collectives are those of the layer itself, and one more of
-`rank` features for a row layer. Source: Hu et al., LoRA, 2021, section 4.1; the split is that of Shoeybi et al.,
-Megatron-LM, section 3, for both terms. A layer is adapted when it has `base_layer`, `lora_A` and `lora_B`.
+An adapted layer computes y = W x + s B A x, with the base weight W, the adapter matrices A and B, and a scale s. In a
+column-parallel layer, W and B are split by output features. A is replicated, and its gradient on each rank is partial
+since B is sharded. In a row-parallel layer, W and A are split by input features, and the outputs are summed over ranks.
+B is replicated. So no product is computed twice. The collectives are those of the layer itself; a row layer adds one
+collective of `rank` features. Source: Hu et al., LoRA, 2021, section 4.1. Both terms are split as in Shoeybi et al.,
+Megatron-LM, section 3. A layer is adapted when it has `base_layer`, `lora_A` and `lora_B`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ VOCABULARY_ADAPTER_TEXT = mark_msgid(
 
 
 def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.Module]) -> ModelGraph:
-    """Returns the graph `found`, of the model without adapters, for the model with them.
+    """Maps `found`, the graph of the model without adapters, to the model with adapters.
 
     Raises:
         InputError: the embedding or the head has an adapter.
@@ -88,8 +89,8 @@ def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.
         splits |= {f"{path}.weight": TpSplit(1) for path in behind}
         regions.append(_region_with_lora(region, inside, tuple(behind)))
     names = [name for name, _ in model.named_parameters()]
-    # The base weights are frozen, so no check has seen a gradient that shows whether the layer works on a slice of the
-    # sequence.
+    # The base weights are frozen. So no check has seen a gradient that shows whether a layer outside of the regions
+    # works on a slice of the sequence.
     outside = next(
         (
             path

@@ -1,11 +1,11 @@
-"""Copies a model to the meta device so that the copy runs by itself: for analysis with another batch, and for
-single-device checks.
+"""Copies a model to the meta device so that the copy is independent of the original: for analysis with another batch,
+and for single-device checks.
 
-`copy.deepcopy` does not copy functions. A forward that was replaced on an instance, a hook or a loss would still reach
-modules of the first model: through its closure, its defaults, or a global variable. Such functions are rebuilt with the
-copies in these places, wherever copied lists, dictionaries and objects reference them. What the code of a class reaches
-through a global variable or a class attribute cannot be copied: `isolated_run` raises where a run of the copy reaches
-the first model.
+`copy.deepcopy` does not copy functions. So a function that was replaced on an instance, a hook or a loss would still
+reach modules of the original model, through its closure, its defaults, or a global variable. Such functions are rebuilt
+to reference the copies, wherever copied lists, dictionaries and objects reference them. What the code of a class
+reaches through a global variable or a class attribute cannot be copied. `isolated_run` raises where the copy reaches
+the original model at run time.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
 
 OPAQUE_TYPES = (nn.Module, torch.Tensor, type, types.ModuleType)
-"""Types that are copied themselves or never, and are not searched for references to the model."""
+"""Types that are not searched for references to the model: they are copied as a whole, or never copied."""
 
 REBUILT_TYPES = (tuple, types.MethodType, functools.partial)
-"""Types that are rebuilt where they reference the model, as functions are."""
+"""Types that are rebuilt where they reference the model, in the same way as functions."""
 
 
 @dataclass(frozen=True)
 class ModelCopy:
-    """A model and the user's loss, which may reference the model."""
+    """A model and the user's loss. The loss may reference the model."""
 
     model: nn.Module
     loss: Callable[..., torch.Tensor] | None = None
 
     def with_parameters(self, make: Callable[[torch.Tensor], torch.Tensor]) -> ModelCopy:
-        """Returns a copy whose parameters are `make` of each. Shared parameters stay shared, and gradient hooks are
-        copied.
+        """Returns a copy in which `make` has replaced each parameter. Shared parameters stay shared, and gradient hooks
+        are copied.
         """
         memo: dict[int, Any] = {}
         parameters = list(self.model.parameters())
         for parameter in parameters:
             memo[id(parameter)] = nn.Parameter(make(parameter.detach()), requires_grad=parameter.requires_grad)
         for module in self.model.modules():
-            for value in vars(module).values():  # for example the weight that the older weight_norm computes
+            for value in vars(module).values():  # for example the weight that the deprecated weight_norm computes
                 if isinstance(value, torch.Tensor) and not value.is_leaf:
                     memo[id(value)] = value.detach().clone()
         model = copy.deepcopy(self.model, memo)
@@ -66,7 +66,7 @@ class ModelCopy:
 
 
 def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = None) -> ModelCopy:
-    """Returns a copy of both with parameters on the meta device and its own buffers.
+    """Returns a copy of the model and the loss, with parameters on the meta device and its own buffers.
 
     Raises:
         InputError: the model cannot be copied.
@@ -84,7 +84,7 @@ def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = No
 
 
 class FunctionRebinder:
-    """Rebuilds functions that reference copied objects, so that they reference the copies in `memo` (of deepcopy)."""
+    """Rebuilds functions that reference copied objects, so that they reference the copies in deepcopy's `memo`."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self.memo = memo
@@ -96,7 +96,7 @@ class FunctionRebinder:
         self.known = 0
 
     def __call__(self, value: Any) -> Any:
-        """Returns `value`, or a copy of it where it references a copied object."""
+        """Returns `value`, or a rebuilt copy where it references a copied object."""
         if id(value) in self.memo:
             return self.memo[id(value)]
         if not self._leads(value):
@@ -114,8 +114,8 @@ class FunctionRebinder:
         return copy.deepcopy(value, self.memo)
 
     def rebind_copies(self) -> None:
-        """Replaces functions in copied lists, dictionaries and objects by rebuilt ones."""
-        done: set[int] = {id(self.memo)}  # deepcopy stores references to the originals there
+        """In copied lists, dictionaries and objects, replaces functions by rebuilt ones."""
+        done: set[int] = {id(self.memo)}  # deepcopy keeps the originals alive under this key
         while fresh := [key for key in self.memo if key not in done]:
             done.update(fresh)
             for holder in [self.memo[key] for key in fresh]:
@@ -135,7 +135,7 @@ class FunctionRebinder:
         functools.update_wrapper(made, value)
         del made.__wrapped__  # type: ignore[attr-defined]
         for cell, before in zip(cells, value.__closure__ or (), strict=True):
-            with suppress(ValueError):  # the cell is empty
+            with suppress(ValueError):  # an empty cell has no value
                 cell.cell_contents = self(before.cell_contents)
         made.__defaults__ = self(value.__defaults__)
         made.__kwdefaults__ = {key: self(each) for key, each in (value.__kwdefaults__ or {}).items()} or None
@@ -167,7 +167,7 @@ class FunctionRebinder:
 
 
 def _referenced_values(value: Any) -> Iterable[Any]:
-    """Yields what a value references and code may use."""
+    """Yields the objects that `value` references and that code may use."""
     if isinstance(value, types.FunctionType):
         yield from (value.__defaults__, value.__kwdefaults__, vars(value))
         yield from (target for _, target in _referenced_globals(value) if isinstance(target, nn.Module | torch.Tensor))
@@ -196,13 +196,13 @@ def _referenced_globals(function: types.FunctionType) -> Iterator[tuple[str, Any
 
 
 class ParamAccessGuard(TorchFunctionMode):
-    """Refuses operations on the parameters of `model`, which the run of a copy must not reach."""
+    """Raises where an operation uses a parameter of `model`, since a run of the copy must not reach the original."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.live = {id(parameter): name for name, parameter in model.named_parameters()}
         self.reached = ""
-        """What of the model was reached, also where the code that reached it has caught the error."""
+        """What part of the model was reached. It is recorded even if the code that reached it catches the error."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in args:
@@ -216,7 +216,7 @@ class ParamAccessGuard(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def refuse(self, line: str) -> None:
-        """Records that the model was reached.
+        """Records that the copy reached the model.
 
         Raises:
             InputError: always.
@@ -227,7 +227,7 @@ class ParamAccessGuard(TorchFunctionMode):
 
 @contextmanager
 def isolated_run(model: nn.Module) -> Iterator[ParamAccessGuard]:
-    """Guards the run of a copy of `model`.
+    """Guards a run of a copy of `model`.
 
     Raises:
         InputError: the copy calls a module of `model`, which may start collectives, or reads its parameters.

@@ -1,20 +1,21 @@
 """Traces one training forward on the meta device (shapes only) and records how the weights are used.
 
-[Note: columns and rows] Inside a block, a product that reads full features can be column-parallel: its output is then
-sharded by features. Whatever is computed from a sharded tensor is sharded. A product that reads a sharded tensor is
-row-parallel: its output, summed over ranks, is full again (Shoeybi et al., Megatron-LM, 2019, section 3). So one pass
-over the operations separates column layers from row layers in any model, without knowing a name. Where an operation on
-a sharded tensor would need all features (a norm over them), or a sharded tensor leaves the block, the columns that it
-comes from must stay unsharded. `problems` has the reason, and the next pass treats them as unsharded (`whole`).
+[Note: columns and rows] Inside a block, a product that reads full features can be column-parallel. Its output is then
+sharded by features, and so is everything that is computed from this output. A product that reads a sharded tensor is
+row-parallel. Its output, summed over ranks, is full again (Shoeybi et al., Megatron-LM, 2019, section 3). So one
+forward separates column layers from row layers in any model, without knowing names. Some columns must stay unsharded:
+those of a sharded tensor that leaves the block, or that meets an operation over all features such as a norm. `problems`
+has the reason, and the next trace gets them as unsharded weights (`whole`).
 
-[Note: readers] A region may be entered at a module only if the column layers are the only readers of that module's
-input. A residual inside the module would read it too, and its gradient must not be summed over ranks.
+[Note: consumers] A region may be entered at a module only if the column layers are the only consumers of that module's
+input. A residual inside the module would also consume it, and the gradient of the residual must not be summed over
+ranks.
 
-[Note: what meets a share] A full tensor that takes part in an operation on a sharded tensor is one of four. A parameter
-with one entry for each sharded feature or head is sharded likewise. A parameter that all of them use gets a partial
-gradient on each rank. Of an argument with one entry for each head, such as a position bias, each rank takes its heads.
-Anything else that requires a gradient would get only a part of it, so the columns stay unsharded. The trace runs with
-gradients enabled, so that this is known.
+[Note: full operands] An operation on a sharded tensor may have a full tensor as another operand. There are four cases.
+A parameter with one entry for each sharded feature or head is sharded in the same way. A parameter that all features or
+heads use gets a partial gradient on each rank. Of an argument with one entry for each head, such as a position bias,
+each rank takes its heads. Any other tensor that requires a gradient would get only a part of the gradient, so the
+columns stay unsharded. To know this, the trace runs with gradients enabled.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def trace_ops(
 ) -> TraceLog:
     """Runs `model` once on meta tensors in the modes of its modules, and returns the log.
 
-    `whole` are weights that stay unsharded. `dtype` replaces the floating-point type. Raises whatever the model raises
-    there.
+    `whole` are weights that stay unsharded. `dtype` replaces the model's floating-point type. Any exception of the
+    model is passed on.
     """
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,7 +158,7 @@ class OpTracer(TorchFunctionMode):
         self.stack: list[str] = []
         self.plain: dict[str, str | None] = {}  # linear layers that are running or ran: the name of their bias
         self.sharded: dict[int, ShardedTensorInfo] = {}
-        # Tensors that are computed from parameters alone:
+        # Tensors that are computed from parameters alone, with the names of these parameters:
         self.from_params: dict[int, tuple[str, ...]] = {id_: (name,) for id_, name in names.items()}
         self.transposed: dict[int, str] = {}  # transposed parameters
         self.arguments = ModuleArguments()
@@ -169,7 +170,7 @@ class OpTracer(TorchFunctionMode):
 
     # --- modules
     def attach(self, name: str, module: nn.Module, depth: int) -> list[Any]:
-        """Registers hooks that maintain the stack of running modules, and record what each received."""
+        """Registers hooks that maintain the stack of running modules and record what each module received."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if depth == 1:
@@ -224,10 +225,10 @@ class OpTracer(TorchFunctionMode):
             self.trace.hidden_uses[name] = HiddenStateUse(
                 hidden.shape == given.shape, id(given) in self.returned, count
             )
-            self.returned.add(id(hidden))  # later stages do not receive its other outputs
+            self.returned.add(id(hidden))  # later stages receive no other output of the block
             for tensor in nested_tensors(result):
                 self.mla_inputs.reject(self.mla_inputs.sources(tensor), Message("it leaves the block"))
-            info = self.sharded.pop(id(hidden), None)  # the block may also return attention weights, which stay sharded
+            info = self.sharded.pop(id(hidden), None)  # only other outputs (attention weights) may stay sharded
             self.reject(info.columns if info else frozenset(), Message("its output leaves the block"))
         elif any(tensor is given for tensor in nested_tensors(result)):
             self.trace.uses[id(given)].append((tuple(self.stack), ""))
@@ -243,7 +244,7 @@ class OpTracer(TorchFunctionMode):
             name = getattr(getattr(function, "__self__", None), "__name__", name)
         result = function(*args, **kwargs)
         if name == "rand" and result.numel() == 1:
-            return torch.ones(result.shape, device="cpu")  # a single draw is compared with a rate: nothing is dropped
+            return torch.ones(result.shape, device="cpu")  # layer dropout compares this with a rate: 1 drops nothing
         if isinstance(result, torch.Tensor) or not (is_property or name in METADATA_OPS):
             self.record(OpCall(name, function, args, kwargs), list(nested_tensors(result)))
         return result
@@ -306,7 +307,7 @@ class OpTracer(TorchFunctionMode):
     def record_product(
         self, call: OpCall, given: list[torch.Tensor], matrix: torch.Tensor, weights: list[str], result: torch.Tensor
     ) -> None:
-        """Records a product with a weight as column layer, row layer or unsharded layer."""
+        """Records a product with a weight as a column layer, a row layer or an unsharded layer."""
         weight = self._weight(matrix)
         owner, is_conv = weight.rpartition(".")[0], call.name.startswith("conv")
         read = next((tensor for tensor in given if id(tensor) not in self.from_params), given[0])
@@ -346,13 +347,13 @@ class OpTracer(TorchFunctionMode):
         self.trace.products[self.block].append(product)
 
     def record_column(self, product: WeightProduct, result: torch.Tensor, dim: int) -> None:
-        """Records a column layer, whose output is sharded."""
+        """Records a column layer and its sharded output."""
         self.trace.products[self.block].append(product)
         self.sharded[id(result)] = ShardedTensorInfo(frozenset({product.weight}), (dim,), 1, (0, product.size))
 
     @property
     def block(self) -> str:
-        """The block that runs."""
+        """The block that is running."""
         return self.stack[0]
 
     def reject(self, columns: frozenset[str], why: str) -> None:
@@ -367,7 +368,7 @@ class OpTracer(TorchFunctionMode):
     def propagate(
         self, call: OpCall, given: list[torch.Tensor], weights: list[str], outputs: list[torch.Tensor]
     ) -> None:
-        """Propagates sharding: what is computed from a sharded tensor is sharded."""
+        """Propagates sharding from the sharded inputs of an operation to its outputs."""
         shares = [tensor for tensor in given if id(tensor) in self.sharded]
         if not shares:
             return
@@ -390,7 +391,7 @@ class OpTracer(TorchFunctionMode):
             after = [ShardedTensorInfo(columns, ()) for _ in outputs]
         for tensor in (
             shares if all(share.product_slice in (None, info.product_slice) for share in after) else ()
-        ):  # otherwise it was in parts, not yet in heads
+        ):  # a slice of the operand is a part of a fused projection, not yet heads
             _note_cuts(products, call, self.sharded[id(tensor)], self.sharded[id(tensor)], tensor)
         for tensor, share in zip(outputs, after, strict=True):
             part = share.product_slice if len(columns) == 1 else None
@@ -400,7 +401,7 @@ class OpTracer(TorchFunctionMode):
     def check_operand(
         self, call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: ShardedTensorInfo, columns: frozenset[str]
     ) -> None:
-        """Handles a full tensor in an operation on a sharded tensor ([Note: what meets a share])."""
+        """Handles a full operand of an operation on a sharded tensor ([Note: full operands])."""
         is_own = id(tensor) in self.names or id(tensor) in self.buffers
         names = self.from_params.get(id(tensor)) or ((self.buffers[id(tensor)],) if is_own else ())
         if names and names[0] in {product.bias for product in self.trace.products[self.block]}:
@@ -438,7 +439,7 @@ class OpTracer(TorchFunctionMode):
             self.trace.grouped[self.stack[-1], "num_groups"] = (call.args[1], columns)
 
     def record_scores(self, factors: list[torch.Tensor], columns: frozenset[str]) -> None:
-        """Records the product of queries and keys, which gives the number of heads."""
+        """Records the product of queries and keys, whose shape gives the number of heads."""
         info, query = self.sharded[id(factors[0])], factors[0]
         if any(seen.columns & columns for seen in self.trace.attentions[self.block]) or not info.dims or query.ndim < 3:
             return
@@ -452,7 +453,9 @@ def _note_cuts(
     share: ShardedTensorInfo,
     tensor: torch.Tensor,
 ) -> None:
-    """Records the cuts and the grain of the product that a sharded tensor is a slice of."""
+    """For a tensor that is a slice of one product, records where the product is cut and how many heads the slice
+    has.
+    """
     if len(share.columns) != 1 or share.product_slice is None:
         return
     (weight,) = share.columns
@@ -470,7 +473,7 @@ def _note_cuts(
 def _note_shared_heads(
     products: list[WeightProduct], infos: list[ShardedTensorInfo], factors: list[torch.Tensor]
 ) -> None:
-    """Records keys or values without a dimension of heads, which all heads use."""
+    """Records keys or values that have no dimension of heads, so that all heads use them."""
     for factor, info in zip(factors, infos, strict=True):
         if info.dims and info.dims[0] >= factor.ndim - 2 and info.product_slice is not None and factor.ndim > 2:
             (weight,) = info.columns
@@ -480,7 +483,9 @@ def _note_shared_heads(
 
 
 def _is_layer_call(name: str, given: list[torch.Tensor], names: dict[int, str], stack: list[str]) -> bool:
-    """Returns whether a layer reads a tensor that was computed from parameters, such as a table of positions."""
+    """Returns whether the call is a layer that reads a tensor computed from parameters, such as a table of
+    positions.
+    """
     return (
         name in PRODUCT_OPS and bool(stack) and any(names.get(id(t), "").rpartition(".")[0] == stack[-1] for t in given)
     )

@@ -1,8 +1,9 @@
 """Propagates feature sharding through single torch functions.
 
-The features of a column layer are an index that ranks split into equal runs. Reshapes, transposes, slices, reductions
-and broadcasts move that index; `propagate_sharding` follows it through one function. An operation that needs all
-features raises `NotShardable`. Where the index cannot be followed, numeric verification decides (verify_sharding.py).
+The output features of a column layer are an index that ranks split into equal contiguous segments. Reshapes,
+transposes, slices, reductions and broadcasts move that index. `propagate_sharding` follows it through one function. An
+operation that needs all features raises `NotShardable`. Where the index cannot be followed, numeric verification
+decides (verify_sharding.py).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ REDUCTION_OPS = frozenset(
 NORM_OPS = frozenset({"layer_norm", "rms_norm", "instance_norm"})
 MATMUL_OPS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm"})
 FIRST_INPUT_OPS = frozenset({"to", "type", "type_as", "expand_as", "view_as", "reshape_as"})
-"""Functions that use values of their first tensor alone."""
+"""Functions whose result has the values of their first tensor alone."""
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -56,11 +57,11 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 class NotShardable(Exception):
-    """The operation needs all of the sharded features."""
+    """Raised where an operation needs all of the sharded features."""
 
 
 class OpCall(NamedTuple):
-    """A call of a torch function. A property has its own name."""
+    """A call of a torch function. The read of a tensor property is a call with the name of the property."""
 
     name: str
     function: Callable[..., Any]
@@ -74,11 +75,12 @@ class OpCall(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardedTensorInfo:
-    """A sharded tensor; `columns` are the column weights it comes from.
+    """A sharded tensor. `columns` are the column weights that it comes from.
 
-    `dims` are the dimensions of the features, outermost first, of which ranks split the first; empty where they cannot
-    be followed. `inner` is how often the features repeat inside the first dimension (rows x heads: the rows).
-    `product_slice` is the range of its features among those of the one product it is a slice of; None for a mixture.
+    `dims` are the dimensions that hold the features, outermost first. Ranks split the first of them. `dims` is empty
+    where the features cannot be followed. `inner` is how often the features repeat inside the first dimension: for
+    (rows x heads), the number of rows. `product_slice` is a range of the features of one product: the tensor is this
+    slice of that product's output. It is None for a mixture of products.
     """
 
     columns: frozenset[str]
@@ -88,12 +90,14 @@ class ShardedTensorInfo:
 
     @property
     def dim(self) -> int | None:
-        """The first of `dims`, which ranks split; None where unknown."""
+        """The first of `dims`, which ranks split; None where it is unknown."""
         return self.dims[0] if self.dims else None
 
 
 def aligned_dim(call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: ShardedTensorInfo) -> int | None:
-    """Returns the dimension of `tensor` that is aligned with the sharded features, None where there is none."""
+    """Returns the dimension of `tensor` that is aligned with the sharded features of `share`, None where there is
+    none.
+    """
     if not info.dims:
         return None
     size, dim = share.shape[info.dims[0]], info.dims[0]
@@ -106,7 +110,7 @@ def aligned_dim(call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: S
 def propagate_sharding(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
 ) -> list[ShardedTensorInfo]:
-    """Returns the sharding of each of `outputs`, computed from `before`.
+    """Returns the sharding of each of `outputs`, which `call` computes from `before`.
 
     Raises:
         NotShardable: the operation needs all features.
@@ -132,7 +136,9 @@ def propagate_sharding(
 
 
 def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor) -> ShardedTensorInfo:
-    """Elements keep their order, so the features begin at the dimension with the same number of elements before it."""
+    """Returns the sharding after a reshape, which preserves the order of elements. So the features begin at the
+    dimension with the same number of elements before it.
+    """
     ahead = math.prod(before.shape[: share.dims[0]]) * share.inner
     size = before.shape[share.dims[0]] // share.inner
     run = list(share.dims) == list(range(share.dims[0], share.dims[0] + len(share.dims)))
@@ -142,7 +148,7 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
     begins = [dim for dim in range(after.ndim) if math.prod(after.shape[:dim]) == ahead]
     first = next(
         (dim for dim in begins if dim or after.shape[0] > 1), None
-    )  # one head has a dimension of size 1, and a single row has none
+    )  # a single head has a dimension of size 1, a single row may have none
     if first is None:
         outer = next(dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) < ahead)
         inner, rest = divmod(ahead, math.prod(after.shape[:outer]))
@@ -161,7 +167,7 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
 
 
 def _call_on_index_tensor(call: OpCall, tensor: torch.Tensor, dim: int) -> list[torch.Tensor]:
-    """Returns the result of the same call on a tensor with strides such that only `dim` moves."""
+    """Returns the result of `call` on a tensor with the shape of `tensor` whose only stride is that of `dim`."""
     marked = torch.empty(0, device="meta").as_strided(tensor.shape, [int(place == dim) for place in range(tensor.ndim)])
     result = call.function(marked, *call.args[1:], **call.kwargs)
     return [result] if isinstance(result, torch.Tensor) else list(result)
@@ -187,7 +193,9 @@ def _propagate_transpose(
 def _propagate_slice(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
 ) -> list[ShardedTensorInfo]:
-    """Slices along the sharded features are parts of a fused projection. A single index ends that dimension."""
+    """Handles slices. A slice of the sharded features is a part of a fused projection. An integer index removes its
+    dimension.
+    """
     if not _is_view_call(call):
         return _propagate_index_list(call, share, before, outputs)
     size = before.shape[share.dims[0]]
@@ -209,9 +217,7 @@ def _propagate_slice(
 
 
 def _feature_indices(indices: torch.Tensor) -> torch.Tensor:
-    """Returns the feature indices in a view of an index tensor, which are equal along every dimension without a
-    stride.
-    """
+    """Returns the feature indices in a view of an index tensor. Along every dimension without a stride they are equal."""
     return (
         indices[tuple(slice(None) if stride else 0 for stride in indices.stride())] if indices.numel() else indices
     ).unique()
@@ -220,7 +226,7 @@ def _feature_indices(indices: torch.Tensor) -> torch.Tensor:
 def _propagate_index_list(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
 ) -> list[ShardedTensorInfo]:
-    """Handles x[..., [-2], :]: a list of indices, of which one along the sharded features is a slice."""
+    """Handles indexing by a list, as in x[..., [-2], :]. A list along the sharded features is treated as a slice."""
     places = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     lists = [place for place in places if isinstance(place, list)]
     after = outputs[0]
@@ -239,7 +245,7 @@ def _propagate_index_list(
 
 
 def _is_view_call(call: OpCall) -> bool:
-    """Returns whether the call is no index by a list, which copies."""
+    """Returns whether the result is a view. Indexing by a list or a tensor copies instead."""
     places = call.argument(1, "index") if call.name == "__getitem__" else None
     return not any(
         isinstance(place, list | torch.Tensor) for place in (places if isinstance(places, tuple) else (places,))
@@ -259,7 +265,7 @@ def _slice_of_product(
             raise NotShardable(Message("picks single features"))
         return replace(
             share, dims=dims, product_slice=None
-        )  # every second one, for example: runs of neighbours stay together
+        )  # e.g. every second feature: each rank still has complete groups
     if share.product_slice is None:
         return replace(share, dims=dims)
     unit = (share.product_slice[1] - share.product_slice[0]) // size
@@ -271,7 +277,7 @@ def _propagate_reduction(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor
 ) -> ShardedTensorInfo:
     place = call.argument(1, "dim", call.kwargs.get("axis"))
-    if isinstance(place, torch.Tensor):  # the larger of two tensors
+    if isinstance(place, torch.Tensor):  # a maximum of two tensors has no dimension to reduce
         return _propagate_broadcast(call, share, before, after)
     if call.name in ("norm", "normalize", "vector_norm", "linalg_vector_norm", "topk", "roll", "var", "std"):
         place = call.kwargs.get(
@@ -295,7 +301,7 @@ def _propagate_reduction(
 
 
 def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor) -> ShardedTensorInfo:
-    """Follows an einsum by its letters."""
+    """Returns the sharding after an einsum, by the letter of each dimension."""
     equation = call.args[0].replace(" ", "")
     sources, _, target = equation.partition("->")
     given = call.args[1] if isinstance(call.args[1], tuple | list) else call.args[1:]
@@ -313,8 +319,8 @@ def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tens
 def _propagate_broadcast(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor
 ) -> ShardedTensorInfo:
-    """Broadcasting aligns dimensions from the right; batched products preserve theirs, and so do `cat` and `stack`
-    along other dimensions.
+    """Returns the sharding after broadcasting, which aligns dimensions from the right. Batched products preserve the
+    batch dimensions. `cat` and `stack` along other dimensions preserve the sharded one.
     """
     shift = after.ndim - before.ndim
     if call.name in MATMUL_OPS and share.dims[0] >= before.ndim - 1:

@@ -1,9 +1,9 @@
-"""Builds tensor-parallel regions from the trace of a block: which columns belong to which rows, where they are entered,
-what tp divides.
+"""Builds tensor-parallel regions from the trace of a block: which column layers belong to which row layers, where a
+region is entered, and which integers tp divides.
 
-Column layers whose sharded outputs meet in a row layer form a region. It is entered at the outermost module inside the
-block whose input only its column layers read ([Note: readers] in op_trace.py). `AnalysisState` has the intermediate
-results of analyze.py and verified_regions.py.
+A region consists of column layers whose sharded outputs meet in a row layer. It is entered at the outermost module
+inside the block whose input only these column layers consume ([Note: consumers] in op_trace.py). `AnalysisState` has
+the intermediate results of analyze.py and verified_regions.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.analysis.trace_log import TraceLog, WeightProduct
 class RegionCandidate(NamedTuple):
     """A region of one block.
 
-    Names in `splits` and `partial` are full. `sizes` must be divisible by tp.
+    Names in `splits` and `partial` are full. tp must divide every value of `sizes`.
     """
 
     region: TpRegion
@@ -32,9 +32,9 @@ class RegionCandidate(NamedTuple):
     sizes: dict[str, int]
     partial: tuple[str, ...]
     has_sequence_dim: bool
-    """Its layers read (batch, sequence, features)."""
+    """Whether its layers read (batch, sequence, features)."""
     weights: frozenset[str]
-    """The weights of its column layers, and of those in other blocks whose sharded outputs it reads."""
+    """The weights of its column layers, and of column layers in other blocks whose sharded outputs it reads."""
 
     def summary(self, block: str) -> str:
         """Describes the region in words."""
@@ -45,10 +45,10 @@ class RegionCandidate(NamedTuple):
 
 
 def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[list[RegionCandidate], dict[str, str]]:
-    """Returns the regions of the block at path `block` in forward order, and the first columns that must stay unsharded
-    with the reason.
+    """Returns the regions of the block at path `block` in forward order, and the earliest columns that must stay
+    unsharded, with the reason.
 
-    Only the first columns are returned, since they may cause the failures after them.
+    Later columns are not returned, since the earliest may be the cause of their failures.
     """
     products = seen.products.get(block, [])
     used = Counter(product.weight for product in products)
@@ -149,7 +149,9 @@ def _split_following_parameter(
     columns: list[WeightProduct],
     splits: dict[str, TpSplit],
 ) -> TpSplit:
-    """Splits a parameter with one entry for each feature or head of a sharded tensor in the same way."""
+    """Returns the split of a parameter with one entry for each feature or head: that of the sharded tensor it is used
+    on.
+    """
     origin = next((product for product in columns if share.columns == {product.weight}), None)
     if origin is None:
         return TpSplit(dim)
@@ -167,9 +169,7 @@ def _split_following_parameter(
 
 
 def _min_features(columns: list[WeightProduct]) -> int:
-    """Returns the features of the smallest part, or of what keeps parts together (interleaved gate and value, for
-    example).
-    """
+    """Returns the number of features of the smallest part of any column layer."""
     return min(min(product.parts or (product.size,)) for product in columns)
 
 
@@ -192,9 +192,10 @@ def _group_products(products: list[WeightProduct]) -> list[tuple[list[WeightProd
 
 
 def _common_entry_module(block: str, columns: list[WeightProduct], seen: TraceLog) -> str | None:
-    """Returns the outermost module whose input only `columns` read; None when each column has its own.
+    """Returns the outermost module whose input is consumed only by `columns`; None where there is no common module.
 
-    Two regions of one input are entered at separate modules: at a common module the gradient would be summed twice.
+    Two regions with the same input are entered at separate modules. At a common module their gradient would be summed
+    twice.
     """
     chosen = {_entry_module(block, column, columns, seen) for column in columns if not column.is_table}
     return chosen.pop() if len(chosen) == 1 else None
@@ -213,12 +214,12 @@ def _entry_module(block: str, column: WeightProduct, columns: list[WeightProduct
     return column.owner
 
 
-# --- counts that forward methods read
+# --- integers that forwards read
 
 
 def head_count_candidates(model: nn.Module, block: str, found: RegionCandidate) -> list[tuple[HeadCount, ...]]:
-    """Returns sets of integers that a rank may have to change, the smallest first. Verification takes the first that is
-    right.
+    """Returns sets of integers that each rank may have to divide, smallest set first. Verification uses the first set
+    that is correct.
     """
     heads = _head_counts(model, block, found, False)
     configured = heads + _head_counts(model, block, found, True)
@@ -249,7 +250,7 @@ def _integer_attributes(model: nn.Module, path: str, configured: bool) -> dict[s
 
 
 def _head_counts(model: nn.Module, block: str, found: RegionCandidate, configured: bool) -> tuple[HeadCount, ...]:
-    """Returns integers whose name and value match the heads."""
+    """Returns the integers whose name and value match the number of heads."""
     region = found.region
     if not region.heads:
         return ()
@@ -268,7 +269,7 @@ def _head_counts(model: nn.Module, block: str, found: RegionCandidate, configure
 
 
 def _size_attributes(model: nn.Module, block: str, found: RegionCandidate) -> tuple[HeadCount, ...]:
-    """Returns integers equal to the output size of a column layer or of a part of it."""
+    """Returns the integers that equal the output size of a column layer or of a part of it."""
     shares: set[int] = set()
     for path in found.region.columns:
         split = found.splits[f"{path}.weight"]
@@ -306,27 +307,27 @@ class AnalysisState:
     findings: list[str]
     example: ExampleInputs
     modes: dict[nn.Module, bool]
-    """The mode in which each module is trained (run_conditions.py)."""
+    """The training mode of each module (run_conditions.py)."""
     trace: TraceLog | None = None
     candidates: dict[str, list[RegionCandidate]] = field(default_factory=dict)
-    """Regions by block, in the order in which blocks run."""
+    """Candidate regions by block, with blocks in forward order."""
     unsharded: dict[str, str] = field(default_factory=dict)
-    """Column weights that stay unsharded, and why."""
+    """Column weights that stay unsharded, each with the reason."""
     stacks: list[str] = field(default_factory=list)
-    """Those of the lists that stages cut (block_lists.py)."""
+    """Those of `lists` that pipeline stages cut (block_lists.py)."""
     sequence_error: str = ""
-    """Why the hidden state cannot be split along the sequence, by the numeric check."""
+    """The result of the numeric check: why the hidden state cannot be split along the sequence, '' where it can."""
     sequence_sliced: tuple[str, ...] = ()
-    """Parameters between blocks, whose gradient is partial on each rank with a slice of the sequence."""
+    """Parameters between blocks. On each rank their gradient is partial, since the rank has a slice of the sequence."""
     unverified_reason: str = ""
-    """Why splits are not verified numerically."""
+    """Why splits are not verified numerically, '' where they are."""
 
 
 @dataclass(frozen=True)
 class OuterLayers:
-    """The layers around the blocks: paths of embedding and head, names of the parameters after the blocks.
+    """The layers around the blocks: paths of embedding and head, and names of the parameters after the blocks.
 
-    `splits` has the split of each vocabulary parameter, `unsharded` the reason where there is none.
+    `splits` has the split of each vocabulary parameter. `unsharded` has the reason where there is no split.
     """
 
     embedding: str | None

@@ -1,18 +1,18 @@
 """Records of runs that are cut where ranks communicate, and the comparison of simulated ranks with a full run
 (simulated_ranks.py).
 
-The gradient of a weight W is as large as W, and only compared. So for large weights the comparison uses random
-projections. A layer with W computes with a constant W and adds a product with zeros. The output is the same, and the
-zeros get a projection of W's gradient G:
+The gradient G of a weight W is as large as W, and it is only compared. So for large weights the comparison uses random
+projections of G, with a random matrix P of k = PROJECTION_COLUMNS columns. The layer treats W as a constant and adds a
+product with a matrix Q of zeros. The output of the layer does not change, and the gradient of Q is a projection of G:
 
-| dimension that ranks share | zeros Q | added to the layer x W^T | gradient of Q |
+| sharded dimension of W | zeros Q | added to the layer x W^T | gradient of Q |
 |---|---|---|---|
-| 0, or none | (rows, COLUMNS) | (x P) Q^T | G P |
-| 1 | (COLUMNS, columns) | (x Q^T) P^T | P^T G |
+| 0, or none | (rows, k) | (x P) Q^T | G P |
+| 1 | (k, columns) | (x Q^T) P^T | P^T G |
 
-A rank's shard of G has a shard of the projection along the same dimension, and sums stay sums. Where W is used in
-another way, its gradient is computed in full and projected. Two different gradients have equal projections with
-probability 0.
+A rank's shard of G has a shard of the projection along the same dimension, and a sum of gradients has the sum of their
+projections. If W is also used by another operation, its gradient is computed in full and projected. Two different
+gradients have equal projections with probability 0.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PROJECTION_COLUMNS = 8
 
 
 class GradProjection(TorchFunctionMode):
-    """While it is entered, layers with one of the matrices `weights` compute projections of its gradient. `splits` are
-    their shardings.
+    """A mode in which layers with one of the matrices `weights` compute a projection of its gradient. `splits` are the
+    shardings of the matrices.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], splits: Mapping[str, TpSplit]) -> None:
@@ -62,7 +62,7 @@ class GradProjection(TorchFunctionMode):
         return {name: self.probes[id(weight)].zeros for name, weight in self.weights.items()}
 
     def projection(self, name: str, whole: torch.Tensor | None, projected: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the projection of the gradient of a weight, None where it got none.
+        """Returns the projection of the gradient of a weight, None where the weight got no gradient.
 
         `whole` is the gradient of the weight itself, `projected` that of its zeros.
         """
@@ -74,12 +74,12 @@ class GradProjection(TorchFunctionMode):
 
 
 WEIGHT_ARG_INDEX: dict[Any, int] = {functional.linear: 1, functional.embedding: 1, torch.addmm: 2}
-"""Functions of layers, and the position of the weight among their arguments."""
+"""For each layer function, the position of the weight among its arguments."""
 
 
 class _WeightProjection:
-    """The zeros of one weight, and the random matrix of its projection: equal for the full weight and for every
-    rank.
+    """The zeros of one weight, and the random matrix of its projection. The matrix is equal for the full weight and for
+    every rank.
     """
 
     def __init__(self, name: str, weight: torch.Tensor, splits: Mapping[str, TpSplit]) -> None:
@@ -94,8 +94,8 @@ class _WeightProjection:
         ).requires_grad_()
 
     def looks_up(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        """Returns whether an embedding is a plain lookup. One that also scales rows, or has sparse gradients, is not
-        projected.
+        """Returns whether an embedding is a plain lookup. An embedding that also scales rows, or that has sparse
+        gradients, is not projected.
 
         The arguments after the weight are padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse.
         """
@@ -108,25 +108,25 @@ class _WeightProjection:
         return functional.linear(functional.linear(given, first), second)
 
     def of_addmm(self, given: torch.Tensor) -> torch.Tensor:
-        """Returns the addend for x W: layers that store their weight transposed."""
+        """Returns the addend for x W, for layers that store the transposed weight."""
         return given @ self.random @ self.zeros if self.dim else given @ self.zeros @ self.random.T
 
 
 SEQUENCE_DIM = 1
 """The dimension of the sequence in a hidden state (B, T, C)."""
 MAX_COMPARED_NUMEL = 1 << 20
-"""Elements of a tensor up to which it is compared in full after a run, to find writes by the forward."""
+"""Number of elements up to which a tensor is compared in full after a run, to find writes by the forward."""
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 CommPoint = tuple[str, int]
-"""What a communication point is, in words, and how often it was reached before."""
+"""A communication point: its description, and how often it was reached before."""
 ShardFunction = Callable[[torch.Tensor], torch.Tensor] | None
-"""Takes a rank's shard of a full tensor; None where ranks have partial sums."""
+"""A function that slices a rank's shard out of a full tensor; None where ranks have partial sums."""
 
 
 @dataclass
 class BlockCall:
-    """Inputs and outputs of a block, detached. `inputs_require_grad`: which leaves of the inputs have gradients in
+    """The inputs and outputs of a block, detached. `inputs_require_grad`: which leaves of the inputs have gradients in
     training.
     """
 
@@ -139,8 +139,8 @@ class BlockCall:
 class RankRunRecord:
     """One run of one rank.
 
-    `contributed` and `received` have, for each communication point, the tensor and the rank's shard function: what the
-    rank passes to the collective, and what it continues with.
+    `contributed` has, for each communication point, the tensor that the rank passes to the collective. `received` has
+    the tensor that the rank continues with. Each comes with the rank's shard function.
     """
 
     contributed: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
@@ -151,20 +151,20 @@ class RankRunRecord:
 
 
 def identity(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor."""
+    """Returns `tensor` itself."""
     return tensor
 
 
 def find_hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the hidden state of a module: `hidden_states`, or the first tensor among its arguments."""
+    """Returns the hidden state of a module: the argument `hidden_states`, or the first tensor among its arguments."""
     given = (kwargs.get("hidden_states"), *args, *kwargs.values())
     return next((value for value in given if isinstance(value, torch.Tensor)), None)
 
 
 def sequence_shard(rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that takes a rank's slice along the sequence.
+    """Returns a function that slices a rank's segment of the sequence out of a tensor.
 
-    The function raises ValueError where slices are unequal.
+    The function raises ValueError where segments are unequal.
     """
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,8 +179,8 @@ def sequence_shard(rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tens
 def compare_comm_points(
     known: RankRunRecord, ranks: Sequence[RankRunRecord], part: str, is_meta: bool = False
 ) -> str | None:
-    """Compares what ranks contribute, and the gradients of what they receive, with a full run. Returns the first
-    difference.
+    """Compares what ranks contribute, and the gradients of what they receive, with those of a full run. Returns the
+    first difference, None where there is none.
     """
     for number, record in enumerate(ranks):
         if record.contributed.keys() != known.contributed.keys():
@@ -229,8 +229,8 @@ def compare_param_grads(
 ) -> str | None:
     """Compares the gradients of parameters and returns the first difference. Every rank must compute the full gradient.
 
-    Where `summed` is given, the gradients of all ranks may add up to the full one instead. It records by name which of
-    the two is true (True: they add up), and the same must be true in every call.
+    With `summed`, the gradients of all ranks may instead add up to the full one. `summed` records by name which of the
+    two is true (True: they add up). The same must be true in every call.
     """
     scale = max((float(tensor.norm()) for tensor in known.param_grads.values()), default=0.0)
     for name in dict.fromkeys([*known.param_grads, *(name for record in ranks for name in record.param_grads)]):
@@ -261,8 +261,8 @@ def run_backward(
 ) -> None:
     """Computes the gradients of `record`.
 
-    Backward begins at everything that was contributed, with the random gradients of `known` or their shards. Parameters
-    in `projected` get a projection of the gradient.
+    Backward begins at every contributed tensor, with the random gradients of `known` or their shards. Parameters in
+    `projected` get a projection of the gradient.
     """
     terms = []
     for number, (key, (there, _)) in enumerate(known.contributed.items()):
@@ -270,7 +270,7 @@ def run_backward(
             tensor, own = record.contributed[key]
             weight = cotangent(there.shape, there, number)
             weight = weight if own is None else own(weight)
-            if tensor.shape == weight.shape:  # otherwise the comparison reports it
+            if tensor.shape == weight.shape:  # the comparison reports a differing shape
                 terms.append((tensor * weight).sum())
     named = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
     leaves = {key: leaf for key, (leaf, _) in record.received.items() if leaf.requires_grad}
@@ -288,7 +288,7 @@ def run_backward(
 
 
 def clone_if_small(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a small tensor, since a run may write to it."""
+    """Returns a copy of a small tensor, since a run may write to the tensor."""
     if tensor.numel() > MAX_COMPARED_NUMEL:
         return tensor
     found = tensor.detach().clone()

@@ -1,11 +1,13 @@
 """Conditions of numeric checks: seeds, random values for meta parameters, training modes, and repeatable float64
 computation.
 
-A check compares a full run with runs of shards. Three things would hide a difference or create a false one, so they are
-removed on both sides. Rounding: the model computes in float64, also where it casts to float32. Randomness: dropout
-becomes a factor of 1 + p, so that a missing dropout shows, and every run begins with the same random state. Constants:
-parameters with equal elements (zero-initialised outputs, unit gains) get noise, and small matrices are scaled up, since
-a factor of zero today is trained tomorrow.
+A check compares a full run with runs on shards. Three effects could hide a difference or create a false one, so both
+sides remove them:
+- Rounding: the model computes in float64, even where it casts to float32.
+- Randomness: dropout becomes a factor of 1 + p, with the dropout rate p, so that a missing dropout shows. Every run
+  begins with the same random state.
+- Constants: parameters with equal elements (zero-initialised outputs, unit gains) get noise, and small matrices are
+  scaled up. A factor that is zero at the start of training would otherwise hide errors.
 
 Guarantees:
 - Every rank uses the same random values.
@@ -32,7 +34,8 @@ from meshwright.analysis.dry_run import dry_run
 def set_seed(number: int) -> None:
     """Seeds the generators of the devices in use, as torch.manual_seed does.
 
-    For each kind of device that was not initialised torch.manual_seed also stores the stack of its caller: 3 ms a call.
+    torch.manual_seed also stores the stack of its caller for each kind of device that was not initialised. That takes 3
+    ms a call.
     """
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
@@ -40,17 +43,17 @@ def set_seed(number: int) -> None:
 
 
 MAX_RANDOM_PARAMS = 1 << 27
-"""Parameters that get random values at most where not all of them need any: half a gigabyte."""
+"""Maximum number of parameters that get random values where only some parameters need them: half a gigabyte."""
 
 CHECK_VOCAB_ROWS = 512
-"""Rows of the vocabulary that the token ids of a check read."""
+"""Number of vocabulary rows that the token ids of a check may read."""
 
 
 @contextmanager
 def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = CHECK_VOCAB_ROWS) -> Iterator[None]:
-    """Gives meta parameters that are `needed` random values, the same on every rank, and restores them on exit.
+    """Gives the meta parameters that are `needed` random values, which are equal on every rank. Restores them on exit.
 
-    Of tables only the first `read` rows have values.
+    Of tables only the first `read` rows get values.
     """
     random = torch.Generator().manual_seed(0)
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -64,7 +67,7 @@ def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = 
             if id(parameter) not in numbers:
                 width = parameter.shape[-1] if parameter.ndim else 1
                 kind = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
-                # Of a large vocabulary only the rows that the check reads ever take memory.
+                # Only the rows that the check reads take memory, however large the vocabulary is.
                 tensor = torch.zeros(parameter.shape, dtype=kind)
                 rows = read * width if isinstance(module, nn.Embedding) else None
                 tensor.view(-1)[:rows].normal_(0, width**-0.5, generator=random)
@@ -77,16 +80,18 @@ def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = 
 
 
 MAX_PARAMS_CHECK_ALL_BLOCKS = 1 << 25
-"""Parameters of a model of which every block is checked, and with real tensors although the model has none."""
+"""Parameters of the largest model of which every block is checked. Up to this size a meta model gets random values,
+too.
+"""
 MAX_PARAMS_FLOAT64 = 1 << 27
-"""Parameters up to which a check computes in float64; a gigabyte."""
+"""Parameters of the largest model that a check computes in float64, which takes a gigabyte."""
 RELATIVE_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Largest relative difference. Rounding is far smaller."""
+"""Largest allowed relative difference. Rounding errors are far smaller."""
 ROUNDING_TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-"""Relative to the largest norm compared: a gradient as small as that is rounding alone."""
+"""Tolerance relative to the largest compared norm. A gradient that is smaller consists of rounding errors."""
 NOISE_SCALE = 0.1
 RANDOM_PERIOD_NUMEL = (1 << 20) - 3
-"""A prime, so that no row length divides it."""
+"""The number of random elements after which a large tensor repeats. It is a prime, so no row length divides it."""
 FLOAT64_BY_DTYPE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 
@@ -138,19 +143,19 @@ def training_modes(model: nn.Module) -> dict[nn.Module, bool]:
 
 
 def set_training_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
-    """Sets the mode of each module of `model`. A module that `modes` does not have gets training mode."""
+    """Sets the mode of each module of `model`. A module that is not in `modes` gets training mode."""
     for module in model.modules():
         module.training = modes.get(module, True)
 
 
 @contextmanager
 def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module, bool]) -> Iterator[None]:
-    """Sets `modes` (see `training_modes`) and repeatable computation; restores the earlier state on exit."""
+    """Sets `modes` (see `training_modes`) and repeatable computation. Restores the earlier state on exit."""
     before = torch.get_default_dtype()
     with ExitStack() as stack:
         stack.enter_context(
             dry_run(model, {})
-        )  # a check computes with copies (check_parameters), so no write has to be recorded
+        )  # a check uses copies (check_parameters), so no write has to be recorded
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(torch.enable_grad())
         set_training_modes(model, modes)
@@ -165,12 +170,12 @@ def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module,
 def check_parameters(
     model: nn.Module, needed: Callable[[str], bool], read: int, exact: bool, real: bool = True, head: str | None = None
 ) -> Iterator[None]:
-    """Gives `model` copies of the `needed` parameters and floating-point buffers, in float64 where `exact`, with noise
-    on constant ones.
+    """Gives `model` copies of the `needed` parameters and floating-point buffers, in float64 where `exact`. Constant
+    copies get noise.
 
-    Meta parameters get random values, the same on every rank. Of tables and of the `head` only the first `read` rows
-    have values. Unless `real`, all copies are meta tensors. The model's own parameters are restored on exit, so nothing
-    that a run writes remains.
+    Meta parameters get random values, which are equal on every rank. Of tables and of the `head` only the first `read`
+    rows have values. Unless `real`, all copies are meta tensors. On exit the model gets its own parameters back, so
+    nothing that a run wrote remains.
     """
     random = torch.Generator().manual_seed(0)
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -217,14 +222,14 @@ def _check_tensor(tensor: torch.Tensor, read: int | None, random: torch.Generato
 
 
 def _lazy_zeros(shape: torch.Size, kind: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns zeros that take host memory only where they are written: few rows of a large table are read."""
+    """Returns zeros that take host memory only where they are written, since few rows of a large table are read."""
     if device.type != "cpu" or not shape.numel():
         return torch.zeros(shape, dtype=kind, device=device)
     return torch.frombuffer(mmap.mmap(-1, shape.numel() * kind.itemsize), dtype=kind).view(shape)
 
 
 def _fill_normal(tensor: torch.Tensor, size: float, random: torch.Generator) -> None:
-    """Fills with normal numbers of scale `size`. In a large tensor they repeat after RANDOM_PERIOD_NUMEL elements."""
+    """Fills `tensor` with normal random numbers of scale `size`. They repeat after RANDOM_PERIOD_NUMEL elements."""
     places = tensor.view(-1)
     numbers = torch.empty(min(places.numel(), RANDOM_PERIOD_NUMEL), dtype=tensor.dtype, device=tensor.device).normal_(
         0, size, generator=random
@@ -246,9 +251,10 @@ def _meta_tensor_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _upscale_factor(tensor: torch.Tensor) -> float:
-    """Returns a power of two by which a matrix preserves the scale of its input.
+    """Returns a power of two. A matrix multiplied by it preserves the scale of its input.
 
-    With its initial scale, a convolution over the sequence may add less to the hidden state than a comparison detects.
+    With its initial scale, a convolution over the sequence may change the hidden state by less than a comparison
+    detects.
     """
     size = float(tensor.norm()) * tensor.numel() ** -0.5
     wanted = (tensor.numel() / len(tensor)) ** -0.5
@@ -256,7 +262,9 @@ def _upscale_factor(tensor: torch.Tensor) -> float:
 
 
 def fresh_leaves(value: Any) -> Any:
-    """Returns `value` with a new leaf for each tensor, the same leaf for the same tensor; other objects are copied."""
+    """Returns `value` with a new autograd leaf for each distinct tensor. Other objects are copied, except callables and
+    modules.
+    """
     made: dict[int, torch.Tensor] = {}
 
     def leaf(one: Any) -> Any:
@@ -275,14 +283,12 @@ def leaf_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cotangent(shape: torch.Size, like: torch.Tensor, number: int) -> torch.Tensor:
-    """Returns random weights for a sum over a result: with this gradient every error shows."""
+    """Returns a random gradient for a result of `shape`. Random values make an error in any element visible."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(like)
 
 
 def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> float | None:
-    """Returns the relative difference where it is larger than rounding, else None. `scale` is the largest norm
-    compared.
-    """
+    """Returns the relative difference, None where it is no larger than rounding. `scale` is the largest compared norm."""
     if here.shape != there.shape:
         return math.inf
     if not there.is_floating_point() and not there.is_complex():
@@ -298,16 +304,16 @@ def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 
 
 
 def group_identical_blocks(blocks: list[nn.Module]) -> list[int]:
-    """Returns for each block the index of the first identical one: the same modules, shapes, and plain attributes
-    except its index.
+    """Returns for each block the index of the first identical block. Identical blocks have the same modules, shapes and
+    plain attributes, except for the block index.
     """
     kinds: dict[Any, int] = {}
     return [kinds.setdefault(module_signature(block, (index,)), index) for index, block in enumerate(blocks)]
 
 
 def module_signature(root: nn.Module, numbers: Sequence[int]) -> Any:
-    """Returns what identical modules have in common. `numbers` are the indices of their position in the model, which
-    plain attributes may repeat.
+    """Returns what identical modules have in common. `numbers` are the module's indices in the model, which its plain
+    attributes may repeat.
     """
     modules = []
     for path, module in root.named_modules():

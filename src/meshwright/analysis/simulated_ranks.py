@@ -1,9 +1,9 @@
 """Runs simulated tensor-parallel ranks on one block and compares them with the full block: outputs, gradients, and
 written tensors.
 
-A run is cut wherever ranks communicate (Shoeybi et al., Megatron-LM, 2019, section 3; Korthikanti et al., 2022, section
-4.2.2). In place of what a collective would return, each rank receives what the full block computed. So ranks run one
-after the other, and each part between two communication points is compared by itself:
+A run is cut at every point where ranks communicate (Shoeybi et al., Megatron-LM, 2019, section 3; Korthikanti et al.,
+2022, section 4.2.2). Instead of the result of a collective, each rank receives what the full block computed there. So
+the ranks run one after the other, and each segment between two communication points is compared separately:
 
 | point | each rank contributes | each rank receives |
 |---|---|---|
@@ -12,10 +12,10 @@ after the other, and each part between two communication points is compared by i
 | row layer | a partial sum | the sum; its slice under sequence parallelism |
 | argument with one entry for each head | the full tensor | its heads |
 
-Backward begins at everything that ranks contribute, with random gradients, and ends at everything that they receive and
-at the parameters. A sharded parameter must get the shard of the gradient, a partial parameter a partial sum, any other
-parameter the full gradient on every rank. Gradients are linear in the gradients that they begin from, so parts that
-agree compose to a block that agrees.
+Backward begins at every contributed tensor, with random gradients, and ends at every received tensor and at the
+parameters. A sharded parameter must get the shard of the gradient. A partial parameter must get a partial sum, and any
+other parameter the full gradient on every rank. A gradient is linear in the gradients that backward begins from. So
+segments that agree compose to a block that agrees.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from meshwright.analysis.trace_log import PerHeadInput
 
 
 class SplitCase(NamedTuple):
-    """A split of a block: its regions over `ranks` tensor ranks, and its hidden state along the sequence where
-    `sequence`.
+    """A split of a block: its `regions` over `ranks` tensor ranks. Where `sequence`, the hidden state is split along
+    the sequence.
     """
 
     regions: Sequence[RegionCandidate]
@@ -68,7 +68,7 @@ class SplitCase(NamedTuple):
 
 
 class SimulatedBlockRuns:
-    """The runs of the block at `path` with the inputs that it received in the model."""
+    """The runs of the block at `path`, with the inputs that the block received in the model."""
 
     def __init__(
         self, model: nn.Module, path: str, reached: BlockCall, shares: Sequence[tuple[PerHeadInput, frozenset[str]]]
@@ -83,11 +83,11 @@ class SimulatedBlockRuns:
         }
         self.full_run: RankRunRecord | None = None
         self.sharded_output_dims: dict[int, list[int]] = {}
-        """For each output of the block other than the hidden state: the dimensions along which a rank has a shard."""
+        """For each output of the block except the hidden state: the dimensions along which a rank has a shard."""
 
     def compare(self, cases: Sequence[SplitCase], gradients: bool) -> list[str | None]:
-        """Returns for each of `cases` why the block cannot be split so, None where it can. The cases have the same
-        regions and ranks.
+        """Returns for each of `cases` why the block cannot be split in this way, None where it can. All cases have the
+        same regions and ranks.
         """
         slices = [self._local_tensors(cases[0], rank) for rank in range(cases[0].ranks)]
         before, self.full_run = ModuleSnapshot(self.block), None
@@ -130,14 +130,14 @@ class SimulatedBlockRuns:
 
     # --- tensors
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns parameters and buffers of the block by their full names, each under one name."""
+        """Returns the parameters and buffers of the block by full name. A shared tensor has one name."""
         return {
             f"{self.path}.{name}": tensor
             for name, tensor in (*self.block.named_parameters(), *self.block.named_buffers())
         }
 
     def _local_tensors(self, case: SplitCase, rank: int) -> dict[str, torch.Tensor]:
-        """Returns a rank's shards of the split tensors: copies, and views of large ones."""
+        """Returns a rank's shards of the split tensors: copies of small tensors, and views of large ones."""
         splits, found = splits_of_case(case), {}
         for name, tensor in self._tensors().items():
             if name in splits:
@@ -155,8 +155,8 @@ class SimulatedBlockRuns:
         mine: RankRunRecord,
         known: RankRunRecord,
     ) -> str | None:
-        """Returns which parameter or buffer a rank's run wrote otherwise than the full run did, None where there is
-        none.
+        """Returns the first parameter or buffer that a rank's run wrote differently from the full run, None where there
+        is none.
         """
         if self.is_meta:
             return None
@@ -232,8 +232,8 @@ class SimulatedBlockRuns:
         )
 
     def _output_shard(self, number: int, value: torch.Tensor, rank: int, case: SplitCase) -> ShardFunction:
-        """Returns the shard function of another output: the full tensor, or a shard where it is smaller without
-        sequence parallelism.
+        """Returns the shard function of an output other than the hidden state. The output is full, or a shard where it
+        is smaller and there is no sequence parallelism.
         """
         if self.full_run is None:
             return identity
@@ -271,15 +271,15 @@ class SimulatedBlockRuns:
                     or self.call.inputs_require_grad[number]
                 ):
                     record.received[f"input {number} of the block", 0] = (mine[id(value)], own)
-        handed = {key: leaf.clone() for key, leaf in mine.items()}  # a block may write to its inputs
+        handed = {key: leaf.clone() for key, leaf in mine.items()}  # clones, since a block may write to its inputs
         return tree_unflatten(
             [handed[id(value)] if isinstance(value, torch.Tensor) else value for value in leaves], form
         )
 
     @contextmanager
     def _with_local_tensors(self, local: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Gives the block a rank's shards, under all their names, and the sizes that layers read. Restores them on
-        exit.
+        """Gives the block a rank's shards, under all names of each tensor, and the layer sizes that match. Restores the
+        block on exit.
         """
         of = {id(tensor): local[name] for name, tensor in self._tensors().items() if name in local}
         undo: list[tuple[dict[str, Any], str, Any]] = []
@@ -327,14 +327,14 @@ class SimulatedBlockRuns:
 
 
 EnteredTensors = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""By the identity of a hidden state: the tensor itself, and what the rank continues with."""
+"""By the identity of a hidden state: this tensor, and the tensor that the rank continues with."""
 LAYER_SIZE_ATTRIBUTES = frozenset(
     {"num_embeddings", "embedding_dim", "out_features", "in_features", "nx", "nf", "out_channels", "in_channels"}
 )
 
 
 def _entry_hook(what: str, part: Callable[[torch.Tensor], torch.Tensor], cut: Any, entered: EnteredTensors) -> Any:
-    """Returns a pre-hook that cuts the run at the hidden state. Several layers with one input share the cut."""
+    """Returns a pre-hook that cuts the run at the hidden state. Layers that read the same input share one cut."""
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
         hidden = find_hidden_states(args, kwargs)
@@ -364,7 +364,7 @@ def _row_hook(path: str, bias: nn.Parameter | None, part: Callable[[torch.Tensor
 def _comm_hooks(
     model: nn.Module, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], cut: Any
 ) -> Iterator[None]:
-    """Registers hooks at the communication points, and sets the counts of a rank. Removes them on exit."""
+    """Registers hooks at the communication points and sets the head counts of a rank. Restores both on exit."""
     undo: list[Any] = []
     handles: list[Any] = []
     biases: list[tuple[nn.Module, nn.Parameter]] = []
@@ -406,7 +406,7 @@ def _comm_hooks(
 
 
 def _make_heads_hook(one: PerHeadArg, case: SplitCase, rank: int, cut: Any) -> LocalHeadsHook:
-    """Returns a hook that takes a rank's heads of an argument. A full run is cut there too."""
+    """Returns a hook that slices a rank's heads out of an argument. The full run is cut at this argument too."""
     own = lambda tensor, dim: tensor.chunk(case.ranks, dim)[rank]
     what = f"argument {one.argument} of {one.path}"
     ranks = case.ranks if case.ranks > 1 else 0
@@ -414,7 +414,7 @@ def _make_heads_hook(one: PerHeadArg, case: SplitCase, rank: int, cut: Any) -> L
 
 
 def splits_of_case(case: SplitCase) -> dict[str, TpSplit]:
-    """Returns the splits of all regions by name."""
+    """Returns the splits of all regions, by parameter name."""
     return {name: split for found in case.regions for name, split in found.splits.items()}
 
 

@@ -1,6 +1,4 @@
-"""Limits the time of an analysis, so that a forward that waits for a network or loops forever ends in one error
-line.
-"""
+"""Limits the time of an analysis. A forward that waits for a network or loops forever then ends in a one-line error."""
 
 from __future__ import annotations
 
@@ -22,27 +20,27 @@ from meshwright.core.messages import Message
 
 TIME_LIMIT_VARIABLE = "MESHWRIGHT_ANALYSIS_SECONDS"
 DEFAULT_LIMIT_SECONDS = 600.0
-"""Default limit in seconds. 1.1 B parameters take 5 s on one core."""
+"""Default limit in seconds. The analysis of 1.1 B parameters takes 5 s on one core."""
 INTERRUPT_INTERVAL_SECONDS = 5.0
-"""Seconds after which a forward that caught the first interruption is interrupted again."""
+"""Seconds between interruptions of a forward that catches them."""
 POSTPONE_SECONDS = 0.01
-"""Seconds until the next attempt, where an exception must be postponed."""
+"""Seconds until the next attempt, where raising the exception must be postponed."""
 
 
 class _AnalysisTimeout(BaseException):
-    """Not an Exception, so that the analysis does not take it for a failure of the model that a fallback could
-    avoid.
+    """The time limit was reached. It is not an Exception, so that the analysis does not mistake it for a failure of the
+    model and try a fallback.
     """
 
 
 @contextmanager
 def limit_analysis_time() -> Iterator[None]:
-    """Limits the time of the analysis inside. The limit of the outermost use counts.
+    """Limits the time of the analysis in the context. Of nested uses the outermost limit counts.
 
     Only the main thread can be interrupted, so other threads have no limit.
 
     Raises:
-        InputError: the analysis took longer, or the setting is not a number of seconds.
+        InputError: the analysis took longer, or the environment variable is not a positive number.
     """
     seconds = analysis_time_limit()
     if threading.current_thread() is not threading.main_thread() or any(signal.getitimer(signal.ITIMER_REAL)):
@@ -102,10 +100,10 @@ def analysis_time_limit() -> float:
 
 
 def _must_postpone(frame: FrameType | None) -> bool:
-    """Returns whether an exception here would do harm or be lost.
+    """Returns whether an exception raised at `frame` would do harm or be lost.
 
-    In an import it would leave half a module behind. Python prints and ignores what a callback of the garbage collector
-    or a `__del__` raises.
+    During an import it would leave a partially initialised module behind. In a callback of the garbage collector or a
+    `__del__`, Python prints and ignores it.
     """
     callbacks = [getattr(each, "__code__", None) for each in gc.callbacks]
     while frame is not None:
@@ -117,7 +115,7 @@ def _must_postpone(frame: FrameType | None) -> bool:
 
 
 def _describe_user_line(frame: FrameType | None) -> str:
-    """Describes the innermost running line that is not part of torch, of this package or of the standard library."""
+    """Describes the innermost running line outside of torch, this package and the standard library."""
     own = tuple(str(Path(each).parent) for each in (torch.__file__, sys.modules["meshwright"].__file__ or ""))
     library = str(Path(os.__file__).parent)
 

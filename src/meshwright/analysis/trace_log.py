@@ -1,28 +1,32 @@
-"""The log of one traced run (op_trace.py): products, sharded tensors and their uses. regions.py builds regions from it.
+"""The log of one traced forward (op_trace.py): products, sharded tensors and their uses. regions.py builds regions from
+it.
 
 It has three trackers. `MlaInputTracker` follows outputs of unsharded layers that only sharded tensors use.
-`VocabularyTracker` finds out whether the vocabulary can be sharded. `ParamDependence` finds tensors whose values depend
-on parameters, with or without a gradient: what a block receives of them no other stage can compute.
+`VocabularyTracker` determines whether the vocabulary can be sharded. `ParamDependence` finds tensors whose values
+depend on parameters, with or without a gradient. If a block receives such a tensor, no other stage can compute it.
 
-[Note: inflow] A layer that stays unsharded in a block may feed sharded tensors in two ways. Column layers read it (they
-sum its gradient over the ranks at their entry), or an operation combines it with a sharded tensor, such as the rotary
-key that every head receives. The second way gives each rank only a partial gradient. Where everything that is computed
-from the layer ends in sharded tensors of one region, its output is entered instead: forward is the identity, backward
-sums its gradient over the ranks once. Parameters on the way, such as the norm of the latent, get partial gradients.
-Where anything else uses the output too, such as a residual, partial and full gradients would mix, so the columns stay
-unsharded. Multi-head latent attention needs this: all heads use one compressed key, and a rotary part of it. Source:
-DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
+[Note: MLA inputs] A layer that stays unsharded in a block may feed sharded tensors in two ways. In the first, column
+layers read its output and sum its gradient over the ranks at their entry. In the second, an operation combines its
+output with a sharded tensor, as for the rotary key that every head receives. The second way gives each rank only a
+partial gradient. If all tensors computed from the layer end in sharded tensors of one region, the output of the layer
+becomes an entry. Forward is then the identity, and backward sums the gradient over the ranks once. Parameters between
+this entry and the sharded tensors, such as the norm of the latent, get partial gradients. If the output has any other
+consumer, such as a residual, partial and full gradients would mix. Then the columns stay unsharded. Multi-head latent
+attention needs the second way: all heads use one compressed key and one rotary key. Source: DeepSeek-AI, DeepSeek-V2
+(2024), section 2.1.
 
-Vocabulary: shards of an embedding's rows are enough as long as the layer computes each element by itself, scaled at
-most by a constant. A rank returns zeros for rows that it does not have; a norm inside the layer (Inkling) would see
-this rank's rows alone. Shards of the logits are enough for a cross-entropy as long as each logit is computed by itself:
-scaled, capped, reshaped, or combined with a parameter with one entry for each word, which is sharded likewise. Whatever
-needs all words at once (a softmax, a mean, a slice, a mask, a buffer such as BART's bias), or reads the weight outside
-of its own layer (`F.linear(x, table.weight)`), would take a shard for the full tensor. Then the weight stays unsharded.
+[Note: vocabulary] An embedding can be sharded by rows if the layer computes each output element independently, except
+for a constant scale. A rank returns zeros for rows that it does not have. A norm inside the layer (Inkling) would
+therefore see only the rows of its own rank. Logits can be sharded for a cross-entropy if each logit is computed
+independently. A logit may be scaled, capped, reshaped, or combined with a parameter that has one entry for each word,
+which is sharded in the same way. Two kinds of code would take a shard for the full tensor: operations over all words (a
+softmax, a mean, a slice, a mask, a buffer such as BART's bias), and reads of the weight outside of its own layer
+(`F.linear(x, table.weight)`). In both cases the weight stays unsharded.
 
-Dependence: what is computed from a parameter, or from a tensor that depends on one, depends on it, unless only its
-shape is used (`zeros_like`, `x.to(y)`). A table that is read without recording (RoFormer's positions), or a mask of
-zeros in an embedding, has no gradient and depends on weights all the same.
+[Note: dependence] A tensor that is computed from a parameter depends on it, directly or through other tensors. A tensor
+of which only the shape is used does not count (`zeros_like`, `x.to(y)`). Dependence does not require a gradient: a
+table that is read without recording (RoFormer's positions), or a mask of zeros in an embedding, has no gradient and
+depends on weights.
 """
 
 from __future__ import annotations
@@ -45,10 +49,11 @@ from meshwright.core.messages import Message
 
 @dataclass
 class MlaInput:
-    """An unsharded layer whose output may be entered.
+    """An unsharded layer whose output may be an entry.
 
-    `consumers` are the columns of the sharded tensors that its output ends in. `needed` are those that only an entry at
-    its output serves. `parameters` are full parameters on the way. `rejected` is why it cannot be entered.
+    `consumers` are the columns of the sharded tensors that its output ends in. `needed` are those columns that only an
+    entry at its output serves. `parameters` are full parameters between its output and the sharded tensors. `rejected`
+    says why its output cannot be an entry.
     """
 
     consumers: frozenset[str] = frozenset()
@@ -58,8 +63,8 @@ class MlaInput:
 
 
 class MlaInputTracker:
-    """Follows the outputs of unsharded layers through the operations of a run ([Note: inflow]). Layers are identified
-    by path.
+    """Follows the outputs of unsharded layers through the operations of a forward ([Note: MLA inputs]). Layers are
+    identified by path.
     """
 
     def __init__(self) -> None:
@@ -85,9 +90,9 @@ class MlaInputTracker:
         shares: dict[int, frozenset[str]],
         made: dict[int, tuple[str, ...]],
     ) -> None:
-        """Follows one operation: its outputs come from the same layers as its inputs.
+        """Follows one operation. Its outputs come from the same layers as its inputs.
 
-        `shares` has the columns of sharded outputs, `made` the tensors that are computed from parameters alone.
+        `shares` has the columns of sharded outputs. `made` has the tensors that are computed from parameters alone.
         """
         layers = frozenset().union(*(self.sources(tensor) for tensor in given))
         if not layers:
@@ -113,13 +118,13 @@ class MlaInputTracker:
                 self.reject(layers, Message("it meets what other ranks have whole"))
 
     def reject(self, layers: Iterable[str], why: str) -> None:
-        """Records why `layers` cannot be entered at their output."""
+        """Records why the output of `layers` cannot be an entry."""
         for layer in layers:
             self.inputs[layer].rejected = self.inputs[layer].rejected or why
 
     def can_serve(self, tensor: torch.Tensor, columns: frozenset[str]) -> bool:
-        """Returns whether an entry at the output of the layers that `tensor` comes from serves the sharded `columns`
-        that it meets.
+        """Returns whether an entry at the output of some layers serves the sharded `columns`. The layers are those that
+        `tensor` comes from.
         """
         layers = self.sources(tensor)
         for layer in layers:
@@ -127,7 +132,7 @@ class MlaInputTracker:
         return bool(layers)
 
     def entry_inputs(self) -> dict[str, MlaInput]:
-        """Returns the layers whose output is to be entered, unless they are rejected."""
+        """Returns the layers whose output is an entry, without the rejected layers."""
         return {layer: inflow for layer, inflow in self.inputs.items() if inflow.needed}
 
 
@@ -137,18 +142,18 @@ ELEMENTWISE_OPS = frozenset(
      "__neg__", "tanh", "tanh_", "sigmoid", "clamp", "clamp_", "clip", "float", "double", "half", "bfloat16", "to",
      "type", "type_as", "dropout", "masked_fill", "masked_fill_", "__getitem__"}
 )  # fmt: skip
-"""Functions that compute each element by itself."""
+"""Functions that compute each element independently."""
 TABLE_WIDE_OPTIONS = ("max_norm", "scale_grad_by_freq")
 """Options of an embedding that depend on all rows of its table."""
 
 
 @dataclass
 class VocabularyTracker:
-    """Tracks the vocabulary through one run.
+    """Determines in one forward whether the vocabulary can be sharded ([Note: vocabulary]).
 
     `embeddings` are weights whose rows token ids select. `outside_products` are matrix products outside of blocks, with
-    weight and output features. `problems` are weights that stay unsharded, and why. `per_word_params` are parameters
-    with one entry for each word, by the weight whose logits they meet.
+    weight and number of output features. `problems` are weights that stay unsharded, with the reason. `per_word_params`
+    are parameters with one entry for each word, by the weight whose logits they are combined with.
     """
 
     embeddings: list[str] = field(default_factory=list)
@@ -159,7 +164,7 @@ class VocabularyTracker:
     logits: dict[int, str] = field(default_factory=dict)
 
     def attach(self, model: nn.Module) -> list[Any]:
-        """Registers hooks on the layers that may have a vocabulary."""
+        """Registers hooks on the layers that may hold a vocabulary."""
 
         def enter(module: nn.Module, args: Any) -> None:
             self.running.append(module)
@@ -199,8 +204,8 @@ class VocabularyTracker:
             self._met(call, logits_weight, given, outputs, names)
 
     def _around(self, call: OpCall, table: Any, given: list[torch.Tensor], names: dict[int, str]) -> None:
-        """Checks what an embedding does in addition to the lookup. Its token ids count from the rank's first row, which
-        the layer does not know.
+        """Checks the operations of an embedding other than the lookup. Its token ids count from the rank's first row,
+        which the layer does not know.
         """
         meets_parameter = any(id(tensor) in names and tensor is not table for tensor in given)
         ids = any(not tensor.is_floating_point() for tensor in given)
@@ -240,8 +245,8 @@ class VocabularyTracker:
 
 
 class ParamDependence(TorchFunctionMode):
-    """While it is entered, or called for each function, it tracks which parameters tensors depend on. `names` are
-    parameter names by identity.
+    """Tracks which parameters tensors depend on, either as a mode or by a call of `follow` for each function. `names`
+    are parameter names by identity.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -275,11 +280,11 @@ class ParamDependence(TorchFunctionMode):
 
 
 class ModuleArguments:
-    """The arguments of modules, and the views of them that operations make. Tensors are known by identity."""
+    """The arguments of modules, and views of these arguments. Tensors are identified by `id`."""
 
     def __init__(self) -> None:
         self.positions: dict[int, list[tuple[str, int | str]]] = defaultdict(list)
-        """The modules that received a tensor, and where."""
+        """For each tensor, the modules that received it, and the position among the arguments."""
         self.sources: dict[int, torch.Tensor] = {}
 
     def add_views(self, source: torch.Tensor, views: list[torch.Tensor]) -> None:
@@ -287,7 +292,9 @@ class ModuleArguments:
         self.sources.update({id(tensor): source for tensor in views if tensor is not source})
 
     def find(self, tensor: torch.Tensor, running: list[str]) -> tuple[torch.Tensor, tuple[str, int | str] | None]:
-        """Returns the argument that `tensor` is a view of, and the innermost running module with its position there."""
+        """Returns the argument that `tensor` is a view of, and the innermost running module with the position of the
+        argument.
+        """
         source: torch.Tensor | None = tensor
         while source is not None:
             place = next((place for place in reversed(self.positions.get(id(source), ())) if place[0] in running), None)
@@ -298,12 +305,12 @@ class ModuleArguments:
 
 
 OUTSIDE_BLOCKS = "the model's own forward"
-"""Where code runs that is in no module inside the blocks."""
+"""The name for code that runs in no module inside the blocks."""
 
 
 @dataclass
 class WeightProduct:
-    """A product with a weight inside a block, or a lookup in a table with one entry for each head."""
+    """A product with a weight inside a block, or a lookup in a table that has one entry for each head."""
 
     weight: str
     bias: str | None
@@ -312,26 +319,26 @@ class WeightProduct:
     """Dimension of the weight that has the output features."""
     size: int
     source: torch.Tensor
-    """What it reads: the input of the module that owns the weight, or the tensor itself."""
+    """The tensor that the product reads: the input of the module that owns the weight, or the operand itself."""
     columns: frozenset[str]
-    """Weights of the column layers whose sharded outputs it reads; empty for a column layer."""
+    """Weights of the column layers whose sharded outputs the product reads; empty for a column layer."""
     is_table: bool = False
     has_sequence_dim: bool = False
-    """Its input is (batch, sequence, features), so that sequence parallelism can split it."""
+    """Whether its input is (batch, sequence, features), so that sequence parallelism can split it."""
     mla_sources: frozenset[str] = frozenset()
-    """Unsharded layers from whose output its input is computed."""
+    """Unsharded layers that its input is computed from."""
     cuts: set[int] = field(default_factory=set)
     grains: dict[tuple[int, int], int] = field(default_factory=dict)
-    """For each part (start, stop): the least number of heads that it was laid out in."""
+    """For each slice (start, stop) of the features: the smallest dimension of heads that the slice was reshaped to."""
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Sizes of the parts along the features; empty where there is one."""
+        """Sizes of the parts of a fused product along the features; empty for a plain product."""
         bounds = sorted({0, self.size, *self.cuts})
         return tuple(stop - start for start, stop in itertools.pairwise(bounds)) if len(bounds) > 2 else ()
 
     def shard_limits(self) -> tuple[int, ...]:
-        """Returns into how many shards each part can be split."""
+        """Returns for each part the number of shards that it can be split into."""
         bounds = sorted({0, self.size, *self.cuts})
         ways = []
         for start, stop in itertools.pairwise(bounds):
@@ -350,7 +357,7 @@ class AttentionScores:
 
 @dataclass(frozen=True)
 class PerHeadInput:
-    """An argument of a module with one entry for each head, along `dim`."""
+    """An argument of a module that has one entry for each head along `dim`."""
 
     path: str
     argument: int | str
@@ -362,54 +369,58 @@ class HiddenStateUse(NamedTuple):
     """What a block does with the hidden state."""
 
     same_shape: bool
-    """It returns the shape that it receives."""
+    """Whether the block returns the shape that it receives."""
     from_block: bool
-    """It receives the output of another block."""
+    """Whether the block receives the output of another block."""
     num_outputs: int
-    """Values that it returns; 0 for a bare tensor."""
+    """Number of values that the block returns; 0 for a bare tensor."""
 
 
 @dataclass
 class TraceLog:
-    """The log of one run. Tensors are known by identity; `alive` references them, so that no identity is reused."""
+    """The log of one forward. Tensors are identified by `id`; `alive` references them, so that no id is reused."""
 
     order: dict[str, int] = field(default_factory=dict)
     """Parameters in the order of their first use."""
     blocks: dict[str, int] = field(default_factory=dict)
-    """Paths of the blocks in the order in which they ran, and how often each did."""
+    """Paths of the blocks in forward order, and how often each block ran."""
     products: dict[str, list[WeightProduct]] = field(default_factory=lambda: defaultdict(list))
     attentions: dict[str, list[AttentionScores]] = field(default_factory=lambda: defaultdict(list))
     problems: dict[str, str] = field(default_factory=dict)
     problem_times: dict[str, int] = field(default_factory=dict)
-    """The order in which problems were found; several may be found at once."""
+    """The order in which problems were found. Problems that one operation causes have the same number."""
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     """The first input of each module inside the blocks."""
     uses: dict[int, list[tuple[tuple[str, ...], str]]] = field(default_factory=lambda: defaultdict(list))
     """For each tensor: the modules that were running, and the weight that read it ('' for any other operation)."""
     partial_params: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Full parameters that work on sharded tensors, with the columns that these come from."""
+    """Full parameters that are applied to sharded tensors, with the columns that these tensors come from."""
     following: dict[str, tuple[int, ShardedTensorInfo]] = field(default_factory=dict)
-    """Parameters and buffers with one entry for each sharded feature or head: the dimension, and the sharded tensor."""
+    """Parameters and buffers with one entry for each sharded feature or head: the dimension of the entries, and the
+    sharded tensor.
+    """
     grouped: dict[tuple[str, str], tuple[int, frozenset[str]]] = field(default_factory=dict)
-    """Modules that treat groups of sharded features separately: the name and the number of the groups."""
+    """Modules that treat groups of sharded features separately: by path and attribute, the number of groups and the
+    columns.
+    """
     per_head_args: dict[PerHeadInput, frozenset[str]] = field(default_factory=dict)
     """Full arguments of which each rank takes its heads."""
     sharded_args: dict[str, list[tuple[PerHeadInput, frozenset[str]]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """For each block: arguments that are already sharded."""
+    """For each block: per-head arguments that are already sharded."""
     extra_args: dict[str, str] = field(default_factory=dict)
-    """Block arguments with gradients, other than the hidden state and outputs of blocks: the first block that receives
-    each.
+    """Block arguments with gradients, except the hidden state and outputs of blocks. For each, the first block that
+    receives it.
     """
     mla_inputs: dict[str, MlaInput] = field(default_factory=dict)
-    """Unsharded layers whose output is entered."""
+    """Unsharded layers whose output is an entry."""
     vocabulary: VocabularyTracker = field(default_factory=VocabularyTracker)
     batch_coupling: BatchCouplingDetector = field(default_factory=BatchCouplingDetector)
     hidden_uses: dict[str, HiddenStateUse] = field(default_factory=dict)
-    """By block."""
+    """The use of the hidden state by each block."""
     obstacles: dict[str, str] = field(default_factory=dict)
-    """Reasons against features.
+    """Reasons why a feature is unsupported, by feature.
 
     'writes': a parameter that the forward writes to; 'no_grad': a block that runs without recorded gradients, as in a
     custom backward; 'again': a block that the model itself checkpoints, so that it runs again in backward.
@@ -417,7 +428,7 @@ class TraceLog:
     alive: list[Any] = field(default_factory=list)
 
     def begin(self, block: str, own_checkpoint: bool) -> None:
-        """Records the start of a block. `own_checkpoint`: the model itself stores the block's saved tensors."""
+        """Records the start of a block. `own_checkpoint`: the model itself checkpoints the activations of the block."""
         for what, found in (("no_grad", not torch.is_grad_enabled()), ("again", own_checkpoint)):
             if found:
                 self.obstacles.setdefault(what, block)
@@ -429,8 +440,8 @@ class TraceLog:
         return [block for block, times in self.blocks.items() if times > 1]
 
     def stage_obstacle(self, stacks: Sequence[str]) -> str:
-        """Returns why stages of these lists cannot be entered and left once in a pass, at the calls of their blocks; ''
-        where they can.
+        """Returns why stages of these stacks cannot begin and end exactly once in a forward, at the calls of their
+        blocks; '' where they can.
         """
         if no_grad_block := self.obstacles.get("no_grad"):
             return Message(

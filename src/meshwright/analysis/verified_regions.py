@@ -1,16 +1,16 @@
-"""Accepts the splits that numeric checks show to be equivalent: regions over tensor ranks, the hidden state along the
-sequence.
+"""Accepts the splits that numeric checks show to be equivalent: regions over tensor ranks, and the hidden state along
+the sequence.
 
-In a small model every block is checked, in a larger one the first of each kind. A region whose shards do not compute
-and train the same as the full block stays unsharded. Where the sequence cannot be split, `AnalysisState.sequence_error`
-has the reason.
+In a small model every block is checked, in a larger model the first block of each kind. A region stays unsharded if its
+shards do not compute the same values and gradients as the full block. Where the sequence cannot be split,
+`AnalysisState.sequence_error` has the reason.
 
-Sequence parallelism scatters the hidden state at the first block and gathers it after the last (Korthikanti et al.,
-2022, section 4.2.2), so what the model's own forward does between its blocks runs on slices.
-`sequence_parallel_objection` checks this with simulated ranks. No block runs: each receives its inputs and returns
-random numbers, full or a slice of them. The inputs of blocks, the input of the head, and the gradients must be slices
-of the full ones. Gradients of parameters must be the full ones on every rank, or add up to them: such parameters work
-on slices, between the blocks.
+Sequence parallelism scatters the hidden state at the first block and gathers it after the last block (Korthikanti et
+al., 2022, section 4.2.2). So the code of the model between its blocks runs on slices. `sequence_parallel_objection`
+checks this code with simulated ranks. No block runs. Each block records its inputs and returns random values, in full
+or as a slice. The inputs of blocks, the input of the head, and the gradients must be slices of the full ones. Gradients
+of parameters must be the full gradients on every rank, or add up to them. Parameters whose gradients add up are applied
+to slices between the blocks.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ from meshwright.analysis.verify_sharding import (
 )
 
 RegionResults = list[tuple[RegionCandidate, str | None]]
-"""For each region of a block: with the counts that it was verified with, or why it stays unsharded."""
+"""For each region of a block: the region with its verified counts, and why it stays unsharded (None where it is
+sharded).
+"""
 
 
 def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random_weights: bool) -> None:
-    """Retains the regions whose shards compute and train the same as the full block. The first block of each kind is
-    checked.
+    """Retains the regions whose shards compute the same values and gradients as the full block. Checks the first block
+    of each kind.
     """
     model, blocks = state.model, list(state.candidates)
     if not any(state.candidates.values()) and not has_experts(model):
@@ -90,7 +92,7 @@ def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random
                 f"the model does not run with numbers ({(str(error).splitlines() or [''])[0][:100]}), so that "
                 "nothing is proven"
             )
-            if state.trace is None:  # the plan that the model carries may be planned with, not run
+            if state.trace is None:  # the planner may use a Hugging Face plan, but no run may
                 state.unverified_reason = f"the plan that the model carries is not proven: {why}"
             objection = why if state.trace is not None else None
             answers = {block: [(one, objection) for one in state.candidates[block]] for block in patterns}
@@ -115,7 +117,9 @@ def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random
 def _verify_blocks(
     state: AnalysisState, check: ShardingCheck, patterns: list[str], outer: OuterLayers
 ) -> dict[str, RegionResults]:
-    """Returns the results for each of `patterns`. Sets `state.sequence_error` where the sequence cannot be split."""
+    """Returns the results for each block of `patterns`. Sets `state.sequence_error` where the sequence cannot be
+    split.
+    """
     known: dict[str, tuple[str, RegionCandidate, str | None]] = {}
     answers: dict[str, RegionResults] = {}
     sequence = len(state.lists) == 1 and not (state.trace and state.trace.repeated) and not check.is_meta
@@ -139,7 +143,8 @@ def _verify_blocks(
 
 
 def _block_order_error(state: AnalysisState) -> str:
-    """Returns why sequence parallelism is wrong for this order of blocks, '' where they run in the order of their list.
+    """Returns why sequence parallelism is wrong for this order of blocks, '' where the blocks run in the order of their
+    list.
 
     The hidden state is scattered before the first block of the list and gathered after the last one.
     """
@@ -154,7 +159,9 @@ def _block_order_error(state: AnalysisState) -> str:
 
 
 def _verify_training(check: ShardingCheck, block: str, answers: RegionResults, sequence: bool) -> str | None:
-    """Refuses in `answers` what trains differently. Returns why the hidden state cannot be split, None where it can."""
+    """Rejects in `answers` the regions that train differently. Returns why the hidden state cannot be split, None where
+    it can.
+    """
     good = [number for number, (_, why) in enumerate(answers) if why is None]
     why, along = check.check_training(block, [answers[number][0] for number in good], sequence)
     if why is None:
@@ -184,7 +191,7 @@ def _region_signature(block: str, one: RegionCandidate) -> str:
 
 
 def _runs_during_check(state: AnalysisState, patterns: list[str]) -> Callable[[str], bool]:
-    """Returns a function: whether a path is outside of all blocks, or in one of those that run."""
+    """Returns a function of a path: whether it is outside of all blocks, or inside one of the blocks that run."""
     run = tuple(f"{block}." for block in patterns)
     inside = tuple(f"{blocks}." for blocks in state.lists)
     return lambda path: not path.startswith(inside) or path.startswith(run)
@@ -198,7 +205,7 @@ def _apply_result(
     answer: RegionCandidate,
     objection: str | None,
 ) -> RegionCandidate | None:
-    """Returns `one` with the counts and sizes that its kind was verified with, None where it was refused."""
+    """Returns `one` with the counts and sizes that were verified for its kind, None where the region was rejected."""
     if objection is not None:
         state.unsharded |= dict.fromkeys((f"{path}.weight" for path in one.region.columns), objection)
         return None
@@ -206,7 +213,7 @@ def _apply_result(
 
 
 def _rebase_candidate(block: str, one: RegionCandidate, pattern: str, answer: RegionCandidate) -> RegionCandidate:
-    """Returns `answer`, of the block at `pattern`, for `one` of the block at `block`."""
+    """Returns `answer`, a region of the block at `pattern`, with the paths and names of `one`, a region of `block`."""
 
     def here(path: str) -> str:
         return block + path.removeprefix(pattern) if path.startswith(pattern) else path
@@ -219,7 +226,7 @@ def _rebase_candidate(block: str, one: RegionCandidate, pattern: str, answer: Re
 
 
 def _drop_dependent_regions(state: AnalysisState) -> None:
-    """Drops regions that read sharded outputs of a dropped region of another block, such as a position bias."""
+    """Drops regions that read sharded outputs (such as a position bias) of another block's region that was dropped."""
     changed = True
     while changed:
         good = {name for regions in state.candidates.values() for one in regions for name in one.splits}
@@ -236,9 +243,9 @@ SIMULATED_SEQUENCE_RANKS = 2
 def sequence_parallel_objection(
     check: ShardingCheck, blocks: Sequence[str], head: str | None
 ) -> tuple[str | None, tuple[str, ...]]:
-    """Returns why the code around `blocks`, the one stack in its order, cannot run on slices, None when it can.
+    """Returns why the code around `blocks`, a single stack, cannot run on slices of the sequence; None where it can.
 
-    The second result has the parameters outside of the blocks whose gradient is then partial on each rank.
+    The second result has the parameters outside of the blocks whose gradient would be partial on each rank.
     """
     summed: dict[str, bool] = {}
     for call, reached in zip(check.calls, check.block_calls, strict=True):
@@ -280,7 +287,9 @@ def _run_between_blocks(
     ranks: int,
     known: RankRunRecord | None,
 ) -> RankRunRecord:
-    """Runs the model without its blocks: in full for one rank, else on slices of what `known` has."""
+    """Runs the model without its blocks: on full tensors for one rank, otherwise on slices of the tensors in
+    `known`.
+    """
     record, model = RankRunRecord(), check.model
     part = sequence_shard(rank, ranks) if ranks > 1 else identity
     undo: list[tuple[nn.Module, Any]] = []
@@ -332,9 +341,9 @@ def _random_block(
     known: RankRunRecord | None,
     form: BlockCall,
 ) -> Callable[..., Any]:
-    """Returns a forward for the block at `path` that records its inputs and returns random numbers.
+    """Returns a forward for the block at `path` that records its inputs and returns random values.
 
-    `shards` take the rank's part of the input and of the output.
+    `shards` are the functions that slice the rank's segment out of the input and of the output.
     """
 
     def returned(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Verifies how stacked experts are distributed: over expert-parallel ranks, over tensor ranks that shard each expert,
 and over both.
 
-The expert module runs by itself in training conditions (run_conditions.py), in full and as ranks run it
+The expert module runs separately in training conditions (run_conditions.py). It runs in full, and as each rank runs it
 (runtime/expert_parallel/token_dispatcher.py):
 
 | ranks | what each computes | combined |
@@ -9,14 +9,14 @@ The expert module runs by itself in training conditions (run_conditions.py), in 
 | expert ranks | the pairs of its own experts, numbered from 0, with weights of 1 | weighted sum at the token's rank |
 | tensor ranks | every pair, with its slice of each expert's inner features | summed |
 
-The output and the gradients of the hidden states, of the weights and of every parameter must equal the full ones to
-1e-10 in float64, and the forward must write the same; in eval mode the output alone. The batches have different
-contents and numbers of tokens, and leave different ranks with few pairs or none. So anything that depends on the number
-of tokens, on the other tokens or on the size of a slice shows.
+Compared are the output, and the gradients of the hidden states, of the routing weights and of every parameter. They
+must agree to 1e-10 in float64, and the forward must write the same values to its tensors. In eval mode only the output
+is compared. The batches differ in their contents and numbers of tokens, and leave different ranks with few pairs or
+none. So the check detects any dependence on the number of tokens, on other tokens, or on the size of a slice.
 
-Meta parameters get random values, and constant ones get noise. Of a module with more than MAX_FULL_SIZE_NUMEL
-parameters a smaller copy is checked, with fewer experts and all features divided by one factor: its forward is the same
-code. Experts that draw random numbers outside of dropout are not distributed.
+Meta parameters get random values, and constant parameters get noise. Of a module with more than MAX_FULL_SIZE_NUMEL
+parameters a smaller copy is checked. It has fewer experts, and all its features are divided by one factor, but it runs
+the same code. Experts that draw random numbers outside of dropout are not distributed.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from meshwright.analysis.run_conditions import (
 from meshwright.analysis.simulated_ranks import add_shard_gradient
 
 MAX_FULL_SIZE_NUMEL = 1 << 20
-"""Elements in the parameters of a module that is checked at its own size."""
+"""Parameter elements of the largest module that is checked at full size."""
 REDUCED_EXPERTS = 4
-"""Experts of a smaller copy."""
+"""Number of experts of a reduced copy."""
 MIN_REDUCED_FEATURES = 8
-"""Least features of a smaller copy."""
+"""Minimum number of features of a reduced copy."""
 OUTPUT_KEY = "the output"
 
 
 @dataclass(frozen=True)
 class ExpertTpSplit:
-    """A way to shard an expert over tensor ranks; names are relative to the module."""
+    """A way to shard an expert over tensor ranks. Names are relative to the module."""
 
     splits: dict[str, TpSplit]
     replicated: tuple[str, ...]
@@ -74,9 +74,7 @@ class ExpertTpSplit:
 
 
 class ExpertSplitCase(NamedTuple):
-    """A distribution of experts: over `ep` expert-parallel ranks, and each of them over `tp` tensor ranks by
-    `split`.
-    """
+    """A distribution of experts over `ep` expert-parallel ranks. `split` shards each expert over `tp` tensor ranks."""
 
     ep: int = 1
     tp: int = 1
@@ -84,16 +82,16 @@ class ExpertSplitCase(NamedTuple):
 
 
 class ExpertRunResult(NamedTuple):
-    """The output and the gradients of a run, and for each rank what its forward wrote; by name."""
+    """The output and gradients of a run by name, and for each rank the values that its forward wrote, by name."""
 
     tensors: dict[str, torch.Tensor]
     writes: list[dict[str, torch.Tensor]]
 
 
 class ExpertBatch(NamedTuple):
-    """hidden (N, C), chosen (N, K): expert indices, weights (N, K).
+    """A batch of N tokens: hidden (N, C); chosen (N, K), the expert indices; weights (N, K), the routing weights.
 
-    `trains`: with gradients, in the training modes of the module; else in eval mode.
+    `trains`: the batch runs with gradients, in the training modes of the module. Otherwise it runs in eval mode.
     """
 
     hidden: torch.Tensor
@@ -109,10 +107,11 @@ def verify_expert_splits(
     ways: Sequence[ExpertTpSplit],
     modes: Mapping[nn.Module, bool],
 ) -> tuple[str | None, ExpertTpSplit | None]:
-    """Returns why `experts` cannot be distributed (None where they can), and the first of `ways` that shards each of
-    them correctly.
+    """Returns why `experts` cannot be distributed (None where they can), and the first of `ways` that shards each
+    expert correctly.
 
-    The second result is None where no way does. Raises what the module raises when it runs by itself.
+    The second result is None where none of `ways` is correct. Passes on any exception that the module raises when it
+    runs separately.
     """
     failed: Exception | None = None
     for few, factor in _reduced_sizes(module, experts):
@@ -136,9 +135,9 @@ def verify_expert_splits(
 
 
 def _reduced_sizes(module: nn.Module, experts: StackedExperts) -> Iterator[tuple[int, int]]:
-    """Yields how many experts are checked, and by what their features are divided: the cheapest first.
+    """Yields the number of experts to check and the divisor of their features, cheapest first.
 
-    Code with hard-coded sizes may not run in a smaller copy, so the full size is last.
+    The full size comes last, for code with hard-coded sizes that fails in a reduced copy.
     """
     shapes = [parameter.shape for parameter in module.parameters()]
     sizes = _feature_sizes(module, experts)
@@ -155,7 +154,7 @@ def _reduced_sizes(module: nn.Module, experts: StackedExperts) -> Iterator[tuple
 
 
 def _feature_sizes(module: nn.Module, experts: StackedExperts) -> set[int]:
-    """Returns the sizes that are features: all but the number of experts."""
+    """Returns the sizes that are numbers of features: all sizes except the number of experts."""
     shapes = [parameter.shape for parameter in module.parameters()]
     return {size for shape in shapes for size in (shape[0] // experts.count, *shape[1:]) if size > 1}
 
@@ -174,7 +173,7 @@ def _reduced_numel(shapes: Sequence[torch.Size], whole: int, count: int, factor:
 def _reduced_module(
     module: nn.Module, experts: StackedExperts, count: int, factor: int, exact: bool, modes: Mapping[nn.Module, bool]
 ) -> Iterator[StackedExperts]:
-    """Gives `module`, in training conditions, `count` experts with 1 / `factor` of the features. Restores it on
+    """Gives `module`, in training conditions, `count` experts with 1 / `factor` of the features. Restores the module on
     exit.
     """
     features = _feature_sizes(module, experts)
@@ -211,7 +210,7 @@ def _reduced_module(
 
 
 def _random_buffer(buffer: torch.Tensor, kind: torch.dtype, random: torch.Generator) -> torch.Tensor:
-    """Returns a copy with noise where it is constant, as where it has no values."""
+    """Returns a copy of `buffer`. A constant buffer, or one without values, gets noise."""
     found = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().clone()
     if found.is_floating_point() and found.numel():
         found = found.to(kind)
@@ -221,7 +220,7 @@ def _random_buffer(buffer: torch.Tensor, kind: torch.dtype, random: torch.Genera
 
 
 def _set_reduced_sizes(module: nn.Module, experts: StackedExperts, features: set[int], factor: int) -> None:
-    """Sets the sizes that the forward may read."""
+    """Sets the integer attributes that the forward may read to the reduced sizes."""
     for path, inside in module.named_modules():
         for name, value in [*vars(inside).items()]:
             if type(value) is int and value in features and (path, name) not in experts.count_attributes:
@@ -229,9 +228,7 @@ def _set_reduced_sizes(module: nn.Module, experts: StackedExperts, features: set
 
 
 class GroupedMmFallback(TorchFunctionMode):
-    """While it is entered, `torch.nn.functional.grouped_mm`, which has no kernel for float64, is computed group by
-    group.
-    """
+    """A mode that computes `torch.nn.functional.grouped_mm` group by group, since it has no kernel for float64."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -247,10 +244,12 @@ class GroupedMmFallback(TorchFunctionMode):
 
 
 def expert_batches(count: int, width: int, like: torch.Tensor) -> list[ExpertBatch]:
-    """Returns batches of different kinds.
+    """Returns four batches:
 
-    They are: a few tokens for some experts, on no rank as many pairs as tokens; many tokens, most for the first half of
-    the experts; tokens for the first expert alone; and the second batch again in eval mode.
+    - a few tokens for some of the experts, where no rank has as many pairs as tokens;
+    - many tokens, most of them for the first half of the experts;
+    - tokens for the first expert alone;
+    - the second batch again in eval mode.
     """
     random = torch.Generator().manual_seed(0)
     some = torch.tensor(sorted({0, 1 % count, count // 2, count - 1}))
@@ -266,7 +265,7 @@ def expert_batches(count: int, width: int, like: torch.Tensor) -> list[ExpertBat
 
 
 class ExpertCheck:
-    """An expert module with its full results for each batch."""
+    """An expert module, with the results of its full run for each batch."""
 
     def __init__(self, module: nn.Module, experts: StackedExperts, width: int) -> None:
         self.module, self.experts = module, experts
@@ -278,7 +277,7 @@ class ExpertCheck:
         self.whole = [self._run(ExpertSplitCase(), batch) for batch in self.batches]
 
     def expert_parallel_error(self) -> str | None:
-        """Returns why experts cannot be distributed over ranks; None where they can."""
+        """Returns why the experts cannot be distributed over expert-parallel ranks; None where they can."""
         count = self.experts.count
         if self.draws_random:
             return "it draws random numbers beside dropout"
@@ -292,8 +291,8 @@ class ExpertCheck:
         return "for a number beyond all experts it gives the token itself" if passes_by else None
 
     def tensor_parallel_works(self, way: ExpertTpSplit) -> bool:
-        """Returns whether tensor ranks that shard every expert by `way` compute and train the same, also under expert
-        parallelism.
+        """Returns whether tensor ranks that shard every expert by `way` compute the same values and gradients, with and
+        without expert parallelism.
         """
         shares = next((n for n in range(2, way.width + 1) if way.width % n == 0), 0)
         ranks = next(n for n in range(2, self.experts.count + 1) if self.experts.count % n == 0)
@@ -368,10 +367,10 @@ class ExpertCheck:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def _pairs(self, batch: ExpertBatch, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns tokens and positions of a rank's pairs.
+        """Returns the tokens and positions of a rank's pairs.
 
-        Those of the second half of the batch come first, each half in order of expert: a module must not depend on the
-        order in which ranks send pairs.
+        Pairs of the second half of the batch come first, and each half is sorted by expert. A module must not depend on
+        the order in which ranks send pairs.
         """
         each = self.experts.count // ranks
         if ranks == 1 or self.experts.by_rows:
@@ -389,8 +388,8 @@ class ExpertCheck:
         batch: ExpertBatch,
         pairs: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns what one rank adds to the output (N, C), or of rows for each expert to theirs (E, N, C); and what its
-        forward wrote.
+        """Returns a rank's addend to the output (N, C), or to the rows for each expert (E, N, C). Also returns the
+        values that the rank's forward wrote.
         """
         replicated = case.split.replicated if case.split is not None else ()
         params = {name: leaf / case.tp if name in replicated else leaf for name, leaf in mine.items()}
@@ -433,8 +432,8 @@ class ExpertCheck:
         return output, wrote
 
     def _rows(self, batch: ExpertBatch) -> torch.Tensor:
-        """Returns a row of each token for each expert (E, N, C), times its weight: zeros for experts that it did not
-        choose.
+        """Returns the rows (E, N, C) of every token for each of E experts, times the routing weight. Rows are zero for
+        experts that a token did not choose.
         """
         hidden, index, weights, _ = batch
         times = weights.new_zeros(self.experts.count, len(hidden))
@@ -442,7 +441,7 @@ class ExpertCheck:
         return hidden * times.index_put((index, places), weights, accumulate=True).unsqueeze(2)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns buffers and other tensors of modules that are not parameters."""
+        """Returns the buffers and other tensors of the modules, without parameters."""
         return {
             f"{path}.{name}".lstrip("."): value
             for path, inside in self.module.named_modules()
@@ -454,11 +453,11 @@ class ExpertCheck:
         return id(tensor) in self.saved_values and torch.equal(tensor.detach(), self.saved_values[id(tensor)][1])
 
     def _adds_skipped_tokens(self) -> bool:
-        """Returns whether a pair with an index beyond all experts adds the token itself, which expert ranks would not
-        receive.
+        """Returns whether a pair with an index beyond all experts adds the token itself. Expert ranks would not receive
+        such a pair.
 
-        Other modules accept no such index, and their result means nothing. This runs on the host, where an index that
-        is out of range raises and does not stop the device.
+        Modules that do not accept such an index return nothing meaningful. The check runs on the CPU, where an index
+        out of range raises and does not abort the device.
         """
         hidden, index, weights = (tensor.cpu() for tensor in self.batches[0][:3])
         beyond = index.clone()
@@ -482,7 +481,7 @@ class ExpertCheck:
 
 
 def _first_difference(here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]) -> str | None:
-    """Returns the first name whose tensor is missing on one side or differs."""
+    """Returns the first name whose tensor differs or is missing on one side."""
     names = sorted(here.keys() ^ there.keys()) or [
         name for name in here if relative_difference(here[name], there[name]) is not None
     ]

@@ -1,11 +1,12 @@
 """Verifies shardings numerically: regions of a block over tensor ranks, and the hidden state along the sequence.
 
 The model runs with real values, and `ShardingCheck` captures the inputs of one block of each kind. Simulated tensor
-ranks then run on that block (simulated_ranks.py): first forward alone, to find the counts that its methods read, then
-in training conditions with gradients, with two texts of two lengths and each subset of the optional inputs. A fused
-projection with another layout than it seemed, a count that a forward reads from another place, code for training alone:
-what differs stays unsharded. verified_regions.py checks the code between blocks. A model on the meta device that gets
-no random values is checked by its shapes alone, which verifies no numbers (`ShardingCheck.is_meta`).
+ranks then run this block (simulated_ranks.py). First they run only forward, to find the counts that the methods of the
+block read. Then they run in training conditions with gradients, on two texts of different lengths and each subset of
+the optional inputs. What differs from the full block stays unsharded. Causes are, for example, an unexpected layout of
+a fused projection, a count that a forward reads from another attribute, and code that runs only in training.
+verified_regions.py checks the code between blocks. A model on the meta device without random values is checked by
+shapes alone (`ShardingCheck.is_meta`), which verifies no values.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ from meshwright.analysis.simulated_ranks import SimulatedBlockRuns, SplitCase
 from meshwright.analysis.trace_log import PerHeadInput, TraceLog
 
 GENERATED_TEXT_LENGTHS = (8, 4)
-"""Lengths of generated texts: two and four ranks divide both, and one is half of the other."""
+"""Lengths of generated texts. Two and four ranks divide both lengths, and one length is half of the other."""
 MAX_TEXT_LENGTH = 32
-"""Length of the texts of a longer example."""
+"""Maximum length of the texts that are cut from a longer example."""
 
 
 class StopForward(Exception):
-    """Leaves a forward when everything was captured. Not an error."""
+    """Ends a forward when everything has been captured. It is not an error."""
 
 
 class ShardingCheck:
-    """Blocks of a model with the inputs of their first run, for each of `calls`, ways to call the model."""
+    """Blocks of a model with the inputs of their first run in each of `calls`, the ways to call the model."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class ShardingCheck:
         return reached
 
     def _inputs_with_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[bool, ...]]:
-        """Returns for each block which of its inputs have a gradient."""
+        """Returns for each block which of its inputs require a gradient."""
         found: dict[str, tuple[bool, ...]] = {}
 
         def enter(path: str) -> Any:
@@ -141,7 +142,7 @@ class ShardingCheck:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Sets up a run of the model: on the meta device where its blocks have no values."""
+        """Sets up a run of the model, on the meta device where its blocks have no values."""
         with ExitStack() as stack:
             if self.is_meta:
                 stack.enter_context(torch.device("meta"))
@@ -149,7 +150,7 @@ class ShardingCheck:
             yield
 
     def check_forward(self, block: str, found: RegionCandidate, ranks: int) -> str | None:
-        """Returns why a region cannot be sharded over `ranks` ranks, forward in eval mode; None where it can."""
+        """Returns why a region cannot be sharded over `ranks` ranks in a forward in eval mode; None where it can."""
         if block not in self.block_calls[0]:
             return "its block does not run"
         with self.running(), in_eval_mode(self.model):
@@ -157,15 +158,15 @@ class ShardingCheck:
             return runs.compare([SplitCase([found], ranks)], gradients=False)[0]
 
     def check_region(self, block: str, found: RegionCandidate) -> str | None:
-        """Returns why `found` cannot be sharded over the least possible number of ranks; None where it can."""
+        """Returns why `found` cannot be sharded over the smallest possible number of ranks; None where it can."""
         ranks = min_tp_ranks([found], 2)
         return None if ranks is None else self.check_forward(block, found, ranks)
 
     def check_training(
         self, block: str, regions: Sequence[RegionCandidate], sequence: bool
     ) -> tuple[str | None, str | None]:
-        """Returns why the block cannot be trained with all of `regions` sharded, and why its hidden state cannot be
-        split too.
+        """Returns why the block cannot be trained with all of `regions` sharded, None where it can. The second result
+        says why its hidden state cannot be split in addition.
 
         The second result is None unless `sequence` requests it.
         """
@@ -196,8 +197,8 @@ def open_sharding_check(
 ) -> Iterator[ShardingCheck]:
     """Yields the check of `blocks`, while its parameters replace those of the model.
 
-    `needed`: whether a path runs before the last of `blocks` does. `use_random_weights`: meta parameters get random
-    values; they do anyway where they are few. `head`: the layer that a check stops at.
+    `needed` returns whether a path runs before the last of `blocks` ends. `use_random_weights`: meta parameters get
+    random values, which small models always get. `head` is the layer at which a check stops.
     """
     model, example = state.model, state.example
     tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if needed(name)}
@@ -215,7 +216,7 @@ def open_sharding_check(
             stack.enter_context(training_conditions(model, exact, state.modes))
             stack.enter_context(
                 pass_through_experts(model, weighed=True)
-            )  # experts need values or types of their own; see experts.py
+            )  # experts need particular values or types; see experts.py
             stack.enter_context(
                 check_parameters(
                     model, needed, max(CHECK_VOCAB_ROWS, max_integer_value(example) + 1), exact, real, head
@@ -223,7 +224,7 @@ def open_sharding_check(
             )
             for lengths in dict.fromkeys(
                 (_text_lengths(example), (_sequence_length(example),) * 2)
-            ):  # some models accept no other length
+            ):  # some models accept only the length of the example
                 calls = model_calls(
                     model, example, device, min(vocabulary, CHECK_VOCAB_ROWS), torch.float64 if exact else None, lengths
                 )
@@ -249,8 +250,8 @@ def model_calls(
     kind: torch.dtype | None,
     lengths: tuple[int, int],
 ) -> list[Callable[[], CallArguments]]:
-    """Returns calls with all inputs and two texts, of two `lengths`; then without the optional inputs, and with one of
-    them each.
+    """Returns calls with all inputs, for two texts of the two `lengths`. Further calls have no optional input, or
+    exactly one of them.
     """
     length, (first, second) = _sequence_length(example), lengths
 
@@ -290,7 +291,7 @@ def unchanged_value(value: Any) -> Any:
 
 
 def with_other_text(example: ExampleInputs, text: int) -> ExampleInputs:
-    """Returns the example with other contents of its first input, where it has values and `text` is not 0."""
+    """Returns the example with other contents of its first input, if this input has values and `text` is not 0."""
     if not text:
         return example
     found = dict(example)
@@ -309,7 +310,7 @@ def with_other_text(example: ExampleInputs, text: int) -> ExampleInputs:
 
 
 def _sequence_length(example: ExampleInputs) -> int:
-    """Returns the length of the sequence in it; 0 where it has none that may change."""
+    """Returns the length of the sequence in `example`; 0 where no sequence may change its length."""
     tensors = [value for value in example.values() if isinstance(value, torch.Tensor)]
     words = next((value for value in tensors if not value.is_floating_point() and value.ndim > 1), None)
     rows = next((value for value in tensors if value.ndim == 3), None)
@@ -323,7 +324,7 @@ def _text_lengths(example: ExampleInputs) -> tuple[int, int]:
 
 
 def _even_lengths(length: int) -> tuple[int, int]:
-    """Returns two even lengths up to that of an example.
+    """Returns two even lengths that are at most the `length` of an example.
 
     >>> _even_lengths(16), _even_lengths(2048), _even_lengths(7), _even_lengths(1)
     ((16, 8), (32, 16), (6, 2), (1, 1))
@@ -333,7 +334,7 @@ def _even_lengths(length: int) -> tuple[int, int]:
 
 
 def _resize_sequence(value: Any, length: int, size: int) -> Any:
-    """Returns `value` with `size` positions along every dimension of size `length` after the rows."""
+    """Returns `value` resized to `size` positions along every dimension of size `length`, except the first (rows)."""
     if not isinstance(value, torch.Tensor) or not length or size == length:
         return value
     for dim in range(1, value.ndim):
@@ -351,9 +352,10 @@ def _at_least_float32(value: Any) -> Any:
 def verify_region(
     check: ShardingCheck, block: str, found: RegionCandidate, guesses: Sequence[tuple[Any, ...]]
 ) -> tuple[RegionCandidate, str | None]:
-    """Returns `found` with the first of `guesses` that is right added to its counts, or why none is.
+    """Returns `found` with the first correct set of `guesses` added to its counts, or the reason why none is correct.
 
-    More ranks than key-value heads are tried separately: where that is wrong, tp must divide them.
+    More ranks than key-value heads are checked separately. Where that fails, tp must divide the number of key-value
+    heads.
     """
     first: str | None = None
     strict: RegionCandidate | None = None
@@ -371,7 +373,7 @@ def verify_region(
 
 
 def _runs_with_replicated_kv_heads(check: ShardingCheck, block: str, found: RegionCandidate) -> bool:
-    """Returns whether more ranks than key-value heads work: each rank has one of them, and some have the same."""
+    """Returns whether more ranks than key-value heads work: each rank has one head, and some ranks share a head."""
     kv_heads = found.region.kv_heads
     ranks = min_tp_ranks([found], kv_heads + 1)
     return (
@@ -383,7 +385,10 @@ def _runs_with_replicated_kv_heads(check: ShardingCheck, block: str, found: Regi
 
 
 def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
-    """Returns the smallest number of ranks, at least `least`, that every size allows; None where there is none."""
+    """Returns the smallest number of ranks, at least `least`, that divides every size; None where there is none.
+
+    The number may also be a multiple of the key-value heads.
+    """
     sizes: dict[str, int] = {}
     for found in regions:
         for name, size in found.sizes.items():
@@ -402,8 +407,8 @@ def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
 
 @contextmanager
 def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> Iterator[None]:
-    """Makes blocks of `lists` that are not in `run` return their hidden state, in the structure that the others of
-    their list return.
+    """Makes the blocks of `lists` that are not in `run` return their hidden state, in the output structure of the other
+    blocks of their list.
     """
     form: dict[str, Any] = {}
     undo: list[tuple[nn.Module, Any]] = []

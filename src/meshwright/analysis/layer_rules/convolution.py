@@ -11,25 +11,25 @@ from meshwright.analysis.layer_rules.rule import LayerRule
 
 
 class ConvolutionRule(LayerRule):
-    """A convolution of torch itself, with a weight (out, in, ...) and an output (B, out, ...)."""
+    """The rule of torch's own convolutions, with a weight (out, in, ...) and an output (B, out, ...)."""
 
     adds_bias_last = True
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether it runs the forward of `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`."""
+        """Returns whether `module` runs the forward of `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`."""
         return type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
     def size_attributes(self, module: nn.Module) -> tuple[str, str]:
-        """Returns the attributes for the channels."""
+        """Returns the names of the attributes for output and input channels."""
         return "out_channels", "in_channels"
 
     def forward_without_bias(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Returns the convolution of the local input channels."""
+        """Returns the convolution over the local input channels, without bias."""
         output: torch.Tensor = module._conv_forward(x, module.weight, None)
         return output
 
     def add_bias(self, output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Adds the bias along the channels."""
+        """Returns `output` + `bias`, with the bias along the channels."""
         return output + bias.view(-1, *[1] * (output.ndim - 2))
 
 

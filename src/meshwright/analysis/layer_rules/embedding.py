@@ -1,4 +1,4 @@
-"""The rule of `nn.Embedding`: rows are split by ids, columns by features."""
+"""The rule of `nn.Embedding`: the table (ids, features) is split by ids or by features."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from meshwright.analysis.layer_rules.rule import LayerRule
 
 
 class EmbeddingRule(LayerRule):
-    """A table (ids, features)."""
+    """The rule of an embedding table (ids, features)."""
 
     output_dim = 1
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether it is an embedding."""
+        """Returns whether `module` is an embedding."""
         return isinstance(module, nn.Embedding)
 
     def size_attributes(self, module: nn.Module) -> tuple[str, str]:
-        """Returns the attributes for rows and features."""
+        """Returns the names of the attributes for the number of ids and of features."""
         return "num_embeddings", "embedding_dim"
 
 

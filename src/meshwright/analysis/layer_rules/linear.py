@@ -1,4 +1,4 @@
-"""The rule of `nn.Linear`, and of a subclass whose own forward computes the same."""
+"""The rule of `nn.Linear`, and of subclasses whose forward computes the same linear map."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from meshwright.analysis.layer_rules.rule import LayerRule
 
 
 class LinearRule(LayerRule):
-    """y = x W^T + b with a weight (out, in)."""
+    """The rule of y = x W^T + b with a weight (out, in)."""
 
     is_matmul = True
     adds_bias_last = True
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether it is a Linear without submodules that computes a linear map."""
+        """Returns whether `module` is a Linear without submodules whose forward is a linear map."""
         kind = type(module)
         if kind.forward is nn.Linear.forward:
             return True
@@ -27,7 +27,7 @@ class LinearRule(LayerRule):
 
 @functools.cache
 def computes_linear(kind: type[nn.Linear]) -> bool:
-    """Whether a small layer of class `kind` gives the output of a linear map, tested on random numbers."""
+    """Returns whether a small layer of class `kind` computes a linear map, tested on random input."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=()), torch.no_grad():
             small = kind(3, 5, bias=True).double()

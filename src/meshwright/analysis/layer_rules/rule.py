@@ -1,4 +1,4 @@
-"""The tensor-parallel rule of a layer type: what analysis and runtime need to know to split its weight."""
+"""The tensor-parallel rule of a layer type: what the analysis and the runtime need to know to split its weight."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import meshwright.analysis.layer_rules as rules
 
 
 class LayerRule:
-    """How a layer of one type is split over tensor ranks by its outputs (column) or by its inputs (row).
+    """How layers of one type are split over tensor ranks, by output features (column) or by input features (row).
 
-    The defaults are for a layer that the rules do not know: it runs its own forward on a local weight, and as a row
-    layer it must have no bias.
+    The defaults apply to layers without a rule. Such a layer runs its own forward on a local weight, and must have no
+    bias as a row layer.
     """
 
     is_matmul: bool = False
-    """The forward is y = x W + b, so that the runtime replaces it by fused column and row layers."""
+    """Whether the forward is y = x W + b. If so, the runtime replaces it by fused column and row layers."""
     adds_bias_last: bool = False
-    """The bias is added after the product, so that a row layer adds it once, after the sum over ranks."""
+    """Whether the bias is added after the product. If so, a row layer adds it once, after the sum over ranks."""
     output_dim: int = 0
     """The dimension of the weight that holds the output features."""
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether the rule is for `module`."""
+        """Returns whether the rule applies to `module`."""
         return False
 
     def size_attributes(self, module: nn.Module) -> tuple[str, str]:
-        """Returns the attributes in which a module stores the first and the second size of its weight."""
+        """Returns the names of the attributes that store the first and the second size of the weight."""
         return ("nx", "nf") if hasattr(module, "nf") else ("out_features", "in_features")
 
     def forward_without_bias(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Returns the output of a row layer before the sum over ranks. Only for rules that add the bias last."""
+        """Returns the output of a row layer before the sum over ranks. Only for rules with `adds_bias_last`."""
         raise NotImplementedError(f"{type(module).__name__} has no forward without its bias")
 
     def add_bias(self, output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Returns `output` + `bias`, the bias along the features of the output."""
+        """Returns `output` + `bias`, with the bias along the output features."""
         return output + bias
 
 
@@ -61,5 +61,5 @@ def rule_of(module: nn.Module) -> LayerRule:
 
 
 def is_linear_like(module: nn.Module) -> bool:
-    """Whether the forward of `module` is y = x W + b, so that it may be replaced."""
+    """Returns whether the forward of `module` is y = x W + b, so that it may be replaced."""
     return rule_of(module).is_matmul

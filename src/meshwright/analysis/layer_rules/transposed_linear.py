@@ -8,14 +8,16 @@ from meshwright.analysis.layer_rules.rule import LayerRule
 
 
 class TransposedLinearRule(LayerRule):
-    """y = x W + b with a weight (in, out). The class is matched by name: transformers need not be installed."""
+    """The rule of y = x W + b with a weight (in, out). It matches the class by name, so transformers need not be
+    installed.
+    """
 
     is_matmul = True
     adds_bias_last = True
     output_dim = 1
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether its class is called Conv1D and has a forward of its own."""
+        """Returns whether the class of `module` is called Conv1D and defines its own forward."""
         return type(module).__name__ == "Conv1D" and type(module).forward is not nn.Linear.forward
 
 

@@ -1,24 +1,28 @@
-"""Profiles one forward and backward on fake tensors: assigns every operation and every saved byte to the layer that
-runs.
+"""Profiles one forward and backward on fake tensors: assigns every operation and every saved byte to the layer that is
+running.
 
-[Note: what is kept] A saved-tensor hook sees what autograd saves. A storage counts once, for the layer that saves it
-first; one that several blocks save (rotary tables, a mask) counts for the layer that made it. Parameters do not count.
-Elements of the compute type are separate from bytes of fixed types; a cast to float32 is another storage only where the
-compute type is narrower. The profile runs in the job's compute type on host tensors, whose shapes, saved tensors and
-types are those of a device, with three exceptions that are corrected here: dropout saves a mask of one byte, attention
-applies dropout inside its kernel as on CUDA, and statistics of norms take 4 bytes. On the host torch falls back on full
-matrices of scores where there is dropout, or where values have another width than queries (multi-head latent
-attention). CUDA kernels repeat dropout from its seed, and the memory-efficient kernel supports any width.
+[Note: saved bytes] A saved-tensor hook sees what autograd saves. A storage counts once, for the layer that saves it
+first. A storage that several blocks save (rotary tables, a mask) counts for the layer that made it. Parameters do not
+count. Elements of the compute type and bytes of fixed types are counted separately. A cast to float32 makes a new
+storage only where the compute type is narrower. The profile runs in the job's compute type on CPU tensors. Their
+shapes, saved tensors and types are those of a device, with three exceptions that are corrected here. On a device
+dropout saves a mask of one byte per element, attention applies dropout inside its kernel (as on CUDA), and statistics
+of norms take 4 bytes. On the CPU torch falls back on full score matrices where there is dropout, or where values have
+another width than queries (multi-head latent attention). CUDA kernels recompute dropout from its seed, and the
+memory-efficient kernel supports any width.
 
-[Note: shares] The output of a column-parallel weight is sharded over tensor ranks, and so is everything computed from
-it, until a row-parallel weight sums it. Saved sharded tensors are divided by tp, all others are not.
+[Note: sharded activations] The output of a column-parallel weight is sharded over tensor ranks. So is everything
+computed from it, until a row-parallel weight sums it. The size of saved sharded tensors is divided by tp, that of all
+others is not.
 
-[Note: compiled] A compiled block saves less (runtime/compile.py): not what is saved for recomputable functions alone
-and can be recomputed, unless it is a quarter of its inputs or less, such as a norm's 1/rms, since torch does not
-recompute such sums. The tape that finds what selective recompute drops knows for which functions a tensor is saved.
+[Note: compiled] A compiled block saves less (runtime/compile.py). It does not save a tensor that is saved only for
+recomputable functions and can itself be recomputed. An exception is a reduction whose result is at most a quarter of
+its inputs, such as a norm's 1/rms, since torch does not recompute reductions. The tape that finds what selective
+recompute drops also knows for which functions a tensor is saved.
 
-[Note: transient] While a layer runs backward: the live bytes in addition to everything that it and the layers before it
-have saved. The saved tensors that are requested show which layer runs.
+[Note: transient] The transient bytes of a layer are measured while it runs backward. They are the live bytes in
+addition to everything that this layer and the layers before it have saved. The saved tensor that backward requests
+shows which layer is running.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ def fused_attention(
     *rest: Any,
     **named: Any,
 ) -> torch.Tensor:
-    """Computes attention by a fused kernel without dropout. Takes the arguments of `scaled_dot_product_attention`."""
+    """Computes attention with a fused kernel without dropout. Takes the arguments of `scaled_dot_product_attention`."""
     causal = bool(named.get("is_causal", rest[1] if len(rest) > 1 else False))
     scale, grouped = named.get("scale"), bool(named.get("enable_gqa", False))
     if value.shape[-1] == query.shape[-1] or query.ndim != 4:
@@ -73,7 +77,9 @@ MHA_DROPOUT_INDEX = 10
 """Position of `dropout_p` among the arguments of `multi_head_attention_forward`."""
 
 REDUCTION_FACTOR = 4
-"""Ratio of input to output size from which a compiler takes a function for a reduction."""
+"""If the inputs of a function are at least this many times larger than its output, a compiler treats it as a
+reduction.
+"""
 
 STATISTIC_BYTES = 4
 """Bytes of a mean or 1/std on a device, whatever the type of the input."""
@@ -81,8 +87,8 @@ STATISTIC_BYTES = 4
 
 @dataclass
 class DroppedBytes:
-    """The part of a layer's saved bytes that selective recompute drops (`derived`), and that compiled blocks do not
-    save (`fused`).
+    """The part of a layer's saved bytes that is not saved: `derived` under selective recompute, `fused` in compiled
+    blocks.
     """
 
     derived_split: float = 0.0
@@ -99,7 +105,7 @@ class DroppedBytes:
 
 @dataclass
 class LayerStats:
-    """Totals of one layer in one run over the batch."""
+    """Totals of one layer in one profiled step over the batch."""
 
     flops: float = 0.0
     attention: float = 0.0
@@ -122,11 +128,11 @@ class LayerStats:
 
 
 class StorageOrigin(NamedTuple):
-    """The origin of a storage: the layer that made it, the weight that it is computed from alone, and whether it is
-    sharded.
+    """The origin of a storage: the layer that made it, the weight if it is computed from a single weight alone, and
+    whether it is sharded.
 
-    A statistic is the mean or 1/std of a norm. Core is what fused attention saves in addition to its operands and its
-    output.
+    `is_statistic`: the mean or 1/std of a norm. `is_core`: what fused attention saves in addition to its operands and
+    its output.
     """
 
     layer: str
@@ -148,7 +154,7 @@ class SavedStorage:
 
 @dataclass
 class ActivationProfiler:
-    """Profiles one run. `layers` is complete after `backward`."""
+    """Profiles one step. `layers` is complete after `backward`."""
 
     compute: torch.dtype
     splits: Mapping[str, TpSplit]
@@ -164,17 +170,19 @@ class ActivationProfiler:
     dropped: dict[str, weakref.WeakKeyDictionary[Any, str]] = field(
         default_factory=lambda: {what: weakref.WeakKeyDictionary() for what in ("derived", "fused")}
     )
-    """Storages that selective recompute drops, and compiled blocks, by the block that saves them."""
+    """For selective recompute and for compiled blocks: the storages that are dropped, by the block that would save
+    them.
+    """
     gates: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
-    """Of what compiled blocks drop, what they save where they are compiled in pieces between products."""
+    """Dropped storages that a block saves after all if it is compiled in pieces between products."""
     tape: RematTape | None = None
     packed: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
-    """Saved tensors of the running block; whether for a recomputable function."""
+    """Saved tensors of the running block, and whether each is saved for a recomputable function."""
     before: dict[str, float] | None = None
-    """In backward: bytes that each layer and those before it have saved."""
+    """During backward: for each layer, the bytes that it and the layers before it have saved."""
 
     def register_inputs(self, parameters: Mapping[str, torch.Tensor], inputs: Any) -> None:
-        """Registers parameters, which do not count, and inputs. Floating-point inputs, which the runtime casts, belong
+        """Registers parameters, which do not count, and inputs. The runtime casts floating-point inputs, so they belong
         to the layer that saves them.
         """
         for name, tensor in parameters.items():
@@ -234,7 +242,8 @@ class ActivationProfiler:
         )
 
     def _behind_products(self, requested: Iterable[RematValue]) -> list[RematValue]:
-        """Returns those values that are saved for a function after a product that ran after their inputs were saved.
+        """Returns the values that are saved for a function after a product, where that product ran after their inputs
+        were saved.
 
         See [Note: in pieces] in planner/cost/activations.py.
         """
@@ -355,7 +364,7 @@ class ActivationProfiler:
         if name in FUSED_ATTENTION_OPS:
             tally.query_width += given[0].numel()
             tally.key_value_width += given[1].numel() + given[2].numel()
-        if name == GROUPED_MM and not tally.routed:  # the first product of the experts reads what is sent to them
+        if name == GROUPED_MM and not tally.routed:  # the first expert product reads all routed tokens
             tally.routed = given[0].numel()
         if name in FUSED_ATTENTION_OPS or name in NORM_OPS:
             for tensor in made[1:]:
@@ -369,7 +378,7 @@ class ActivationProfiler:
             return StorageOrigin(self.layer, weights[0])
         is_share = any(origin.is_sharded for origin in origins)
         if is_product and any(weight in self.splits for weight in weights):
-            is_share = not is_share  # column weights begin sharding, row weights end it
+            is_share = not is_share  # column weights start sharding, row weights end it
         return StorageOrigin(self.layer, None, is_share, from_input=any(origin.from_input for origin in origins))
 
     def _track(self, storages: list[Any], origin: StorageOrigin) -> None:
@@ -400,8 +409,8 @@ class _ProfilerMode(TorchDispatchMode):
 
 
 class _CudaLikeFunctions(TorchFunctionMode):
-    """Runs dropout and attention as a CUDA device does. A key-value cache, which training does not use, saves
-    nothing.
+    """Runs dropout and attention as a CUDA device does. A key-value cache saves nothing, since training does not use
+    it.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -410,7 +419,7 @@ class _CudaLikeFunctions(TorchFunctionMode):
             return fused_attention(*args, **kwargs)
         if function is F.dropout:
             return _dropout(*args, **kwargs)
-        if function is F.multi_head_attention_forward:  # functions that it calls are not intercepted
+        if function is F.multi_head_attention_forward:  # the mode does not intercept functions that it calls
             args = (*args[:MHA_DROPOUT_INDEX], 0.0, *args[MHA_DROPOUT_INDEX + 1 :])
         if function is torch.cat and len(args[0]) == 2 and args[0][0].numel() == 0:
             return args[0][1]
@@ -418,7 +427,7 @@ class _CudaLikeFunctions(TorchFunctionMode):
 
 
 def _recompute_bytes(value: RematValue) -> int:
-    """Returns the bytes that recomputing a value reads and writes."""
+    """Returns the bytes that are read and written to recompute a value."""
     return value.nbytes + sum(map(_view_bytes, value.sources))
 
 

@@ -1,9 +1,9 @@
 """Runs one training step of a model on fake tensors and returns the statistics of every layer for one batch.
 
-Where a model reads token ids, a token is a token. Otherwise a row of the batch is one token, and `Workload.sequence` is
-1: parameters, FLOPs and saved bytes are those of a sample. Parameters have the compute type of the job, and buffers
-have their own types, as in the runtime: what norms and attention cast to float32 depends on it. The model stays
-unchanged, since fake tensors replace its own.
+For a model that reads token ids, a token of the profile is a token id. For any other model, a row of the batch is one
+token, and `Workload.sequence` is 1: parameters, FLOPs and saved bytes are those of a sample. Parameters have the
+compute type of the job, and buffers have their own types, as in the runtime, since these types decide what norms and
+attention cast to float32. Fake tensors replace the tensors of the model, so the model does not change.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.profile.activations import ActivationProfiler, LayerStats
 
 DEFAULT_IMAGE_PIXELS = 224
-"""Pixels per side where a model with convolutions does not give a size."""
+"""Default pixels per side of an image, where a model with convolutions does not give a size."""
 
 
 @dataclass(frozen=True)
 class TraceInputs:
-    """Shapes and types by name, rows first. The name '' is passed by position. `tokens` is the number of tokens per
-    row.
+    """The shapes and types of the inputs by name, with rows as the first dimension. The input named '' is passed by
+    position. `tokens` is the number of tokens per row.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -44,7 +44,7 @@ class TraceInputs:
         )
 
     def make(self, rows: int, compute: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """Returns arguments with `rows` rows, floating-point ones in the compute type, as in the runtime."""
+        """Returns arguments with `rows` rows. Floating-point arguments have the compute type, as in the runtime."""
         made = {
             name: torch.zeros(rows, *shape, dtype=compute if dtype.is_floating_point else dtype)
             for name, (shape, dtype) in self.shapes.items()
@@ -72,8 +72,8 @@ FRONT, BETWEEN, BACK, EMBEDDING, HEAD = "front", "between", "back", "embedding",
 class FakeStepResult:
     """The result of a step over `rows` rows.
 
-    It has bytes per element, the layers' statistics in forward order, elements of the logits and their width, and the
-    number of learned positions.
+    It has the bytes per element, the statistics of the layers in forward order, the number and width of the logits, and
+    the number of learned positions.
     """
 
     rows: int
@@ -87,10 +87,11 @@ class FakeStepResult:
 def trace_step(
     model: nn.Module, graph: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
 ) -> FakeStepResult:
-    """Runs one step over `rows` rows in the type `compute`. Raises whatever the model raises on tensors without values.
+    """Runs one step over `rows` rows in the type `compute`. Passes on any exception of the model on tensors without
+    values.
 
-    Without a key-value cache, Hugging Face's models check whether a batch is packed, which needs values; with one they
-    do not. Some have no cache that works in training.
+    Without a key-value cache, Hugging Face models check whether a batch is packed, which needs values. With a cache
+    they do not check. Some models have no cache that works in training.
     """
     try:
         return _trace_step(model, graph, inputs, compute, rows, cache=True)
@@ -136,7 +137,9 @@ def fake_like(tensor: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def training_mode(model: nn.Module, cache: bool) -> Iterator[None]:
-    """Sets training mode, with a cache where the configuration has such an option; restores both on exit."""
+    """Sets training mode, and sets the configuration's `use_cache`, if it has one, to `cache`. Restores both on
+    exit.
+    """
     modes = [(module, module.training) for module in model.modules()]
     config: Any = getattr(model, "config", None)
     before = getattr(config, "use_cache", None)
@@ -154,7 +157,7 @@ def training_mode(model: nn.Module, cache: bool) -> Iterator[None]:
 
 @contextmanager
 def silence_fake_tensor_log() -> Iterator[None]:
-    """Silences torch's log of tracebacks for failures on fake tensors, which become one error line here."""
+    """Silences torch's log of tracebacks for failures on fake tensors, since this package reports them in one line."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:
@@ -164,20 +167,20 @@ def silence_fake_tensor_log() -> Iterator[None]:
 
 
 def layer_order(place: str) -> tuple[int, int]:
-    """Returns a key that sorts layers as they run."""
+    """Returns a sort key that puts layers in forward order."""
     known = {EMBEDDING: 0, FRONT: 1, BACK: 3, HEAD: 4}
     name, _, index = place.partition(".")
     return known.get(name, 2), 2 * int(index) + (name == BETWEEN) if index.isdigit() else 0
 
 
 def layer_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Module]]:
-    """Returns the modules whose run is a layer's run."""
+    """Returns the modules whose forward is that of a layer."""
     if graph.blocks is None:
         return [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
     stacks = [path for path, _ in graph.stacks] if graph.spans_stacks else [graph.blocks]
     blocks = [block for path in stacks for block in model.get_submodule(path).children()]
     found = [(f"block.{index}", block) for index, block in enumerate(blocks)]
-    if graph.embedding:  # encoder and decoder may each have a module with the table
+    if graph.embedding:  # encoder and decoder may each have a module that shares the table
         table = model.get_submodule(graph.embedding).weight
         tables = [
             module
@@ -190,8 +193,8 @@ def layer_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Mod
 
 @contextmanager
 def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfiler) -> Iterator[None]:
-    """Informs the profiler which layer runs. Code outside of layers is before the blocks, after those of a stack, or
-    after the last one.
+    """Notifies the profiler which layer is running. Code outside of layers counts as before the blocks, after the blocks
+    of a stack, or after the last block.
     """
     stack: list[str] = []
     handles = []
@@ -203,7 +206,7 @@ def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfil
     def follow(module: nn.Module, place: str) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             stack.append(profiler.layer)
-            if place != EMBEDDING or profiler.layer == FRONT:  # a later stack looks up its words where it begins
+            if place != EMBEDDING or profiler.layer == FRONT:  # a later stack looks up its tokens where it begins
                 profiler.layer = place
             if place in behind:
                 profiler.begin_block((args, kwargs))
@@ -215,7 +218,7 @@ def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfil
             made = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), None)
             profiler.layers[place].output = float(made.numel()) if made is not None else 0.0
             if graph.blocks is None:
-                return  # code after a child belongs to it
+                return  # code after a child module belongs to the child
             profiler.layer = behind[place] if place in behind and outside not in behind else outside
 
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))

@@ -1,7 +1,7 @@
 """The cost of one operation: FLOPs of matrix products, FLOPs of attention, and bytes that all other operations move.
 
-Sources: torch's own formulas for products and convolutions (`torch.utils.flop_counter`). Attention executes two
-products over the context, which a causal mask halves (Korthikanti et al., arXiv 2205.05198, count both halves). Views
+FLOPs of products and convolutions follow torch's own formulas (`torch.utils.flop_counter`). Attention executes two
+products over the context. A causal mask halves them (Korthikanti et al., arXiv 2205.05198, count both halves). Views
 cost nothing.
 """
 
@@ -20,12 +20,12 @@ FUSED_ATTENTION_OPS = frozenset(
      "_scaled_dot_product_attention_math_for_mps"}
 )  # fmt: skip
 IS_CAUSAL_INDEX = {"_scaled_dot_product_efficient_attention": 5, "_scaled_dot_product_cudnn_attention": 6}
-"""Position of `is_causal` among the arguments; 4 for all other kernels."""
+"""The position of `is_causal` among the arguments. It is 4 for all other kernels."""
 GROUPED_MM = "_grouped_mm"
 
 
 class OperationCost(NamedTuple):
-    """The forward cost of one operation. `is_product`: a matrix product or convolution, also of two activations."""
+    """The forward cost of one operation. `is_product`: a matrix product or convolution, even without a weight."""
 
     flops: float = 0.0
     attention: float = 0.0
@@ -41,8 +41,8 @@ def operation_name(operation: Any) -> str:
 def operation_cost(
     operation: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor], weighs: bool
 ) -> OperationCost:
-    """Returns the cost. `given` and `made` are input and output tensors; `weighs`: whether a parameter is among the
-    inputs.
+    """Returns the cost of one call. `given` and `made` are the input and output tensors. `weighs`: an input is a
+    parameter.
     """
     name = operation_name(operation)
     if name in FUSED_ATTENTION_OPS:
@@ -59,7 +59,7 @@ def operation_cost(
 
 
 def fused_attention_flops(name: str, args: Any, kwargs: Any) -> float:
-    """Returns the FLOPs of a fused attention kernel, forward."""
+    """Returns the forward FLOPs of a fused attention kernel."""
     query, key, value = args[:3]
     place = IS_CAUSAL_INDEX.get(name, 4)
     causal = kwargs.get("is_causal", args[place] if len(args) > place else False)
@@ -68,7 +68,7 @@ def fused_attention_flops(name: str, args: Any, kwargs: Any) -> float:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes that reading all of `tensor` takes. Expanded elements are read once."""
+    """Returns the bytes that are read when all of `tensor` is read. An expanded element is read once."""
     elements = (
         math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
         if tensor.numel()

@@ -1,11 +1,11 @@
-"""Makes a `ModelSpec` of a module: its structure from the analysis, its costs and saved bytes from two runs on fake
-tensors.
+"""Makes a `ModelSpec` of a module. The analysis gives its structure; two steps on fake tensors give its costs and saved
+bytes.
 
-The runs have some rows and twice as many. What an added row adds, divided by its tokens, is the layer's cost per token.
-So tables that do not grow with the batch, and gradients of weights, do not count. Saved bytes and attention are for the
-traced sequence length: what grows with its square (probabilities of unfused attention, masks) is included at that
-length. What the loss saves is added to the layer that makes the logits. Adjacent blocks with equal costs become one
-layer with a repeat count.
+The second step has twice as many rows as the first. The cost of a layer per token is the difference between the two
+steps, divided by the added tokens. So tables that do not grow with the batch, and gradients of weights, do not count.
+Saved bytes and attention hold for the traced sequence length. They include terms that grow with its square
+(probabilities of unfused attention, masks). What the loss saves is added to the layer that makes the logits. Adjacent
+blocks with equal costs become one layer with a repeat count.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.precision import recipe
 
 MIN_TOKENS, MAX_ROWS = 4096, 64
-"""Tokens of the smaller of the two batches, so that activations outweigh gradients of weights at a layer's peak; rows
-at most.
+"""Minimum tokens of the smaller batch, and maximum rows. With this many tokens, activations outweigh gradients of
+weights at a layer's peak.
 """
 LOSS_BYTES_PER_LOGIT, LOSS_BYTES_PER_LABEL = 4, 10
 LOSS_LOGIT_PASSES = 4
-"""Bytes that the loss saves: for each logit its softmax in float32; for each label its index and whether it is valid.
-It reads and writes the logits LOSS_LOGIT_PASSES times.
+"""The loss saves the softmax of each logit in float32, and for each label its index and whether it is valid. It reads
+and writes the logits LOSS_LOGIT_PASSES times.
 """
 
 
@@ -55,7 +55,7 @@ def describe(
 ) -> ModelSpec:
     """Returns the `ModelSpec` of `model`, or of the model that a function builds. Nothing is allocated or computed.
 
-    `batch` is an example batch, where the model does not describe its inputs. `precision` is that of the job, which
+    `batch` is an example batch, where the model does not describe its inputs. `precision` is that of the job. It
     decides what is cast to float32.
 
     Raises:
@@ -92,10 +92,10 @@ def describe(
 def _trace_rows(
     model: nn.Module, graph: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
 ) -> FakeStepResult:
-    """Traces a step; in bfloat16 where the compute type fails.
+    """Traces a step, in bfloat16 where it fails in the compute type.
 
-    Torch knows the shapes of grouped expert products in bf16 alone. What is cast to float32 there has as many bytes as
-    in float32.
+    Torch implements the shapes of grouped expert products only for bf16. Tensors that the bfloat16 step casts to
+    float32 have as many bytes as in a float32 step.
     """
     try:
         return trace_step(model, graph, inputs, compute, rows)
@@ -109,7 +109,7 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
     """Returns what `make` builds, on the meta device where it can be built there.
 
     Raises:
-        InputError: it cannot be built.
+        InputError: the model cannot be built.
     """
     try:
         try:
@@ -140,7 +140,7 @@ def _error_line(error: Exception) -> str:
 def spec_from_runs(
     name: str, model: nn.Module, graph: ModelGraph, tokens: int, runs: list[FakeStepResult]
 ) -> ModelSpec:
-    """Returns the spec from two runs, layers in forward order."""
+    """Returns the spec from the two steps, with layers in forward order."""
     few, many = runs
     accounts = {place: _per_token(few.layers[place], many.layers[place], few, tokens) for place in few.layers}
     _add_loss(accounts, few, tokens)
@@ -181,7 +181,7 @@ def spec_from_runs(
 
 
 def _per_token(few: LayerStats, many: LayerStats, run: FakeStepResult, tokens: int) -> dict[str, float]:
-    """Returns the fields of `LayerSpec` from what the second run adds, per token."""
+    """Returns the fields of `LayerSpec`, per token, from the difference between the two steps."""
     before = few.values()
     added = {name: (value - before[name]) / (run.rows * tokens) for name, value in many.values().items()}
     added = {name: value if name.startswith(("derived", "fused")) else max(value, 0.0) for name, value in added.items()}
@@ -200,8 +200,8 @@ def _per_token(few: LayerStats, many: LayerStats, run: FakeStepResult, tokens: i
 
 
 def _add_loss(accounts: dict[str, dict[str, float]], run: FakeStepResult, tokens: int) -> None:
-    """Adds the loss. The softmax of the logits is on the ranks that have the vocabulary. The logits live until the loss
-    has read them.
+    """Adds the costs of the loss. The ranks that have the vocabulary also have the softmax of the logits. The logits
+    are live until the loss has read them.
     """
     each = run.logits / (run.rows * tokens)
     account = accounts[HEAD if HEAD in accounts else next(reversed(accounts))]
@@ -212,7 +212,7 @@ def _add_loss(accounts: dict[str, dict[str, float]], run: FakeStepResult, tokens
 
 
 def _layer_parameters(model: nn.Module, graph: ModelGraph) -> dict[str, tuple[ParameterSpec, ...]]:
-    """Returns the parameters of each layer as the runtime assigns them. A tied vocabulary is repeated first in the
+    """Returns the parameters of each layer as the runtime assigns them. A tied vocabulary is also listed first in the
     head.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -240,16 +240,16 @@ def _layer_parameters(model: nn.Module, graph: ModelGraph) -> dict[str, tuple[Pa
 
 
 def _are_identical(first: LayerSpec, second: LayerSpec) -> bool:
-    """Returns whether blocks are equal except for their transient bytes."""
+    """Returns whether two blocks are equal except for their transient bytes."""
     if first.name != second.name or first.name != "block":
         return False
     return first.but(repeat=1, transient=0.0) == second.but(transient=0.0)
 
 
 def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStepResult) -> str:
-    """Returns why a batch must not be divided, as far as shapes show it; '' where they show nothing.
+    """Returns why a batch must not be divided, '' where the shapes show no reason.
 
-    The first step of a run checks it with values (runtime/preflight/batch_separability.py).
+    The first step of a training run checks this with values (runtime/preflight/batch_separability.py).
     """
     if path := find_batch_norm(model):
         return Message("{path} is a norm with statistics of the batch", path=path)
@@ -258,7 +258,7 @@ def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStep
 
 
 def _notes(graph: ModelGraph, tokens: int, together: str) -> list[str]:
-    """Returns notes for the reader of the spec."""
+    """Returns notes for the user who reads the spec."""
     notes: list[str] = []
     if tokens == 1:
         notes.append(Message("a token is a whole sample: the sequence is 1"))

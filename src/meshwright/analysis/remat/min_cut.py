@@ -1,9 +1,10 @@
-"""Plans selective recompute: the smallest cut between what cannot be recomputed and what autograd asks to save.
+"""Plans selective recompute: a minimum cut between what cannot be recomputed and what autograd asks to save.
 
-[Note: least bytes] What is saved is a minimum cut: of all sets of storages from which every requested tensor can be
-recomputed, the one of fewest bytes; of equal ones the one that leaves least to recompute. Inputs of the block, weights
-and buffers are resident anyway and cost nothing. Source: what torch.compile does for compiled graphs (H. He, Min-cut
-optimal recomputation with AOTAutograd, 2022), here for eager blocks, with one vertex for each storage.
+[Note: minimum cut] The saved storages are a minimum cut: of all sets from which every requested tensor can be
+recomputed, the set with the fewest bytes. Of several sets with equal bytes, the plan takes the one that leaves least to
+recompute. Inputs of the block, weights and buffers are resident anyway and cost nothing. Source: H. He, Min-cut optimal
+recomputation with AOTAutograd, 2022, which torch.compile applies to compiled graphs. Here it is applied to eager
+blocks, with one vertex for each storage.
 """
 
 from __future__ import annotations
@@ -16,24 +17,29 @@ import networkx  # type: ignore[import-untyped]
 import torch
 
 STEPS_PER_BYTE = 4096
-"""Steps of recomputation that count as much as a byte: they decide between cuts of equal bytes."""
+"""Recompute steps that weigh as much as one byte. The ratio is so high that steps only decide between cuts of equal
+bytes.
+"""
 MAX_CACHED_PLANS = 64
-"""Forms of blocks whose plans are cached."""
+"""Maximum number of cached plans. A plan is cached for each distinct graph of a block."""
 
 RematPlanCache = dict[Any, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]]
-"""For each form of block, as indices in the order of values: what is saved, and what is recomputed for each of the
-others.
+"""For each graph of a block, as indices in the order of values: the saved values, and for each requested value that is
+not saved, the values to recompute.
 """
 
 
 class RematValue:
     """One storage in the forward of a block.
 
-    `function` made it, as result number `place`, from `args` and `kwargs`, in which views replace tensors; None where
-    it cannot be recomputed. `free`: it is resident anyway. `entered`: an input of the block. `gathered`: a weight,
-    whose storage is freed and filled with the same values again. `saved`: what is saved of it. `recomputed`: its
-    recomputed tensor, which `pending_tensors` saved tensors still need. `pending_values`: recomputed values that still
-    read it.
+    - `function` made the storage, as its result number `place`, from `args` and `kwargs`, in which views replace
+      tensors. It is None where the storage cannot be recomputed.
+    - `free`: the storage is resident anyway.
+    - `entered`: it is an input of the block.
+    - `gathered`: it is a weight, whose storage is freed and later filled with the same values again.
+    - `saved` is what the tape saved of the storage.
+    - `recomputed` is the recomputed tensor, which `pending_tensors` saved tensors still need.
+    - `pending_values` counts the recomputed values that still read the storage.
     """
 
     __slots__ = (
@@ -66,7 +72,7 @@ class RematValue:
         self.pending_tensors = self.pending_values = 0
 
     def drop_function(self) -> None:
-        """Makes it not recomputable."""
+        """Marks the value as not recomputable."""
         self.function: Any = None
         self.args: Any = ()
         self.kwargs: Any = {}
@@ -74,17 +80,17 @@ class RematValue:
 
     @property
     def reads(self) -> dict[RematValue, None]:
-        """The values it is made of, each once."""
+        """The values that it is computed from, each once."""
         return {view.value: None for view in self.sources}
 
     @property
     def is_written(self) -> bool:
-        """Whether it was written since it was made, first read, or saved."""
+        """Whether the storage was written to since it was made, first read, or saved."""
         return self.probe._version != self.version
 
     @property
     def is_recomputable(self) -> bool:
-        """Whether its function and unmodified inputs are known."""
+        """Whether its function is known and the inputs of the function are unmodified."""
         return (
             self.function is not None
             and not self.is_written
@@ -93,12 +99,12 @@ class RematValue:
 
     @property
     def is_resident(self) -> bool:
-        """Whether it is in memory without being saved."""
+        """Whether it is in memory even if it is not saved."""
         return self.free and self.storage() is not None
 
 
 class StorageView(NamedTuple):
-    """A tensor: its layout in the storage of a value, and the version that was read."""
+    """A tensor as a view: its layout in the storage of a value, and the version that was read."""
 
     value: RematValue
     size: torch.Size
@@ -114,8 +120,8 @@ class StorageView(NamedTuple):
 
 
 class RematPlan(NamedTuple):
-    """What is saved; what is resident and must stay referenced; what is recomputed of both, in the order in which it
-    was made.
+    """A plan. `saved` values are saved. `needed` values are resident and must stay referenced. `recomputed` values are
+    computed again, in the order in which they were made.
 
     `recomputed_for` has, for each requested value that is not saved, the values to recompute.
     """
@@ -127,8 +133,8 @@ class RematPlan(NamedTuple):
 
 
 def plan_remat(requested: dict[RematValue, None], cuts: RematPlanCache, stay: Collection[RematValue] = ()) -> RematPlan:
-    """Returns how all of `requested` is obtained ([Note: least bytes]). Values in `stay` are not recomputed although
-    they could be.
+    """Returns how to obtain all of `requested` ([Note: minimum cut]). Values in `stay` are not recomputed, even if they
+    could be.
     """
     order = ancestors_in_order(requested)
     number = {value: at for at, value in enumerate(order)}
@@ -166,8 +172,8 @@ def plan_remat(requested: dict[RematValue, None], cuts: RematPlanCache, stay: Co
 
 
 def ancestors_in_order(requested: Iterable[RematValue], known: Collection[RematValue] = ()) -> list[RematValue]:
-    """Returns `requested` and everything they are made of, sources first. It stops at `known` and at resident
-    values.
+    """Returns `requested` and everything that they are computed from, sources first. The search stops at `known` and at
+    resident values.
     """
     found: dict[RematValue, None] = {}
     ahead = [*requested][::-1]
@@ -188,7 +194,7 @@ def ancestors_in_order(requested: Iterable[RematValue], known: Collection[RematV
 def _min_cut(
     order: list[RematValue], requested: Collection[RematValue], stay: Collection[RematValue]
 ) -> tuple[int, ...]:
-    """Returns the indices in `order` of what is saved."""
+    """Returns the indices in `order` of the values to save."""
     remade = {value for value in order if value.is_recomputable and value not in stay}
     steps = dict.fromkeys(order, 0)
     for value in reversed(order):
@@ -213,7 +219,7 @@ def _min_cut(
 
 
 def version_probe_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that shares the version counter of `tensor` and has no memory."""
+    """Returns a tensor that shares the version counter of `tensor` but has no memory."""
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe

@@ -1,24 +1,25 @@
-"""A tape of one forward of a block, for selective recompute: which saved tensors can be recomputed from others by cheap
-operations.
+"""A tape of one forward of a block, for selective recompute: it records which saved tensors can be recomputed from
+others by cheap operations.
 
 A `RematTape` records elementwise operations, norms, sums and copies (`RECOMPUTABLE_OPS`). The results of matrix
-products, attention, random functions and custom functions cannot be recomputed. At the end every tensor that autograd
-asked to save is either saved or recomputed from what is saved when backward requests it.
+products, attention, random functions and custom functions cannot be recomputed. At the end of the forward, every tensor
+that autograd asked to save is either saved or dropped. A dropped tensor is recomputed from saved ones when backward
+requests it.
 
 Guarantees:
 - A recomputed tensor is bitwise equal, since the same kernels read the same values.
 
-[Note: no longer than needed] The tape keeps no memory alive that the block would have freed, except what is smaller
-than the tensor made from it (the 16-bit input of a float32 copy). Freed values can be recomputed on the way to others,
-but not saved.
+[Note: tape memory] The tape keeps no memory alive that the block would have freed. The exception is an input that is
+smaller than the tensor made from it (the 16-bit input of a float32 copy). Freed values can be recomputed as
+intermediate results, but cannot be saved.
 
-[Note: gone when used] A recomputed tensor is freed when the last of the saved tensors that need it has been requested.
-One that only other recomputed values read is freed when these exist. Tensors that backward never requests, such as
-those behind a result that no loss reads, keep only their sources alive.
+[Note: freeing recomputed tensors] A recomputed tensor is freed when the last of the saved tensors that need it has been
+requested. A tensor that only other recomputed values read is freed when these values exist. Some tensors are never
+requested, such as those of a result that no loss reads. They keep only their sources alive.
 
-[Note: written between] A value that is written after it was read would be recomputed from other values. Version
-counters detect this: such a value is saved. Where something is written after the block has run, backward raises an
-error as autograd does. Of buffers that passes write to, a copy is saved.
+[Note: in-place writes] If a value is written to after an operation has read it, recomputing that operation would read
+other values. Version counters detect this, and such a value is saved. If something is written to after the block has
+run, backward raises an error, as autograd does. Of buffers that other forwards write to, a copy is saved.
 """
 
 from __future__ import annotations
@@ -49,14 +50,15 @@ OWN_CHECKPOINT_REASON = (
 def active_saved_tensor_hooks() -> Any:
     """Returns the active saved-tensor hooks, None where autograd saves tensors itself.
 
-    Private to torch: tests of models that checkpoint activations themselves fail when it moves.
+    This attribute is private to torch. If torch moves it, the tests of models that checkpoint activations themselves
+    fail.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def saved_tensor_state() -> tuple[Any, bool]:
-    """Returns the active hooks, and whether gradients are enabled. Inside a checkpoint of the model's own one of them
-    differs.
+    """Returns the active hooks, and whether gradients are enabled. Inside an activation checkpoint of the model itself,
+    one of the two differs.
     """
     return active_saved_tensor_hooks(), torch.is_grad_enabled()
 
@@ -75,7 +77,7 @@ RECOMPUTABLE_OPS = frozenset([
     "__truediv__", "__pow__", "__neg__",
 ])
 # fmt: on
-"""Names of torch functions that read and write their tensors about once, and return the same whenever they are
+"""Names of torch functions that read and write their tensors about once. They return the same values whenever they are
 called.
 """
 
@@ -85,8 +87,8 @@ UnpackHook = Callable[[Any], torch.Tensor]
 
 
 class SavedTensor:
-    """What autograd stores in place of a tensor: the tensor itself while the block runs forward, then a view or what
-    was saved.
+    """What autograd stores in place of a tensor. While the block runs forward it is the tensor itself. Afterwards it is
+    a view, or the result of saving the tensor.
     """
 
     __slots__ = ("probe", "recomputes", "saved", "tensor", "version", "view")
@@ -102,7 +104,7 @@ class SavedTensor:
 class RematTape(TorchFunctionMode):
     """The tape of one forward of a block with inputs `entering`, and of its backward.
 
-    `keep` and `take` store and load what is saved. `weights` are storages that are freed and filled again.
+    `keep` saves a tensor and `take` loads it. `weights` are storages that are freed and filled again.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class RematTape(TorchFunctionMode):
         self.saved: list[SavedTensor] = []
         self.small: list[torch.Tensor] = []
         self.is_cheap = False
-        """A recomputable function runs: what is saved meanwhile is saved for it."""
+        """Whether a recomputable function is running. If so, autograd saves tensors for that function."""
         self.entering = [tensor for tensor in entering if self._is_plain(tensor)]
         for tensor in self.entering:
             self.values.setdefault(tensor.untyped_storage(), RematValue(tensor, free=True, entered=True))
@@ -147,12 +149,12 @@ class RematTape(TorchFunctionMode):
         value = self.values[tensor.untyped_storage()] = RematValue(tensor)
         value.function, (value.args, value.kwargs), value.sources, value.place = function, seen, sources, place
         given = {view.value: None for view in sources if not view.value.free}
-        if value.nbytes > sum(each.nbytes for each in given):  # [Note: no longer than needed]
+        if value.nbytes > sum(each.nbytes for each in given):  # [Note: tape memory]
             self.small += [flat_storage_view(each) for each in given]
 
     def _seen(self, given: Any, sources: list[StorageView]) -> Any:
-        """Returns `given` with views in place of tensors, which are appended to `sources`; None where a tensor cannot
-        be followed.
+        """Returns `given` with views in place of tensors. The views are appended to `sources`. Returns None where a
+        tensor cannot be followed.
         """
         if isinstance(given, torch.Tensor):
             if not self._is_plain(given):
@@ -174,7 +176,7 @@ class RematTape(TorchFunctionMode):
     def view(self, tensor: torch.Tensor) -> StorageView:
         """Returns the view of `tensor` in its storage."""
         value = self.values.get(tensor.untyped_storage())
-        if value is None:  # weights, buffers and what others made of them; or what cannot be recomputed
+        if value is None:  # a weight, a buffer, a tensor made outside of the tape, or one that cannot be recomputed
             storage = tensor.untyped_storage()
             value = self.values[storage] = RematValue(
                 tensor, free=tensor.grad_fn is None, gathered=storage._cdata in self.weights
@@ -188,7 +190,7 @@ class RematTape(TorchFunctionMode):
             return False
         try:
             return bool(tensor.untyped_storage() is not None)
-        except NotImplementedError:  # inside torch.vmap a tensor is a part of a batch and has no storage
+        except NotImplementedError:  # inside torch.vmap a tensor is a slice of a batch and has no storage
             return False
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -198,11 +200,11 @@ class RematTape(TorchFunctionMode):
         self.saved.append(SavedTensor(tensor.detach()))
         return self.saved[-1]
 
-    # --- between
+    # --- end of the forward
     def finish(self, cuts: RematPlanCache, moving: Collection[int] = ()) -> RematPlan:
         """Ends the forward of the block: saves what must be saved and drops everything else.
 
-        `cuts` caches the plans of forms of blocks. `moving` are storages of buffers that other passes write to.
+        `cuts` caches plans by the graph of a block. `moving` are storages of buffers that other forwards write to.
         """
         requested = self.requested_values(saved.tensor for saved in self.saved if saved.tensor is not None)
         cut = plan_remat(requested, cuts)
@@ -223,7 +225,7 @@ class RematTape(TorchFunctionMode):
             else:
                 saved.saved = self.save(tensor)
         for value in cut.recomputed:
-            value.pending_values += value in requested  # backward itself reads it
+            value.pending_values += value in requested  # backward reads a requested value too
             for source in value.reads:
                 source.pending_values += 1
         for value in cut.saved:
@@ -233,7 +235,7 @@ class RematTape(TorchFunctionMode):
         return cut
 
     def requested_values(self, tensors: Iterable[torch.Tensor]) -> dict[RematValue, None]:
-        """Returns the values of `tensors` that are known and not resident anyway."""
+        """Returns the values of `tensors` that the tape knows and that are not resident anyway."""
         found = (self.values.get(tensor.untyped_storage()) for tensor in tensors)
         return {value: None for value in found if value is not None and not value.is_resident}
 
@@ -242,14 +244,14 @@ class RematTape(TorchFunctionMode):
         """The unpack hook of `saved_tensors_hooks`."""
         if isinstance(saved, torch.Tensor):
             return saved
-        if saved.tensor is not None:  # an error ended the forward
+        if saved.tensor is not None:  # an error ended the forward before `finish`
             return saved.tensor  # type: ignore[no-any-return]
         if saved.probe._version != saved.version:
             raise modified_in_place_error(saved.probe.dtype, saved.probe._version, saved.version)
         if saved.view is None:
             return self.load(saved.saved)
         found = self._tensor(saved.view)
-        for value in saved.recomputes:  # [Note: gone when used]
+        for value in saved.recomputes:  # [Note: freeing recomputed tensors]
             value.pending_tensors -= 1
             if value.pending_tensors <= 0:
                 value.recomputed = None
@@ -289,7 +291,7 @@ def modified_in_place_error(dtype: torch.dtype, now: int, then: int) -> RuntimeE
 
 
 def is_recomputable(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Returns whether the result of a torch function can be recomputed at little cost."""
+    """Returns whether the result of a torch function can be recomputed cheaply."""
     return (
         getattr(function, "__name__", "") in RECOMPUTABLE_OPS
         and "out" not in kwargs
@@ -298,7 +300,7 @@ def is_recomputable(function: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def flat_storage_view(value: RematValue) -> torch.Tensor:
-    """Returns all of a resident storage as one dimension."""
+    """Returns a resident storage as one flat tensor."""
     storage = value.storage()
     assert storage is not None
     dtype = value.probe.dtype
