@@ -107,7 +107,7 @@ class DataflowRecorder(TorchFunctionMode):
 
     # --- storages
     def storage_id(self, tensor: torch.Tensor) -> int:
-        """Returns the index of the storage of `tensor`. This object keeps storages alive, so that no index is reused."""
+        """Returns the index of the storage of `tensor`. This object keeps storages alive, so no index is reused."""
         try:
             place = tensor.untyped_storage()._cdata
         except (RuntimeError, NotImplementedError):  # tensors inside torch.func, or without a single storage

@@ -217,7 +217,7 @@ def _propagate_slice(
 
 
 def _feature_indices(indices: torch.Tensor) -> torch.Tensor:
-    """Returns the feature indices in a view of an index tensor. Along every dimension without a stride they are equal."""
+    """Returns the feature indices in a view of an index tensor. They are equal along dimensions without a stride."""
     return (
         indices[tuple(slice(None) if stride else 0 for stride in indices.stride())] if indices.numel() else indices
     ).unique()

@@ -288,7 +288,7 @@ def cotangent(shape: torch.Size, like: torch.Tensor, number: int) -> torch.Tenso
 
 
 def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> float | None:
-    """Returns the relative difference, None where it is no larger than rounding. `scale` is the largest compared norm."""
+    """Returns the relative difference, None where it is only rounding. `scale` is the largest compared norm."""
     if here.shape != there.shape:
         return math.inf
     if not there.is_floating_point() and not there.is_complex():

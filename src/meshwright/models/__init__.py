@@ -1,2 +1,3 @@
-"""Plain reference models: ordinary modules with no parallelism in them. `registry.build` makes one by name or from
-sizes."""
+"""Reference models: ordinary modules without any parallelism. `registry.build_reference_model` makes one from its
+sizes.
+"""

@@ -1,10 +1,10 @@
-"""An encoder in the style of BERT with the masked-language head: learned positions, LayerNorm after each part, GELU,
-attention both ways;
-the head is dense, GELU, LayerNorm and a decoder tied to the embedding with a bias of its own.
+"""An encoder in the style of BERT with the masked-language head. It has learned positions, bidirectional attention,
+GELU, and LayerNorm after each residual sum.
 
-Source: Devlin et al., BERT (2019), section 3 and appendix A.2. Labels are not shifted: -100 everywhere but at the
-masked places.
-Parameter names follow Hugging Face's BertForMaskedLM.
+The head consists of a dense layer, GELU, LayerNorm, and a decoder that is tied to the embedding and has its own bias.
+
+Source: Devlin et al., BERT (2019), section 3 and appendix A.2. Labels are not shifted. They are -100 except at masked
+positions. Parameter names follow Hugging Face's BertForMaskedLM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.models.model_io import ModelOutput, output_with_loss
 
 @dataclass(frozen=True)
 class BertConfig:
-    """Sizes. `types` are the kinds of segment."""
+    """The sizes of the model. `types` is the number of segment types."""
 
     layers: int
     hidden: int
@@ -35,7 +35,7 @@ class BertConfig:
 
 
 class BertEmbeddings(nn.Module):
-    """Words, positions and segment types, summed and normed."""
+    """The sum of token, position and segment embeddings, followed by LayerNorm."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class BertLayer(nn.Module):
 
 
 class BertEncoder(nn.Module):
-    """Embeddings and encoder layers: token ids (B, T) to hidden states (B, T, C)."""
+    """Embeddings and encoder layers. Maps token ids (B, T) to hidden states (B, T, C)."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
 """A small residual convolutional network for classification, for data parallelism and ZeRO.
 
-Source: He et al., Deep Residual Learning (2016), section 3; norms are GroupNorm (Wu and He, 2018), which has no
-statistics over the batch,
-so that the loss does not depend on how a batch is divided. Inputs: `images` (B, channels, height, width), `labels`
-(B,).
+Source: He et al., Deep Residual Learning (2016), section 3. Norms are GroupNorm (Wu and He, 2018), which has no batch
+statistics, so the loss does not depend on how a batch is divided. Inputs are `images` (B, channels, height, width) and
+`labels` (B,).
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from meshwright.models.model_io import ModelOutput, output_with_loss
 
 @dataclass(frozen=True)
 class ConvNetConfig:
-    """Sizes. `layers` residual blocks of equal width after a stem that halves the image; `batch_norm` brings batch
-    statistics in."""
+    """The sizes of the model: `layers` residual blocks of equal width after a stem that halves the image. `batch_norm`
+    uses norms with batch statistics.
+    """
 
     layers: int
     hidden: int
@@ -49,7 +49,7 @@ class ConvNetBlock(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Stem, residual blocks, mean over positions and classifier."""
+    """The classifier: stem, residual blocks, mean over positions, and linear layer."""
 
     shift_labels = False
 

@@ -1,11 +1,9 @@
-"""A decoder in the style of GPT-2: learned positions, LayerNorm before each part, biases, one fused projection for
-query, key and value,
-GELU, the vocabulary head tied to the embedding.
+"""A decoder in the style of GPT-2. It has learned positions, LayerNorm before attention and feed-forward, biases, one
+fused projection for query, key and value, GELU, and a vocabulary head tied to the embedding.
 
-Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3; residual projections
-start smaller by
-sqrt(2 x layers). Parameter names are those of Hugging Face's GPT2LMHeadModel; the weights are ordinary Linear ones
-(out, in).
+Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3. The initial weights of
+residual projections are divided by sqrt(2 x layers). Parameter names are those of Hugging Face's GPT2LMHeadModel, but
+weights are stored as in `nn.Linear`, (out, in).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from meshwright.models.model_io import ModelOutput, document_mask, output_with_l
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes. `dropout` is off unless asked for."""
+    """The sizes of the model. `dropout` is off by default."""
 
     layers: int
     hidden: int
@@ -86,7 +84,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2Transformer(nn.Module):
-    """Embeddings, blocks and final norm: token ids (B, T) to hidden states (B, T, C)."""
+    """Embeddings, blocks and final norm. Maps token ids (B, T) to hidden states (B, T, C)."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -127,6 +125,7 @@ class GPT2(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None
     ) -> ModelOutput:
-        """Returns logits and, with labels, the mean loss. Restarted `position_ids` separate documents: attention
-        does not cross them."""
+        """Returns logits and, with labels, the mean loss. Where `position_ids` restart, a new document begins, and
+        attention does not cross into it.
+        """
         return output_with_loss(self.lm_head(self.transformer(input_ids, position_ids)), labels, self.shift_labels)

@@ -1,10 +1,9 @@
-"""A decoder in the style of Llama: rotary positions, RMSNorm before each part, SiLU-gated feed-forward, grouped
-key-value heads, no biases.
+"""A decoder in the style of Llama. It has rotary positions, RMSNorm before attention and feed-forward, a SiLU-gated
+feed-forward, grouped key-value heads, and no biases.
 
 Sources: Touvron et al., LLaMA (2023), section 2.2; Su et al., RoFormer (2021), section 3.4 (rotation of halves, as
-Hugging Face stores it);
-Ainslie et al., GQA (2023). Parameter names are those of Hugging Face's LlamaForCausalLM. Tensors: B batch, T sequence,
-C hidden.
+Hugging Face stores it); Ainslie et al., GQA (2023). Parameter names are those of Hugging Face's LlamaForCausalLM.
+Shapes use B for batch, T for sequence and C for hidden features.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from meshwright.models.model_io import ModelOutput, document_mask, output_with_l
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes. `head_dim` 0 means hidden / heads; `qkv_bias` is Qwen's."""
+    """The sizes of the model. `head_dim` 0 means hidden / heads. `qkv_bias` adds biases to query, key and value, as in
+    Qwen.
+    """
 
     layers: int
     hidden: int
@@ -43,7 +44,7 @@ class LlamaConfig:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32 at least. Source: Zhang and Sennrich (2019)."""
+    """Computes x / rms(x) * weight, in float32 or wider. Source: Zhang and Sennrich (2019)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -56,8 +57,9 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines (1 or B, 1, T, head_dim) of the rotation of each position; no parameters, nothing in
-    checkpoints."""
+    """Returns the cosines and sines (1 or B, 1, T, head_dim) of the rotation at each position. It has no parameters and
+    no buffers, so checkpoints contain nothing of it.
+    """
 
     def __init__(self, head_size: int, base: float) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`x` (B, heads, T, head_dim) turned by its position."""
+    """Returns `x` (B, heads, T, head_dim), rotated by the angles of its positions."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -104,7 +106,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaFeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)). Source: Shazeer, GLU Variants (2020)."""
+    """Computes down(silu(gate(x)) * up(x)). Source: Shazeer, GLU Variants (2020)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -134,7 +136,7 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaDecoder(nn.Module):
-    """Embeddings, blocks and final norm: token ids (B, T) to hidden states (B, T, C)."""
+    """Embeddings, blocks and final norm. Maps token ids (B, T) to hidden states (B, T, C)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -173,6 +175,7 @@ class Llama(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None
     ) -> ModelOutput:
-        """Returns logits and, with labels, the mean loss. Restarted `position_ids` separate documents: attention
-        does not cross them."""
+        """Returns logits and, with labels, the mean loss. Where `position_ids` restart, a new document begins, and
+        attention does not cross into it.
+        """
         return output_with_loss(self.lm_head(self.model(input_ids, position_ids)), labels, self.shift_labels)

@@ -1,12 +1,10 @@
-"""Several documents in one row: positions that begin anew tell where one begins, and attention stays inside of it.
+"""The inputs and outputs of the reference models: packed documents, labels and the loss.
 
-Rule: a token whose position is not one more than that of the token before begins a document. Hugging Face's models read
-`position_ids` so.
+A row may hold several documents. A token begins a document unless its position is the previous position plus one.
+Attention does not cross documents. Hugging Face models interpret `position_ids` in the same way.
 
-What a model returns: logits, and the mean loss over valid labels when labels were given.
-
-Rule: a label of -100 counts nowhere. A causal model reads labels equal to its input ids and shifts them by one inside,
-as Hugging Face does.
+A model returns logits, and with labels the mean loss over valid labels. A label of -100 is invalid. For a causal model
+the labels equal the input ids, and the model shifts them by one, as Hugging Face models do.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch.nn import functional as F
 
 
 def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
-    """(B, 1, T, T): which keys each query sees, those of its own document up to itself.
+    """Returns a mask (B, 1, T, T): each query attends to the keys of its own document up to its own position.
 
     >>> document_mask(torch.tensor([[0, 1, 0]]))[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
@@ -32,14 +30,16 @@ IGNORE_INDEX = -100
 
 
 class ModelOutput(NamedTuple):
-    """`logits` are (batch, sequence, vocabulary) or (batch, classes)."""
+    """The output of a model. `logits` are (batch, sequence, vocabulary) or (batch, classes). `loss` is None without
+    labels.
+    """
 
     logits: torch.Tensor
     loss: torch.Tensor | None = None
 
 
 def output_with_loss(logits: torch.Tensor, labels: torch.Tensor | None, shift: bool) -> ModelOutput:
-    """`logits` with the mean loss that `labels` give."""
+    """Returns `logits`, with the mean loss over the valid `labels`. `shift` compares position t with label t + 1."""
     if labels is None:
         return ModelOutput(logits)
     if shift:

@@ -1,11 +1,9 @@
-"""A decoder with a mixture of experts in place of each feed-forward, in the style of Mixtral: Llama's attention and
-norms, a router that
-picks `top_k` of the experts for each token and weights them by the softmax over those.
+"""A decoder in the style of Mixtral: attention and norms of Llama, with a mixture of experts in place of each
+feed-forward. A router picks `top_k` experts for each token and weights them by the softmax over the picked experts.
 
 Sources: Jiang et al., Mixtral of Experts (2024), section 2.1; Shazeer et al., Outrageously Large Neural Networks
-(2017). Parameter names are
-those of Hugging Face's MixtralForCausalLM, the experts stacked in one tensor each. Tensors: N tokens, K experts a
-token, C hidden, F inner.
+(2017). Parameter names are those of Hugging Face's MixtralForCausalLM, with the experts stacked in one tensor per
+projection. Shapes use N for tokens, K for experts per token, C for hidden and F for inner features.
 """
 
 from __future__ import annotations
@@ -21,7 +19,9 @@ from meshwright.models.llama import Llama, LlamaConfig
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Sizes. `base` are those of the decoder, its `ffn` the inner features of one expert."""
+    """The sizes of the model. `base` has the sizes of the decoder; its `ffn` is the number of inner features of one
+    expert.
+    """
 
     base: LlamaConfig
     experts: int
@@ -42,8 +42,9 @@ class MoeRouter(nn.Module):
 
 
 class MoeExperts(nn.Module):
-    """Computes down(silu(gate(x)) * up(x)) with each token's experts and returns the weighted sum. Tokens are sorted
-    by expert and each expert does one matrix product."""
+    """Computes down(silu(gate(x)) * up(x)) with each token's experts and returns the weighted sum. Tokens are sorted by
+    expert, and each expert computes one matrix product per projection.
+    """
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class MoeFeedForward(nn.Module):
 
 
 class MoeLlama(Llama):
-    """The language model: Llama's, with a mixture in each block."""
+    """The language model: that of Llama, with a mixture of experts in each block."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__(config.base)

@@ -1,8 +1,9 @@
-"""A model from the sizes of an architecture (the keys of the catalog: layers, hidden, heads, kv_heads, ffn, vocab, seq,
-...).
+"""Builds a reference model from the sizes of an architecture (the keys of the catalog: layers, hidden, heads, kv_heads,
+ffn, vocab, seq, ...).
 
-Promise: the same torch seed gives the same parameters, whatever the plan. A size that no model here can have is an
-InputError.
+Guarantees:
+- Under every plan, the same torch seed gives the same parameters.
+- Sizes that no reference model supports raise an InputError.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MODEL_KINDS = ("llama", "decoder", "gpt2", "bert", "convnet")
 
 
 def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
-    """The model with those sizes. Empty sizes ('' or None) count as left out.
+    """Returns the model with the sizes `model`. Empty sizes ('' or None) count as not given.
 
     >>> model = build_reference_model({"layers": 1, "hidden": 8, "heads": 2, "ffn": 16, "vocab": 32, "seq": 4})
     >>> sum(p.numel() for p in model.parameters())
@@ -46,7 +47,7 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
         _required_size(given, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq")
     )
     head_dim = int(float(given.get("head_dim", 0)))
-    if kind not in ("llama", "decoder") or not head_dim:  # the others have no size of a head of their own
+    if kind not in ("llama", "decoder") or not head_dim:  # all other models derive the head size
         head_dim = head_dim or hidden // heads
         _check_head_dim(hidden, heads, head_dim)
     tied = bool(int(given.get("tied", given.get("tied_embeddings", kind not in ("llama", "decoder")))))
@@ -80,7 +81,7 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
 
 
 def reference_model_kind(sizes: Mapping[str, Any]) -> str:
-    """Which model has those sizes: by its family, then by its positions."""
+    """Returns the kind of the model with these sizes: by its family, otherwise by its position encoding."""
     if "classes" in sizes:
         return "convnet"
     if str(sizes.get("family", "")).lower() in ("bert", "roberta"):
@@ -102,7 +103,11 @@ def _check_head_dim(hidden: int, heads: int, head_dim: int) -> None:
 
 
 def _check_supported(given: Mapping[str, Any], kind: str) -> None:
-    """Raises InputError for a kind that does not exist and for sizes that no model here has yet."""
+    """Checks that the kind exists and that its reference model supports the given sizes.
+
+    Raises:
+        InputError: it does not exist, or does not support them.
+    """
     if kind not in MODEL_KINDS:
         raise InputError(
             Message(
@@ -171,7 +176,7 @@ def _required_size(given: Mapping[str, Any], name: str) -> int:
 
 
 def _optional_count(given: Mapping[str, Any], name: str) -> int:
-    """A whole number that may be left out or be empty."""
+    """Returns the count `name`, 0 where it is missing or empty."""
     return int(float(given.get(name) or 0))
 
 

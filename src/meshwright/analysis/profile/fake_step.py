@@ -193,8 +193,8 @@ def layer_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Mod
 
 @contextmanager
 def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfiler) -> Iterator[None]:
-    """Notifies the profiler which layer is running. Code outside of layers counts as before the blocks, after the blocks
-    of a stack, or after the last block.
+    """Notifies the profiler which layer is running. Code outside of layers counts as before the blocks, after the
+    blocks of a stack, or after the last block.
     """
     stack: list[str] = []
     handles = []
