@@ -1,9 +1,9 @@
-"""Cached folders under the user's cache directory, which are either complete or absent.
+"""Cached folders under the user's cache directory. A cached folder is either complete or absent.
 
 Guarantees:
-- A folder is written under a temporary name, every file of it is synced, and then it is renamed.
-- One process builds a folder while others wait for a file lock, which the kernel releases when its owner dies.
-- Leftovers of an interrupted run are removed by the next one.
+- A folder is written under a temporary name. After all its files are synced it is renamed.
+- One process builds a folder while others wait for a file lock. The kernel releases the lock when its owner dies.
+- Leftovers of an interrupted build are removed by the next build.
 
 core/files.py chooses the directory.
 """
@@ -22,7 +22,8 @@ from meshwright.core.messages import Message
 
 
 def cached_folder(name: str, make: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:
-    """Returns the folder `name` of the cache. Where it is missing or `whole` is false, `make` fills a new one first.
+    """Returns the folder `name` of the cache. Where it is missing or `whole` returns False, `make` fills a new folder
+    first.
 
     Raises:
         InputError: the cache cannot be written.
@@ -47,7 +48,7 @@ def cached_folder(name: str, make: Callable[[Path], None], whole: Callable[[Path
 
 
 def _build_folder(folder: Path, make: Callable[[Path], None]) -> None:
-    """Builds the folder. The caller has the lock, so a folder under a temporary name is a dead process's."""
+    """Builds the folder. The caller has the lock, so an existing temporary folder is the leftover of a dead process."""
     for left in folder.parent.glob(f".{folder.name}.*.partial"):
         shutil.rmtree(left)
     partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
@@ -75,9 +76,9 @@ def _sync_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def _exclusive_lock(path: Path) -> Iterator[None]:
-    """Lets one process in at a time.
+    """Holds the lock while it is entered, so that only one process builds.
 
-    The lock file remains: if it were removed, two processes could lock two files of one name.
+    The lock file remains. If it were removed, two processes could lock two different files with the same name.
     """
     import fcntl
 

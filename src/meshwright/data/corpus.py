@@ -1,14 +1,15 @@
-"""Sources of text: files, folders and patterns of text, JSON lines and Parquet, or the sources of Python's standard
-library.
+"""Sources of text: files, folders and glob patterns of text, JSON lines and Parquet, or the sources of Python's
+standard library.
 
-A document is a text file, a JSON line or a table row. Long text files are read in chunks of about a quarter of a MiB,
-cut after a line end, so that no file has to fit in memory. Joined, the chunks are the file, character for character.
-Long documents of other files are read in chunks that have the same tokens as the whole ([Note: safe boundaries] in
-document_chunking.py).
+A document is a text file, a JSON line or a table row. Long text files are read in chunks of about 256 KiB that end
+after a line end, so that no file has to fit in memory. The concatenated chunks equal the file, character for character.
+Long documents of other file types are read in chunks that have the same tokens as the whole document ([Note: safe
+boundaries] in document_chunking.py).
 
 Guarantees:
 - The same files give the same chunks in the same order on every machine.
-- A fault in a file is one `InputError` line with its name and, where there is one, its line number.
+- A fault in a file raises one `InputError` with a one-line message. It has the name of the file and, if there is one,
+  the line number.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ARRAY_SUFFIXES = (".npy", ".bin")
 STDLIB_SOURCE = "stdlib"
 
 _READ_BYTES = 2**18
-# Tests, third-party packages, and the code pages of `encodings`: these tables would be a tenth of the validation rows.
+# Tests, third-party packages, and the code pages of `encodings`, whose tables would be a tenth of the validation rows.
 _EXCLUDED_FOLDERS = {
     "encodings",
     "test",
@@ -53,14 +54,14 @@ _EXCLUDED_FOLDERS = {
 
 
 class DocumentChunk(NamedTuple):
-    """A chunk of a document, the last one where `ends`."""
+    """A chunk of a document. `ends` marks the last chunk of a document."""
 
     text: str
     ends: bool
 
 
 def find_files(sources: tuple[str, ...]) -> list[Path]:
-    """Returns the files that `sources` name: files in the given order, those of a folder or a pattern sorted by name.
+    """Returns the files that `sources` name, in the given order. Files of a folder or a pattern are sorted by name.
 
     Raises:
         InputError: a source does not exist, cannot be read, or has no file that is not empty.
@@ -105,7 +106,9 @@ def _nonempty_files(files: list[Path]) -> list[Path]:
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
-    """Yields the files below a folder. Hidden folders are skipped: a home directory may have a million hidden files."""
+    """Yields the files below a folder. Hidden folders are skipped, since a home directory may have a million hidden
+    files.
+    """
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not _is_hidden(name)]
         yield from (path for name in names if not _is_hidden(name) and (path := Path(root, name)).is_file())
@@ -116,7 +119,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _stdlib_files() -> list[Path]:
-    """Returns Python's own sources, without tests, tools, and what is installed or configured on this machine."""
+    """Returns Python's own sources, without tests, tools, installed packages, and files generated for this machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     for folder, inner, names in os.walk(root):
@@ -134,8 +137,8 @@ def _stdlib_files() -> list[Path]:
 
 
 def iter_document_chunks(files: list[Path], field: str) -> Iterator[DocumentChunk]:
-    """Yields the text of `files` in chunks. `field` names the field of a JSON line or the column of a table that has
-    it.
+    """Yields the text of `files` in chunks. `field` is the field of a JSON line, or the column of a table, that has the
+    text.
     """
     for path in files:
         suffix = path.suffix.lower()
@@ -220,7 +223,7 @@ def _check_text(text: Any, field: str, place: str) -> str:
 
 
 def _document_chunks(parts: Iterable[str], field: str, place: str) -> Iterator[DocumentChunk]:
-    """Yields the chunks of a document whose text comes in `parts`; none where there is no text."""
+    """Yields the chunks of a document whose text comes in `parts`; no chunk where the text is empty."""
     before, read = "", 0
     for piece in chunk_text(parts):
         try:

@@ -1,16 +1,17 @@
-"""Opens the data set of a job: finds the files, chooses or trains the tokenizer, encodes once, splits off validation
-rows, packs rows.
+"""Opens the data set of a job: finds the files, chooses or trains the tokenizer, encodes the text once, splits off
+validation rows, and packs rows.
 
-Masked-language labels: 15 % of the tokens are predicted. Of those, 80 % are replaced by the mask token, 10 % by a
-random token, and 10 % stay. At least one token of a row is masked, since a row without labels contributes nothing;
-special tokens are never masked. Source: Devlin, Chang, Lee, Toutanova, BERT, NAACL 2019, section 3.1 and appendix A.1.
+Masked-language labels: 15 % of the tokens are predicted. Of these tokens, 80 % are replaced by the mask token, 10 % by
+a random token, and 10 % remain unchanged. At least one token of a row is masked, since a row without labels contributes
+nothing. Special tokens are never masked. Source: Devlin, Chang, Lee, Toutanova, BERT, NAACL 2019, section 3.1 and
+appendix A.1.
 
 Guarantees:
-- The same files and settings give the same rows on every machine. `digest` identifies them, so that ranks and
+- The same files and settings give the same rows on every machine. `digest` identifies the rows, so that ranks and
   checkpoints can compare.
-- What is masked is a pure function of (seed, sample number). A row is masked differently in every epoch and equally
-  under every plan.
-- Slow work is done once per user and cached. Later runs only look at the names and times of the files.
+- The masked positions are a pure function of (seed, sample number). A row is masked differently in every epoch, and in
+  the same way under every plan.
+- Slow work is done once per user and cached. Later runs only read the names and modification times of the files.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ SampleIndices = NDArray[np.int64]
 def mask_tokens(
     tokens: SampleIndices, numbers: SampleIndices, seed: int, mask: int, special: list[int], vocabulary: int
 ) -> tuple[SampleIndices, SampleIndices]:
-    """Returns the inputs and labels of `tokens` (rows, sequence). Row i is sample numbers[i]."""
+    """Returns the inputs and labels of `tokens` (rows, sequence). Row i is the sample with number `numbers[i]`."""
     length = tokens.shape[1]
     chance = random_uniform(derive_key(seed, 1), numbers, length)
     chance[np.isin(tokens, special)] = 1.0
@@ -83,7 +84,7 @@ LogFunction = Callable[[str], None]
 Int64Array = NDArray[np.int64]
 
 DEFAULT_BPE_VOCABULARY = 8192
-_BPE_TRAINING_BYTES = 2**26  # bytes of text that a BPE is trained on at most: every n-th chunk of a larger corpus
+_BPE_TRAINING_BYTES = 2**26  # maximum bytes of BPE training text: every n-th chunk of a larger corpus
 SHAPES_SOURCE = "shapes"
 _CACHE_VERSION = 1  # version of the cache format
 
@@ -91,7 +92,8 @@ _CACHE_VERSION = 1  # version of the cache format
 class Dataset(Protocol):
     """Rows for training and rows for validation.
 
-    `labels_per_row` is the number of labels of a row that count in the loss, None where rows differ.
+    `labels_per_row` is the number of labels of a row that count in the loss, None where this number differs between
+    rows.
     """
 
     rows: int
@@ -105,20 +107,22 @@ class Dataset(Protocol):
 
     @property
     def labels_per_row(self) -> int | None:
-        """Labels of a row that count in the loss, None where rows differ."""
+        """Number of labels of a row that count in the loss, None where this number differs between rows."""
 
     def describe(self) -> str:
         """Returns one line about the source and the number of rows."""
 
     def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
-        """Returns the batch of training `rows`. Row i is sample numbers[i], which decides what is masked."""
+        """Returns the batch of training `rows`. Row i is the sample with number `numbers[i]`, which determines its
+        mask.
+        """
 
     def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
         """Returns the batch of validation `rows`."""
 
 
 class TokenCorpus(NamedTuple):
-    """A corpus as token ids. `tokenizer` is None for token arrays whose tokenizer is not given."""
+    """A corpus as token ids. `tokenizer` is None for token arrays without a given tokenizer."""
 
     arrays: Sequence[ChecksummedArray]
     documents: packing.DocumentIndex
@@ -128,12 +132,12 @@ class TokenCorpus(NamedTuple):
 
 
 class TextDataset:
-    """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). Causal models shift labels themselves, as in
-    Hugging Face.
+    """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). Labels equal the input ids, since causal
+    models shift them, as in Hugging Face.
 
-    With the objective `pairs` a row is two consecutive sequences: an encoder reads the first, a decoder predicts the
-    second (prefix language modelling; Raffel et al., Exploring the Limits of Transfer Learning, JMLR 2020, section
-    3.2.1).
+    With the objective `pairs`, a row is two consecutive sequences: an encoder reads the first sequence, and a decoder
+    predicts the second (prefix language modelling; Raffel et al., Exploring the Limits of Transfer Learning, JMLR 2020,
+    section 3.2.1).
     """
 
     def __init__(
@@ -186,7 +190,7 @@ class TextDataset:
         )
 
     def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
-        """Returns the batch of training `rows`; row i is sample numbers[i]."""
+        """Returns the batch of training `rows`. Row i is the sample with number `numbers[i]`."""
         return self._labelled(self._training.read(rows), numbers, seed)
 
     def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
@@ -238,10 +242,10 @@ def open_dataset(
 ) -> TextDataset | ShapeImages | InstructionDataset:
     """Opens the data set that `data` describes.
 
-    `vocabulary` is the number of tokens (or classes) of the model, 0 when it follows the data. `objective` is what the
-    model learns. `say` receives one line for each slow step that runs for the first time. `positions`: the model
-    accepts `position_ids`, so that several conversations can share a row. `report_corruption` receives one line for
-    each corrupt block of a token array.
+    `vocabulary` is the number of tokens (or classes) of the model, 0 where the data determine it. `objective` is the
+    training objective. `say` receives one line for each slow step that is not cached yet. `positions`: the model
+    accepts `position_ids`, so that several conversations can be packed into a row. `report_corruption` receives one
+    line for each corrupt block of a token array.
 
     Raises:
         InputError: the sources, the tokenizer and the model do not fit together.
@@ -440,6 +444,6 @@ def _choose_tokenizer(
 
 
 def _sample_text(found: Iterator[DocumentChunk], files: list[Path]) -> Iterator[str]:
-    """Yields every n-th chunk, so that a BPE is trained on a bounded amount of text from all over the corpus."""
+    """Yields every n-th chunk. So the BPE is trained on a bounded amount of text from the whole corpus."""
     stride = max(1, sum(path.stat().st_size for path in files) // _BPE_TRAINING_BYTES)
     return (passage.text for number, passage in enumerate(found) if number % stride == 0)

@@ -1,14 +1,14 @@
-"""Splits documents of any size into chunks of bounded size: streams long JSON lines, and cuts text where no token
-crosses.
+"""Splits documents of any size into chunks of bounded size. It streams long JSON lines, and cuts text only where no
+token crosses the cut.
 
-[Note: safe boundaries] A text is cut before a blank or a line end that follows another character, else between a letter
-and a punctuation mark. A byte-level BPE splits text into words before it merges, by the pattern of GPT-2: a blank or a
-line end belongs to what follows it, and a word has letters alone. So no word, and no token, crosses such a boundary,
-and the tokens of the chunks are those of the whole. Byte tokenizers cut anywhere. A run of more than MAX_CHUNK_CHARS
-characters without a safe boundary is cut at that length, which may add one token. A tokenizer of another library may
-treat the beginning of a text specially: for it a document of more than MAX_CHUNK_CHARS characters is several texts.
-Source: Radford et al., Language models are unsupervised multitask learners, 2019, section 2.2, and the pattern
-published with it.
+[Note: safe boundaries] A text is cut before a blank or a line end that follows a non-blank character. If there is no
+such boundary, it is cut between a letter and a punctuation mark. A byte-level BPE first splits text into words by the
+pattern of GPT-2. In this pattern a blank or a line end belongs to the following word, and a word has only letters. So
+no word, and no token, crosses a safe boundary, and the chunks have the same tokens as the whole text. Byte tokenizers
+may cut anywhere. More than MAX_CHUNK_CHARS characters without a safe boundary are cut at that length, which may add one
+token. A tokenizer of another library may treat the beginning of a text specially. For such a tokenizer, a document of
+more than MAX_CHUNK_CHARS characters is several texts. Source: Radford et al., Language models are unsupervised
+multitask learners, 2019, section 2.2, and the pattern published with it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 MAX_CHUNK_CHARS = 2**18
-"""Characters of one chunk at most."""
+"""Maximum characters of one chunk."""
 
 MAX_LINE_BYTES = 2**22
-"""Bytes of the longest line of JSON that is parsed as a whole."""
+"""Maximum bytes of a JSON line that is parsed as a whole. Longer lines are streamed."""
 
 _BLANK_PATTERN = re.compile(r"(?<=\S)[ \n\t\r]")
 _PUNCTUATION_PATTERN = re.compile(
@@ -35,7 +35,7 @@ _PUNCTUATION_PATTERN = re.compile(
 _STRING_BODY_PATTERN = re.compile(
     r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4})*+'
 )
-"""Whole characters of a JSON string, including whole escapes and surrogate pairs."""
+"""A sequence of complete characters of a JSON string, with complete escapes and surrogate pairs."""
 
 _SEPARATOR_PATTERN = re.compile(r'[^"\[\]{},]*')
 _MAX_ESCAPE_CHARS = 12
@@ -63,7 +63,7 @@ def chunk_text(parts: Iterable[str], most: int = MAX_CHUNK_CHARS) -> Iterator[st
 
 
 def _last_safe_boundary(text: str, start: int, end: int) -> int:
-    """Returns the last safe position to cut `text` in (start, end], or `end` where there is none."""
+    """Returns the last safe position in (start, end] to cut `text`, or `end` where there is none."""
     for pattern in (_BLANK_PATTERN, _PUNCTUATION_PATTERN):
         width = 1024
         while True:
@@ -78,12 +78,13 @@ def _last_safe_boundary(text: str, start: int, end: int) -> int:
 
 
 class LongJsonLine:
-    """One line of JSON that is streamed: an object whose fields are visited in order. `head` is its beginning.
+    """A line of JSON that is streamed: an object whose fields are visited in order. `head` is the beginning of the
+    line.
 
-    What is skipped is checked for its nesting alone.
+    Skipped values are checked only for balanced nesting.
 
     Raises:
-        InputError: the line is no JSON object; the message begins with `place`.
+        InputError: the line is not a JSON object. The message begins with `place`.
     """
 
     def __init__(self, head: bytes, file: BinaryIO, place: str) -> None:
@@ -116,7 +117,7 @@ class LongJsonLine:
             )
 
     def outline(self) -> dict[str, Any]:
-        """Returns the names of the fields, each with an empty list, object or text by its type."""
+        """Returns the names of the fields, each with an empty list, object or string according to its type."""
         found: dict[str, Any] = {}
         for name in self._fields():
             found[name] = {"[": [], "{": {}, '"': ""}.get(self._peek())
@@ -140,7 +141,7 @@ class LongJsonLine:
         return False
 
     def _peek(self) -> str:
-        """Returns the next character that is not a blank; empty at the end of the line."""
+        """Returns the next character that is not a blank, '' at the end of the line."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1
@@ -235,7 +236,7 @@ class LongJsonLine:
             elif sign in "]}":
                 depth -= 1
                 self._at += 1
-            else:  # a comma inside a container, or a number or a literal up to the next delimiter
+            else:  # skip a comma in a container, or a number or literal up to the next delimiter
                 match = _SEPARATOR_PATTERN.match(self._text, self._at + (sign == ","))
                 assert match is not None
                 self._at = match.end()

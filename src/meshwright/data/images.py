@@ -1,11 +1,11 @@
-"""A data set of drawn images, so that image classifiers can train without files: ten kinds of shape, random in pose and
-colour.
+"""A data set of generated images, so that image classifiers can train without files. The classes are ten kinds of
+shape.
 
-The shapes are rotated, moved, scaled, and coloured bright on dark at random, with noise.
+Each shape has a random rotation, position and scale, is drawn bright on a dark background, and gets noise.
 
 Guarantees:
-- Image n is a pure function of n and the size.
-- Validation images have other numbers than training images.
+- Image n is a pure function of n and the image size.
+- Training and validation images have different numbers n.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from meshwright.data.counter_rng import derive_key, random_uniform
 
 SHAPE_KINDS = ("disc", "ring", "square", "frame", "diamond", "triangle", "plus", "cross", "bars", "checker")
 TRAINING_ROWS, VALIDATION_ROWS = 8192, 512
-_RNG_KEY = derive_key(
-    0x5348415045
-)  # one data set for all runs: the seed of a job orders the images, it does not draw them
+_RNG_KEY = derive_key(0x5348415045)  # a constant key: the seed of a job orders the images and does not change them
 _NOISE_STD = 0.2
 
 Int64Array = NDArray[np.int64]
 
 
 class ShapeImages:
-    """`rows` images for training and `validation_rows` others, 3 x side x side, values about -1 to 1."""
+    """`rows` training images and `validation_rows` validation images, each 3 x side x side with values of about -1 to
+    1.
+    """
 
     tokenizer = None
     rows, validation_rows = TRAINING_ROWS, VALIDATION_ROWS
@@ -58,7 +58,7 @@ class ShapeImages:
         )
 
     def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
-        """Returns the images `rows`. Neither the order nor the seed changes them."""
+        """Returns the training images `rows`. They do not depend on `numbers` or `seed`."""
         return self._draw(rows)
 
     def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
@@ -79,7 +79,9 @@ class ShapeImages:
         return {"images": images.float(), "labels": labels}
 
     def _places(self, traits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the coordinates (n, side, side) of every pixel in the frame of the shape, which spans -1 to 1."""
+        """Returns the coordinates (n, side, side) of every pixel in the frame of the shape, which extends from -1 to
+        1.
+        """
         radius = 0.55 + 0.35 * traits[:, 1]
         angle = (traits[:, 2] - 0.5) * math.pi / 6
         line = (torch.arange(self.side, dtype=torch.float64) + 0.5) * 2 / self.side - 1
@@ -91,7 +93,7 @@ class ShapeImages:
 
 
 def _points_inside(labels: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Returns which pixels are inside the shape of each image's kind."""
+    """Returns which pixels are inside the shape of each image."""
     radius, edge, sum_ = (u * u + v * v).sqrt(), torch.maximum(u.abs(), v.abs()), u.abs() + v.abs()
     arms = torch.minimum(u.abs(), v.abs())
     slant = (u.abs() - v.abs()).abs()

@@ -1,18 +1,18 @@
-"""Instruction data: conversations as tokens, with loss on the tokens of the assistant alone, packed into rows.
+"""Instruction data: conversations as tokens, with loss only on the tokens of the assistant, packed into rows.
 
-A record has one of two forms: `messages`, rendered by the chat template of the tokenizer (jinja, run by transformers in
-its sandbox), or `prompt` and `completion`, concatenated and followed by the end-of-text token. A template that marks
-the assistant's text ({% generation %}) is used as it is. For any other template, the assistant's text is the difference
-between two renderings: the conversation up to the answer, with generation prompt, and the conversation with the answer.
-Where the first is not a prefix of the second, since the template rewrites earlier turns, the record is refused: nothing
-is learned from a guess.
+A record has one of two forms: `messages`, or `prompt` and `completion`. Messages are rendered by the chat template of
+the tokenizer (jinja, run by transformers in its sandbox). Prompt and completion are concatenated and followed by the
+end-of-text token. A template that marks the assistant's text ({% generation %}) is used directly. For any other
+template, the assistant's text is the difference between two renderings: the conversation up to the answer, with
+generation prompt, and the conversation with the answer. If the template rewrites earlier turns, the first rendering is
+not a prefix of the second. Such a record is refused, since its labels would be a guess.
 
-[Note: packed rows] Conversations are packed by best fit, longest first; none is split and none attends to another.
-`position_ids` restart with each conversation, from which transformers' models derive that they must not attend across.
-Padding is a conversation of its own without labels. For a model that accepts no positions a row has one conversation.
-So the loss of a packed row is that of its conversations run one by one. A conversation longer than a row is truncated,
-and `describe` reports how many were. Source: Ding et al., Fewer Truncations Improve Language Modeling, ICML 2024
-(best-fit packing).
+[Note: packed rows] Conversations are packed by best fit, longest first. None of them is split, and none attends to
+another. `position_ids` restart with each conversation, which prevents attention across conversations in transformers'
+models. Padding is a separate conversation without labels. For a model that accepts no positions, a row has one
+conversation. So the loss of a packed row equals that of its conversations run one by one. A conversation longer than a
+row is truncated, and `describe` reports the number of truncated conversations. Source: Ding et al., Fewer Truncations
+Improve Language Modeling, ICML 2024 (best-fit packing).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ GENERATION_MARKER_PATTERN = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class TokenizedConversation(NamedTuple):
-    """The tokens of a conversation, and for each whether it is a label."""
+    """The tokens of a conversation, and for each token whether it is a label."""
 
     ids: NDArray[np.uint32]
     learned: NDArray[np.bool_]
 
 
 def record_format(fields: dict[str, Any], field: str) -> str:
-    """Returns 'messages' or 'prompt' for a record of instructions, '' for one with text in `field`."""
+    """Returns 'messages' or 'prompt' for a record of instructions, '' for a record with text in `field`."""
     if isinstance(fields.get("messages"), list) and (field == "messages" or field not in fields):
         return "messages"
     return "prompt" if "prompt" in fields and "completion" in fields and field not in fields else ""
@@ -95,7 +95,7 @@ class ChatTemplate:
         """Returns the tokens and labels of the conversation in `record`.
 
         Raises:
-            InputError: the record is malformed, or the template does not tell the assistant's text.
+            InputError: the record is malformed, or the template does not reveal which text is the assistant's.
         """
         messages = _parse_messages(record)
         more = {"tools": record.fields["tools"]} if record.fields.get("tools") else {}
@@ -173,7 +173,7 @@ def _parse_messages(record: SourceRecord) -> list[dict[str, Any]]:
 
 
 def encode_completion(record: SourceRecord, tokenizer: Tokenizer) -> TokenizedConversation:
-    """Returns prompt, completion and end of text as tokens. The completion and its end are labels."""
+    """Returns the tokens of prompt, completion and end of text. The completion and the end of text are labels."""
     texts = [record.fields["prompt"], record.fields["completion"]]
     for name, text in zip(("prompt", "completion"), texts, strict=True):
         if not isinstance(text, str):
@@ -259,7 +259,7 @@ class InstructionDataset:
         )
 
     def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
-        """Returns the batch of training `rows`. Neither the order nor the seed changes them."""
+        """Returns the batch of training `rows`. It does not depend on `numbers` or `seed`."""
         return self._read([self._training[row] for row in rows.tolist()])
 
     def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
@@ -279,7 +279,7 @@ class InstructionDataset:
                 start, count = int(self._starts[one]), min(int(self._lengths[one]), self.sequence)
                 ids[row, at : at + count] = self._ids[start : start + count]
                 learned = np.array(self._learned[start : start + count])
-                learned[0] = False  # no token of this conversation precedes it
+                learned[0] = False  # no earlier token of the conversation predicts it
                 labels[row, at : at + count] = np.where(learned, ids[row, at : at + count], IGNORED_LABEL)
                 places[row, at : at + count] = np.arange(count)
                 at += count
@@ -289,10 +289,10 @@ class InstructionDataset:
 
 
 def pack_conversations(which: Int64Array, lengths: Int64Array, sequence: int) -> list[list[int]]:
-    """Packs the conversations `which` into rows of at most `sequence` tokens: longest first, each into the row with the
-    least free space that has room.
+    """Packs the conversations `which` into rows of at most `sequence` tokens. Longer conversations come first. Each
+    goes into the row that has the least free space of all rows with enough space.
 
-    `lengths` are at most `sequence`.
+    No length in `lengths` exceeds `sequence`.
 
     >>> pack_conversations(np.array([7, 8, 9, 10]), np.array([6, 5, 4, 3]), 10)
     [[7, 9], [8, 10]]
@@ -313,9 +313,9 @@ def pack_conversations(which: Int64Array, lengths: Int64Array, sequence: int) ->
 
 
 def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: float) -> tuple[Int64Array, Int64Array]:
-    """Returns training and validation conversations, chosen by the digest of their content.
+    """Returns training and validation conversations, split by the digest of their content.
 
-    Equal conversations are on the same side. If all conversations are equal, none is used for validation.
+    Equal conversations are in the same split. If all conversations are equal, none is used for validation.
     """
     count = count_validation_rows(len(which), fraction)
     order = which[np.argsort(digests[which], kind="stable")]
@@ -329,7 +329,7 @@ def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: f
 def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place: str, look: str) -> Path:
     """Returns the cached folder with the conversations of `files` as tokens.
 
-    `place` is the folder of the tokenizer. `look` identifies unchanged files.
+    `place` is the folder of the tokenizer. `look` is a text that changes whenever a file changes.
     """
     template = ChatTemplate(place) if form == "messages" else None
     encode: Callable[[SourceRecord], TokenizedConversation] = (

@@ -1,14 +1,14 @@
-"""Batches by (step, first, count), read directly or prefetched by threads.
+"""Batches by (step, first row, number of rows), read directly or prefetched by threads.
 
 Guarantees:
-- `BatchLoader.rows` depends on nothing but its arguments, the data set, the batch size and the seed. A rank reads its
-  own part of a batch under any plan, and a run that resumes at step k reads what an uninterrupted run would have read.
-  There is no state to save.
-- `Prefetcher` returns the same values in the same order as direct reading, with any number of threads. At most `depth`
-  steps are prefetched.
-- An error in reading a step is raised once, by the `next` of that step, and no later step follows.
-- Closing or dropping a prefetcher, or interpreter exit, ends the threads and waits for nothing but the steps being
-  read.
+- `BatchLoader.rows` depends only on its arguments, the data set, the batch size and the seed. A rank reads its own rows
+  of a batch under any plan. A run that resumes at step k reads what an uninterrupted run would have read. There is no
+  state to save.
+- `Prefetcher` returns the same values in the same order as direct reading, with any number of threads. It prefetches at
+  most `depth` steps.
+- An error in reading a step is raised once, by the `next` call for that step. No later step is returned.
+- When the prefetcher is closed or dropped, or the interpreter exits, the threads end. Closing waits only for steps that
+  are being read.
 
 Steps count from 0. Threads run concurrently where copying, decoding or tokenizing releases the GIL.
 """
@@ -39,7 +39,7 @@ _JOIN_SECONDS = 5.0  # seconds that closing waits for steps being read; threads 
 class _PrefetchQueue(Generic[StepT]):
     """State shared by the threads and their consumer.
 
-    The threads reference this object and not the prefetcher, so that a dropped prefetcher is collected.
+    The threads reference this object instead of the prefetcher, so that a dropped prefetcher can be collected.
     """
 
     def __init__(self, first: int, stop: int, depth: int) -> None:
@@ -50,13 +50,13 @@ class _PrefetchQueue(Generic[StepT]):
         self.failed: set[int] = set()
 
     def claim(self) -> int | None:
-        """Returns the next step to read, once there is room for it; None when there is none."""
+        """Returns the next step to read as soon as the queue has room for it; None when no step is left."""
         self.free.acquire()
         with self.changed:
             if self.next < self.stop:
                 self.next += 1
                 return self.next - 1
-        self.free.release()  # the other waiting threads must see this too
+        self.free.release()  # wakes the next waiting thread, which must end too
         return None
 
     def put(self, step: int, value: StepT | BaseException, failed: bool = False) -> None:
@@ -94,9 +94,9 @@ def _stop_readers(line: _PrefetchQueue[StepT], threads: Sequence[threading.Threa
 
 
 class Prefetcher(Generic[StepT]):
-    """Iterates over read(first), ..., read(stop - 1), which `readers` threads compute ahead.
+    """Iterates over read(first), ..., read(stop - 1). `readers` threads call `read` in advance.
 
-    `wait_seconds` is how long the last `next` waited.
+    `wait_seconds` is the time that the last `next` waited.
     """
 
     def __init__(self, read: Callable[[int], StepT], first: int, stop: int, depth: int = 2, readers: int = 1) -> None:
@@ -141,28 +141,32 @@ TensorBatch = dict[str, torch.Tensor]
 SampleRange = tuple[int, int]
 
 ACCELERATOR_READER_THREADS = 4
-"""Threads that read for an accelerator."""
+"""Number of reading threads for an accelerator."""
 
 
 class BatchLoader:
-    """The batches of `dataset`, `batch` rows a step, ordered by `seed`."""
+    """The batches of `dataset`, with `batch` rows per step, in the order that `seed` determines."""
 
     def __init__(self, dataset: Dataset, batch: int, seed: int, next_token: bool = False) -> None:
-        """Makes the loader. With `next_token`, the label at position t is token t + 1. Otherwise it is token t, and the
-        loss shifts labels.
+        """Makes the loader. With `next_token`, the label at position t is token t + 1. Without it, the label is token
+        t, and the model shifts labels.
         """
         self.dataset, self.batch, self.seed, self.next_token = dataset, batch, seed, next_token
         self.skipped_batches: Sequence[tuple[int, int]] = ()
-        """Batches [first, stop), sorted, that no step reads: later steps read the batches after them."""
+        """Sorted intervals [start, stop) of batches that no step reads. Steps read the next batch that is not
+        skipped.
+        """
 
     @property
     def labels_per_step(self) -> int | None:
-        """Labels of a whole batch that count in the loss; None where they must be counted."""
+        """Number of labels of a whole batch that count in the loss; None where it differs between batches."""
         per_row = self.dataset.labels_per_row
         return None if per_row is None else per_row * self.batch
 
     def rows(self, step: int, first: int = 0, count: int | None = None) -> TensorBatch:
-        """Returns rows `first` to `first + count - 1` of the batch of `step`; without `count` to its end."""
+        """Returns rows `first` to `first + count - 1` of the batch of `step`. Without `count`, up to the end of the
+        batch.
+        """
         count = self.batch - first if count is None else count
         if not (step >= 0 and first >= 0 and 0 < count <= self.batch - first):
             raise InputError(
@@ -179,7 +183,7 @@ class BatchLoader:
         return self._labelled(self.dataset.training(chosen, np.arange(start, start + count, dtype=np.int64), self.seed))
 
     def validation(self, count: int, first: int = 0) -> TensorBatch:
-        """Returns validation rows `first` to `first + count - 1`: always the same, with the same masks."""
+        """Returns validation rows `first` to `first + count - 1`. The rows and their masks are always the same."""
         if not (first >= 0 and 0 < count <= self.dataset.validation_rows - first):
             raise InputError(
                 Message(
@@ -192,10 +196,10 @@ class BatchLoader:
         return self._labelled(self.dataset.validation(np.arange(first, first + count, dtype=np.int64)))
 
     def validation_batches(self, least: int) -> Iterator[TensorBatch]:
-        """Yields at least `least` validation rows and at least one batch, spread evenly over all, in batches of the
-        training size.
+        """Yields batches of the training size with validation rows. They have at least `least` rows and at least one
+        batch, as far as the data set has them, spread evenly over it.
 
-        The last batch is padded by rows without valid labels.
+        The last batch is padded with rows that have no valid label.
         """
         count = min(self.dataset.validation_rows, max(least, self.batch))
         rows = np.arange(count) * self.dataset.validation_rows // max(count, 1)
@@ -218,11 +222,11 @@ class BatchLoader:
     def prefetch(
         self, ranges: Sequence[SampleRange], first: int, stop: int, depth: int = 2, device: str = "cpu"
     ) -> Prefetcher[list[TensorBatch]]:
-        """Returns, for each step from `first` to `stop` - 1, a list with the rows of every (first, count) of `ranges`,
-        read up to `depth` steps ahead.
+        """Returns an iterator over steps from `first` to `stop` - 1. For each step it has a list with the rows of every
+        (first, count) in `ranges`. At most `depth` steps are read ahead.
 
-        For an accelerator several threads read into pinned memory, from which copies overlap with computation. For CPU
-        ranks one thread reads, since more would take cores from the computation.
+        For an accelerator, several threads read into pinned memory, so that copies to the device overlap with
+        computation. For CPU ranks one thread reads, since more threads would take cores from the computation.
         """
 
         def read(step: int) -> list[TensorBatch]:

@@ -1,15 +1,15 @@
-"""Packs documents into rows: each is followed by the end-of-text token, all are concatenated and cut into rows of
-`sequence` tokens.
+"""Packs documents into rows. Each document is followed by the end-of-text token. All documents are concatenated and cut
+into rows of `sequence` tokens.
 
 Guarantees:
-- The encoded corpus is made once, cached as an array on disk and memory-mapped, so its size does not matter.
-- It depends neither on the sequence length nor on the validation fraction, which only select and cut.
+- The encoded corpus is made once, cached as an array on disk and memory-mapped. It need not fit in memory.
+- The encoded corpus depends neither on the sequence length nor on the validation fraction. Both only select and cut.
 
-[Note: held out] Validation data are whole documents, in the order of the digest of their content. The choice depends on
-no seed, survives a change of file names or order, and puts equal documents on the same side. They make up at least
-`fraction` of the rows and at least 32 rows, but no more than a fifth of a small corpus. Where documents are too coarse
-for that (one long file), the tail of the corpus is used, cut between two tokens. A rest of less than one row is dropped
-on either side.
+[Note: validation split] Validation data are whole documents, chosen in the order of the digest of their content. The
+choice does not depend on a seed, on file names or on the order of files, and equal documents are in the same split.
+Validation data have at least `fraction` of the rows and at least 32 rows, but at most a fifth of a small corpus. Where
+the documents are too long for these limits (one long file), the validation data are the tail of the corpus, cut between
+two tokens. In both splits a remainder of less than one row is dropped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TokenArray = NDArray[np.integer[Any]]
 
 
 class ReadableTokens(Protocol):
-    """What rows are cut from: a token array, or a `ChecksummedArray`."""
+    """A source of tokens for rows: a token array or a `ChecksummedArray`."""
 
     def __len__(self) -> int: ...
 
@@ -45,17 +45,17 @@ class ReadableTokens(Protocol):
 
 MIN_VALIDATION_ROWS = 32
 _MAX_ENCODE_CHARS, _MAX_ENCODE_CHUNKS = 2**19, 2**12
-"""Characters and chunks that are encoded in one call. A tokenizer takes about a hundred bytes for a character and a
-thousand for a chunk meanwhile.
+"""Maximum characters and chunks that are encoded in one call. During the call a tokenizer takes about 100 bytes per
+character and 1,000 bytes per chunk.
 """
 
 
 class CorruptBlock(Exception):
-    """A row touches tokens that differ from what was first read (token_arrays.py). The text says which."""
+    """A row contains tokens that differ from the first scan (token_arrays.py). The text names the block."""
 
 
 class TokenizedCorpus(StrictModel):
-    """Metadata of an encoded corpus. `digest` is that of its documents, in order."""
+    """Metadata of an encoded corpus. `digest` is the digest of its documents in order."""
 
     dtype: str
     tokens: int
@@ -65,7 +65,7 @@ class TokenizedCorpus(StrictModel):
 
 
 class DocumentIndex(NamedTuple):
-    """For each document its array, its first token, its number of tokens, and the digest of its content."""
+    """For each document: its array, its first token, its number of tokens, and the digest of its content."""
 
     array: Int64Array
     start: Int64Array
@@ -74,7 +74,7 @@ class DocumentIndex(NamedTuple):
 
 
 class TokenRuns(NamedTuple):
-    """Runs of tokens: array, first token, number of tokens."""
+    """Contiguous segments of tokens. For each segment: its array, its first token, and its number of tokens."""
 
     array: Int64Array
     start: Int64Array
@@ -151,7 +151,7 @@ def read_encoded_corpus(folder: Path) -> tuple[list[TokenArray], DocumentIndex]:
 
 
 def count_validation_rows(rows: int, fraction: float) -> int:
-    """Returns the least number of validation rows of `rows` rows.
+    """Returns how many of `rows` rows validation needs at least.
 
     >>> [count_validation_rows(rows, 0.01) for rows in (10_000, 1_000, 50)], count_validation_rows(50, 0.0)
     ([100, 32, 10], 0)
@@ -165,10 +165,10 @@ def count_validation_rows(rows: int, fraction: float) -> int:
 def split_validation(
     documents: DocumentIndex, sequence: int, fraction: float, name: str
 ) -> tuple[TokenRuns, TokenRuns]:
-    """Returns training tokens and validation tokens ([Note: held out]).
+    """Returns the training tokens and the validation tokens ([Note: validation split]).
 
     Raises:
-        InputError: there is not one row for each.
+        InputError: one of the splits has less than one row.
     """
     total = int(documents.length.sum())
     needed = count_validation_rows(total // sequence, fraction) * sequence
@@ -199,7 +199,7 @@ def split_validation(
 
 
 def _select_token_runs(documents: DocumentIndex, chosen: NDArray[np.bool_]) -> TokenRuns:
-    """Returns the `chosen` documents as runs. Adjacent documents become one run."""
+    """Returns the segments of the `chosen` documents. Adjacent documents become one segment."""
     holder, start, length = documents.array[chosen], documents.start[chosen], documents.length[chosen]
     follows = (holder[1:] == holder[:-1]) & (start[1:] == start[:-1] + length[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~follows])) if len(holder) else np.zeros(0, dtype=np.int64)
@@ -207,7 +207,7 @@ def _select_token_runs(documents: DocumentIndex, chosen: NDArray[np.bool_]) -> T
 
 
 def _split_token_runs(documents: DocumentIndex, at: int) -> tuple[TokenRuns, TokenRuns]:
-    """Returns the first `at` tokens, and the others."""
+    """Returns the segments of the first `at` tokens, and those of all other tokens."""
     whole = _select_token_runs(documents, np.ones(len(documents.length), dtype=bool))
     ends = np.cumsum(whole.length)
     before = np.clip(at - (ends - whole.length), 0, whole.length)
@@ -217,7 +217,8 @@ def _split_token_runs(documents: DocumentIndex, at: int) -> tuple[TokenRuns, Tok
 
 
 def document_positions(tokens: Int64Array, end_of_text: int) -> Int64Array:
-    """Returns the position of each token in its document. The document at the start of a row begins there.
+    """Returns the position of each token in its document. A document that continues from the previous row restarts at
+    0.
 
     >>> document_positions(np.array([[7, 0, 7, 7, 0, 0]]), 0).tolist()
     [[0, 1, 0, 1, 2, 0]]
@@ -229,8 +230,9 @@ def document_positions(tokens: Int64Array, end_of_text: int) -> Int64Array:
 
 
 class PackedRows:
-    """Rows of `sequence` tokens over the concatenated `segments`. `report_corruption` is called once for each corrupt
-    block."""
+    """Rows of `sequence` tokens, cut from the concatenated `segments`. `report_corruption` is called once for each
+    corrupt block.
+    """
 
     def __init__(
         self,
@@ -257,7 +259,7 @@ class PackedRows:
         return result
 
     def _fill_whole(self, target: Int64Array, row: int) -> None:
-        """Fills `target` with `row`, or with the next row that touches no corrupt block."""
+        """Fills `target` with `row`, or with the next row that contains no corrupt block."""
         for number in range(len(self)):
             try:
                 self._fill(target, (row + number) % len(self) * self.sequence)

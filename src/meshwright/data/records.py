@@ -1,7 +1,7 @@
-"""Reads whole records of JSON lines, Parquet and Arrow files in order, each with its position for error messages.
+"""Reads whole records of JSON lines, Parquet and Arrow files in order. Each record has its position for error messages.
 
-Arrow files are those of a folder that Hugging Face `datasets` saved (`save_to_disk`): streams of record batches, read
-by pyarrow alone.
+Arrow files are those of a folder that Hugging Face `datasets` saved (`save_to_disk`). They are streams of record
+batches, which pyarrow reads without `datasets`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from meshwright.data.document_chunking import MAX_LINE_BYTES, LongJsonLine
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIXES, ARROW_SUFFIXES = ".parquet", ".arrow"
 PARQUET_BUFFER_BYTES = 2**20
-"""Bytes of a Parquet file that are read at a time."""
+"""Number of bytes of a Parquet file that are read at a time."""
 
 _MAX_DECODED_BYTES = 2**24
-"""Bytes of rows that are decoded at a time."""
+"""Number of bytes of rows that are decoded at a time."""
 
 
 class SourceRecord(NamedTuple):
@@ -60,9 +60,9 @@ def _iter_json_lines(path: Path) -> Iterator[SourceRecord]:
 
 
 def first_record(files: list[Path]) -> dict[str, Any] | None:
-    """Returns the fields of the first record of `files`, None where there is none.
+    """Returns the fields of the first record of `files`, None where there is no record.
 
-    Of a line longer than MAX_LINE_BYTES only the names and types of the fields are returned.
+    For a line longer than MAX_LINE_BYTES, the result has only the names and types of the fields.
     """
     for path in files:
         if path.suffix.lower() in JSON_LINES_SUFFIXES:
@@ -76,8 +76,8 @@ def first_record(files: list[Path]) -> dict[str, Any] | None:
 
 
 def rows_per_read(table: Any) -> int:
-    """Returns how many rows of a Parquet file are decoded at a time: about _MAX_DECODED_BYTES, by the mean row of its
-    largest row group.
+    """Returns how many rows of a Parquet file are decoded at a time. They take about _MAX_DECODED_BYTES, estimated by
+    the mean row size of the largest row group.
     """
     groups = (table.metadata.row_group(at) for at in range(table.metadata.num_row_groups))
     largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
@@ -85,7 +85,7 @@ def rows_per_read(table: Any) -> int:
 
 
 def parse_json_object(line: bytes, place: str, field: str = "text") -> dict[str, Any]:
-    """Returns the object in one line. `field` is the field that error messages ask for."""
+    """Returns the JSON object in one line. Error messages name `field` as the required field."""
     what, found = "", None
     try:
         found = json.loads(line.decode("utf-8"))
@@ -97,7 +97,7 @@ def parse_json_object(line: bytes, place: str, field: str = "text") -> dict[str,
         what = Message("{msg} (column {colno})", msg=error.msg, colno=error.colno)
     except RecursionError:
         what = Message("nested too deeply")
-    except ValueError:  # Python parses no integer of more than 4,300 digits
+    except ValueError:  # Python refuses integers of more than 4,300 digits
         what = Message("a whole number of more than 4,300 digits")
     if what:
         raise InputError(
@@ -152,8 +152,8 @@ def iter_table_rows(path: Path) -> Iterator[SourceRecord]:
 
 
 def saved_dataset_files(folder: Path) -> list[Path] | None:
-    """Returns the files of a folder that `datasets` saved, of its split 'train' where it has several; None for any
-    other folder.
+    """Returns the files of a folder that `datasets` saved, None for any other folder. Where the folder has several
+    splits, these are the files of 'train'.
     """
     if (folder / "dataset_dict.json").is_file():
         if not (folder / "train" / "state.json").is_file():

@@ -1,13 +1,13 @@
-"""The order of samples: which row is sample n, as a pure function of (seed, n). There is no state to save.
+"""The order of samples: the row of sample n is a pure function of (seed, n). There is no state to save.
 
-Step s of batch size B reads the samples s B to s B + B - 1. Sample n belongs to epoch n // size and is the row at
-position n % size of a permutation of all rows, keyed by (seed, epoch). The plan is not an input: the parallel layout
+With batch size B, step s reads the samples from s B to s B + B - 1. Sample n belongs to epoch n // size. It is the row
+at position n % size of a permutation of all rows, keyed by (seed, epoch). The plan is not an input: the parallel layout
 only decides which samples a rank reads. So the order is the same on one device, on any number of ranks, and after a
 restart at any step.
 
-The permutation is a Feistel network over the smallest even number of bits that covers `size`, applied until the result
-is inside [0, size). It is a bijection by construction, O(1) in time and memory. Source: Black, Rogaway, Ciphers with
-arbitrary finite domains, CT-RSA 2002, section 4.
+The permutation is a Feistel network over the smallest even number of bits that covers `size`. It is applied repeatedly
+until the result is inside [0, size). It is a bijection by construction, and O(1) in time and memory. Source: Black,
+Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002, section 4.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Int64Array = NDArray[np.int64]
 
 
 def permute_indices(places: Int64Array, size: int, key: int) -> Int64Array:
-    """Returns the rows at `places` of the permutation of range(size) that `key` selects."""
+    """Returns the rows at positions `places` of the permutation of range(size) that `key` selects."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = [np.uint64(derive_key(key, number)) for number in range(_FEISTEL_ROUNDS)]
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
@@ -43,10 +43,10 @@ def permute_indices(places: Int64Array, size: int, key: int) -> Int64Array:
 
 
 def batch_index(step: int, left_out: Sequence[tuple[int, int]]) -> int:
-    """Returns the batch, in the order of the data, that `step` (from 0) reads when the batches [first, stop) of
-    `left_out` are skipped.
+    """Returns the index of the batch, in data order, that `step` (from 0) reads. The batches [start, stop) of each
+    interval in `left_out` are skipped.
 
-    `left_out` is sorted.
+    The intervals are sorted.
 
     >>> [batch_index(step, [(2, 4), (5, 6)]) for step in range(4)]
     [0, 1, 4, 6]
@@ -57,7 +57,7 @@ def batch_index(step: int, left_out: Sequence[tuple[int, int]]) -> int:
 
 
 def sample_rows(seed: int, first: int, count: int, size: int) -> Int64Array:
-    """Returns the rows of the samples first to first + count - 1 of a data set of `size` rows.
+    """Returns the rows of the samples from `first` to `first + count - 1` of a data set of `size` rows.
 
     >>> sorted(sample_rows(seed=1, first=0, count=5, size=5).tolist())
     [0, 1, 2, 3, 4]

@@ -1,17 +1,17 @@
 """Token arrays that the user provides: .npy files of integers, and .bin files of raw uint16 or uint32 tokens.
 
-An array counts as one document, since only its author knows where documents end. A .bin file has uint32 tokens when its
-name ends in `.uint32.bin` or the vocabulary needs more than 16 bits, otherwise uint16.
+An array counts as one document, since it does not mark the ends of documents. A .bin file has uint32 tokens if its name
+ends in `.uint32.bin` or the vocabulary needs more than 16 bits, otherwise uint16.
 
-Every array is cut into blocks of DIGEST_BLOCK_TOKENS tokens, whose xxh3 are computed when the array is first seen, and
-cached. A block is checked when a row of it is first read in a process, so random reads stay cheap. A row that touches a
-corrupt block is replaced by the next row of the data set that touches none. This is a pure function of which blocks are
-corrupt, so all ranks that read the same files agree, under every plan.
+Every array is divided into blocks of DIGEST_BLOCK_TOKENS tokens. The xxh3 digest of each block is computed in the first
+scan of the array and cached. A process verifies a block when it first reads a row of the block, so random reads stay
+cheap. A row that contains a corrupt block is replaced by the next row of the data set without one. The replacement is a
+pure function of the set of corrupt blocks. So all ranks that read the same files agree, under every plan.
 
 Guarantees:
 - Arrays are memory-mapped and never copied.
-- Each is scanned once, when it is first seen, for its digest and its largest token. A token outside the vocabulary is
-  an error at the start. The result is cached.
+- Each array is scanned once, at its first use, for its digests and its largest token. The result is cached. A token
+  outside the vocabulary is an error at the start.
 - No row with tokens that differ from the first scan is trained on.
 """
 
@@ -45,7 +45,7 @@ def open_token_array(path: Path, vocabulary: int) -> TokenArray:
     """Returns the tokens of `path`, flat and memory-mapped.
 
     Raises:
-        InputError: the file is no complete array of integers.
+        InputError: the file is not a complete array of integers.
     """
     try:
         if path.suffix.lower() == ".npy":
@@ -98,7 +98,9 @@ def inspect_array(array: TokenArray, name: str) -> ArrayInfo:
 def open_token_arrays(
     files: list[Path], names: list[str], vocabulary: int
 ) -> tuple[list[TokenArray], DocumentIndex, int]:
-    """Opens `files`, checked against `vocabulary` (0: unknown). Returns arrays, documents and the largest token."""
+    """Opens `files` and checks them against `vocabulary` (0: unknown). Returns arrays, documents and the largest
+    token.
+    """
     arrays = [open_token_array(path, vocabulary) for path in files]
     found: list[ArrayInfo] = []
     for path, array, name in zip(files, arrays, names):
@@ -149,7 +151,7 @@ def _block_digest(block: TokenArray) -> int:
 
 
 class ChecksummedArray:
-    """An array whose blocks are checked when they are first read. It is indexed by slices alone."""
+    """An array whose blocks are verified when they are first read. It can be indexed only by slices."""
 
     def __init__(self, array: TokenArray, digests: NDArray[np.uint64], name: str) -> None:
         self.array, self.digests, self.name = array, digests, name

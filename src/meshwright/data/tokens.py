@@ -1,12 +1,12 @@
-"""Tokenizers: text to token ids and back. Byte-level tokens need no library; byte-level BPE is trained by `tokenizers`
-where it is installed.
+"""Tokenizers: text to token ids and back. Byte-level tokens need no library. Byte-level BPE needs the `tokenizers`
+library for training.
 
 Guarantees:
-- For the tokenizers made here decode(encode(text)) == text for every text, even for one that spells a special token.
-  Special tokens are never read from text, only put between documents.
+- For the tokenizers made here, decode(encode(text)) == text for every text, even for a text that spells a special
+  token. Special tokens are never recognised in text. They are only inserted between documents.
 
 A folder with a `tokenizer.json` (Hugging Face) keeps its own rules. Source: Sennrich, Haddow, Birch, Neural machine
-translation of rare words with subword units, ACL 2016; bytes as the alphabet as in GPT-2.
+translation of rare words with subword units, ACL 2016. The alphabet consists of bytes, as in GPT-2.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TokenIds = NDArray[np.integer[Any]]
 
 
 class Tokenizer(Protocol):
-    """What a data set needs of a tokenizer. `mask` is None where masked-language training is impossible."""
+    """The interface of a tokenizer for data sets. `mask` is None where masked-language training is impossible."""
 
     name: str
     vocabulary: int
@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token for each byte of UTF-8, followed by two special tokens."""
+    """A tokenizer with one token for each byte of UTF-8, followed by two special tokens."""
 
     name = "bytes"
     vocabulary = 258
@@ -65,7 +65,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`. Special tokens are skipped, invalid UTF-8 is replaced."""
+        """Returns the text of `ids`. Special tokens are skipped, and invalid UTF-8 is replaced."""
         return bytes(number for number in map(int, ids) if number < 256).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
@@ -79,7 +79,7 @@ class LibraryTokenizer:
         library = _tokenizers_library(name)
         try:
             self._tokenizer = library.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises a bare Exception for JSON that it does not understand
+        except Exception as error:  # the library raises a bare Exception for invalid JSON
             raise InputError(
                 Message(
                     "tokenizer {name!r} is not a tokenizer.json: {error}", name=name, error=str(error).splitlines()[0]
@@ -119,7 +119,7 @@ class LibraryTokenizer:
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json, which `open_tokenizer` and Hugging Face read."""
         file = folder / "tokenizer.json"
-        if not file.is_file() or file.read_bytes() != self._text.encode():  # a resumed run writes nothing
+        if not file.is_file() or file.read_bytes() != self._text.encode():  # a resumed run writes nothing again
             write_atomically(file, self._text)
 
 
@@ -143,7 +143,7 @@ def _tokenizers_library(name: str) -> Any:
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
-    """Returns the JSON of a byte-level BPE with at most `vocabulary` tokens, the same for the same texts."""
+    """Returns the JSON of a byte-level BPE with at most `vocabulary` tokens. Equal texts give an equal result."""
     library = _tokenizers_library("bpe")
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -160,10 +160,10 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
 
 
 def open_tokenizer(path: str) -> LibraryTokenizer:
-    """Opens the tokenizer of a folder with a tokenizer.json, or of that file itself.
+    """Opens the tokenizer in a folder with a tokenizer.json, or in a tokenizer.json file.
 
     Raises:
-        InputError: the file is missing, unreadable or no tokenizer.
+        InputError: the file is missing, unreadable or not a tokenizer.
     """
     place = Path(path).expanduser()
     file = place / "tokenizer.json" if place.is_dir() else place
