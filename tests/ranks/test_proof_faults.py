@@ -271,7 +271,8 @@ def test_every_planted_fault_is_found_on_four_ranks_and_tabled(ranks: Any) -> No
     head = [
         "# Planted faults that the proof finds",
         "",
-        f"Written by `make soak`: {len(jobs)} faults, each planted after `parallelize` on 4 ranks; small models in float64. {len(jobs) - len(missed)} found, with their places.",
+        f"Written by `make soak`: {len(jobs)} faults, each planted after `parallelize` on 4 ranks; small models in "
+        f"float64. {len(jobs) - len(missed)} found, with their places.",
         "",
         "| fault | plan | what the proof says | seconds |",
         "|---|---|---|---|",
