@@ -2,6 +2,7 @@
 
     python tests/ranks/odd_jobs.py --seeds 0:2000 --out table.jsonl [--prove never]    appends one line per job; resumes
     python tests/ranks/odd_jobs.py --count table.jsonl                                 shares of outcomes
+    python tests/ranks/odd_jobs.py --count table.jsonl --write                         and bench/results/odd.md
     python tests/ranks/odd_jobs.py --features between:cumsum,head:tied --plan pp2,tp2  one job, by its features
 
 A job that fails is printed with the smallest set of features that still fails in the same way.
@@ -322,9 +323,19 @@ def count(file: Path) -> str:
     return "\n".join(lines)
 
 
-def write_table(entries: Sequence[dict[str, Any]], keep: bool, folder: Path = RESULTS) -> None:
+SOAK = (
+    "Written by `make soak`: generated models under drawn plans, each in float64 against one device; "
+    "a third of them with the proof."
+)
+BY_HAND = (
+    "Generated models under drawn plans, each in float64 against one device, with the proof as users have it. By "
+    "`python tests/ranks/odd_jobs.py --seeds FIRST:LAST --out jobs.jsonl`, and `--count jobs.jsonl --write`."
+)
+
+
+def write_table(entries: Sequence[dict[str, Any]], keep: bool, folder: Path = RESULTS, how: str = SOAK) -> None:
     """Writes odd.md, the counts of `entries` by outcome, and every failure, from odd.jsonl, which has one line a job.
-    `keep`: what other parts have found."""
+    `keep`: what other parts have found. `how` the jobs ran, in words."""
     file = folder / "odd.jsonl"
     with open(__file__) as turn:  # parts may run at the same time
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -341,9 +352,7 @@ def write_table(entries: Sequence[dict[str, Any]], keep: bool, folder: Path = RE
         share = f"{legal.count(REFUSED)} ({100 * legal.count(REFUSED) / max(len(legal), 1):.1f} %)"
         lines = [
             "# Odd models", "",
-            "Written by `make soak`: generated models under drawn plans, each in float64 against one device; "
-            "a third of them with the proof.",
-            "",
+            how, "",
             "| seeds | jobs | equal | refused | legal jobs | of these refused | one device does not train | failures |",
             "|---|---|---|---|---|---|---|---|",
             f"| {min(known)} to {max(known)} | {len(known)} | {outcomes[EQUAL]} | {outcomes[REFUSED]} | "
@@ -363,6 +372,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0:60")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--count", type=Path)
+    parser.add_argument("--write", action="store_true", help="bench/results/odd.md too")
     parser.add_argument("--features")
     parser.add_argument("--plan")
     parser.add_argument("--prove")
@@ -375,6 +385,8 @@ def main() -> None:
     os.environ.setdefault("MESHWRIGHT_MEASURED", "0")
     if given.count:
         print(count(given.count))
+        if given.write:
+            write_table([json.loads(line) for line in given.count.open()], keep=False, how=BY_HAND)
     elif given.features is not None:
         pool, job = Pool(), Job(given.seed, tuple(sorted(filter(None, given.features.split(",")))))
         for plan in given.plan.split(","):
