@@ -4,6 +4,7 @@ weights of the whole model."""
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,14 +15,14 @@ import pytest
 
 SIZES: dict[str, Any] = {
     "kind": "llama",
-    "layers": 40,
+    "layers": 28,
     "hidden": 1024,
     "heads": 8,
     "ffn": 2816,
     "vocab": 4096,
     "seq": 32,
 }
-LIMIT = 1900 * 2**20
+LIMIT = 1350 * 2**20
 """Bytes of each rank: less than the weights alone."""
 PROOF = """
 import json, os, torch, torch.distributed as dist
@@ -36,7 +37,7 @@ torch.manual_seed(0)
 with deferred_init():
     model = build_reference_model({sizes})
 count = sum(parameter.numel() for parameter in model.parameters())
-trainer = parallelize(model, lambda parameters: torch.optim.SGD(parameters, lr=1e-3), "{plan}", prove="never")
+trainer = parallelize(model, lambda parameters: torch.optim.SGD(parameters, lr=1e-3), "{plan}", prove="start")
 ids = torch.arange(4 * 16).view(4, 16) % {sizes}["vocab"]
 proof = trainer.prove({{"input_ids": ids, "labels": ids}})
 print(json.dumps({{"equal": proof.equal, "line": proof.line, "parameters": count, "compared": proof.parameters,
@@ -59,10 +60,10 @@ def ranks_of(plan: str, world: int, folder: Path) -> list[subprocess.CompletedPr
 @pytest.mark.skipif(limited.place() is None, reason="no control group can be made here: needs root")
 def test_a_model_that_fits_on_no_single_device_is_proven(tmp_path: Path) -> None:
     (alone,) = ranks_of("dp1", 1, tmp_path)
-    assert alone.returncode != 0, "the limit limits nothing"
+    assert alone.returncode == -signal.SIGKILL, f"the limit limits nothing: {alone.stderr[-500:]}"
     done = ranks_of("dp4.z3.mb1", 4, tmp_path)
     assert all(one.returncode == 0 for one in done), "\n".join(one.stderr[-1000:] for one in done)
     found = [dict(json.loads(one.stdout.splitlines()[-1])) for one in done]
     assert all(one["equal"] for one in found), found[0]["line"]
     assert 4 * found[0]["parameters"] > LIMIT
-    assert found[0]["compared"] > 300
+    assert found[0]["compared"] > 200
