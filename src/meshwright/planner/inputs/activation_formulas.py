@@ -1,29 +1,28 @@
-"""Closed formulas for the activations that each layer saves for backward and the bytes that it moves through memory.
-
-The formulas count tensor by tensor what eager PyTorch does with fused attention.
+"""Computes with closed formulas the activations that each layer saves for backward, and the bytes that it moves through
+memory. The formulas count, tensor by tensor, what eager PyTorch with fused attention saves.
 
 Guarantees: for the reference models and Hugging Face's Llama, GPT-2, Qwen 3, NeoX and BERT the bytes equal those that
 autograd saves, storage by storage. A test counts them.
 
-The rules of autograd that decide it:
+The formulas follow these rules of autograd:
 
-- A matrix product saves its input once, for all readers. Attention saves q, k, v, its output and a log-sum-exp of 4
-  bytes a head.
+- A matrix product saves its input. The input is saved once, even if several products read it. Attention saves q, k, v,
+  its output and a log-sum-exp of 4 bytes per head.
 - RMSNorm in float32 saves a float32 input (4 bytes), the normed input in the compute type, and 1/rms. LayerNorm saves
   its input, mean and 1/std.
-- silu and gelu save their input, a product saves both factors, relu saves its output. GPT-2's composite gelu saves four
-  tensors.
-- A sum saves nothing, so a residual costs only what the following norm saves.
-- Where a block recomputes by operation (analysis/remat/tape.py), the outputs of norms, activations, rotations and
-  copies are recomputed from the outputs of matrix products and attention and from the two sums of the residual stream.
-  The input of a float32 norm is saved in the compute type.
-- A compiled block drops those of them that no matrix product reads, and saves 1/rms.
+- silu and gelu save their input, an element-wise product saves both factors, relu saves its output. GPT-2's composite
+  gelu saves four tensors.
+- A sum saves nothing, so a residual connection costs only what the following norm saves.
+- With selective recompute (analysis/remat/tape.py), the outputs of norms, activation functions, rotations and copies
+  are recomputed. They are recomputed from the outputs of matrix products and attention, and from the two sums of the
+  residual stream. The input of a float32 norm is saved in the compute type.
+- A compiled block does not save those of these outputs that no matrix product reads, and saves 1/rms.
 
-`transient` is the largest amount that a layer's own pass adds on top: two gradients of the feed-forward width for a
-gated product or a composite gelu, one for gelu. Tensor parallelism divides the tensors after a column-parallel weight;
-sequence parallelism divides the others. Attention without a fused kernel (ALiBi in some libraries) saves the
-probabilities, sequence x heads a token, and is not counted. Dropout is off in the reference models; each mask adds one
-element.
+`transient` is the peak memory that the backward of a layer adds to the saved activations. It is two gradients of the
+feed-forward width for a gated product or a composite gelu, and one for gelu. Tensor parallelism divides the tensors
+after a column-parallel weight; sequence parallelism divides all others. Attention without a fused kernel (ALiBi in some
+libraries) also saves the probabilities, sequence x heads per token, which the formulas do not count. Dropout is off in
+the reference models; each mask would add one element.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ GATE_TENSOR = "activated gate"
 
 
 class SavedTensorSize(NamedTuple):
-    """One saved tensor: elements a token in the compute type, or bytes a token in a fixed type.
-
-    `split`: tensor ranks shard it. `derived`: it is recomputable from others, for which `instead` elements are saved.
-    `fused`: a compiled block does not save it.
+    """The size of one saved tensor: elements per token in the compute type, or bytes per token in a fixed type. If
+    `split` is set, tensor parallelism shards it. If `derived` is set, it can be recomputed; selective recompute then
+    saves `instead` elements for it. If `fused` is set, a compiled block does not save it.
     """
 
     what: str
@@ -52,7 +50,7 @@ class SavedTensorSize(NamedTuple):
 
 
 class LayerActivations(TypedDict):
-    """The fields of `Layer` that an account of activations fills."""
+    """The fields of `LayerSpec` that describe activations."""
 
     moved: float
     saved_split: float
@@ -77,8 +75,8 @@ def layer_activations(
 ) -> LayerActivations:
     """Adds up saved tensors to the fields of a layer.
 
-    `again` is the number of elements a token that recompute by operation moves. It is 0 for layers outside of blocks,
-    which recompute nothing.
+    `again` is the number of elements per token that selective recompute moves through memory. It is 0 for layers
+    outside blocks, which are not recomputed.
     """
     derived = [entry for entry in saved if entry.derived and again]
     fused = [entry for entry in derived if entry.fused]
@@ -105,7 +103,8 @@ def layer_activations(
 def norm_saved(
     sizes: ArchitectureSizes, width: float, split: bool = False, groups: float = 1.0
 ) -> list[SavedTensorSize]:
-    """A norm of `width` features in `groups`, without its output, which the next product keeps."""
+    """Returns the tensors that a norm of `width` features in `groups` groups saves, without its output, which the next
+    product saves."""
     if sizes.norm == "rms":
         return [
             SavedTensorSize(
@@ -136,7 +135,7 @@ def attention_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
             SavedTensorSize("output", sizes.heads * part.v, split=True),
         ]
     else:
-        made = sizes.qk_norm or sizes.kind == "neox"  # from what is kept anyway
+        made = sizes.qk_norm or sizes.kind == "neox"  # computed from tensors that are saved anyway
         saved += [
             SavedTensorSize("query", q, split=True, derived=made),
             SavedTensorSize("key", k, split=True, derived=made),
@@ -151,7 +150,8 @@ def attention_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
 
 
 def feed_forward_saved(sizes: ArchitectureSizes, width: float) -> list[SavedTensorSize]:
-    """Returns the tensors saved between the input and the last matrix product, `width` features wide."""
+    """Returns the tensors that the feed-forward saves between its input and its last matrix product. They have `width`
+    features."""
     saved = {
         "swiglu": ("gate", GATE_TENSOR, "up", "product"),
         "geglu": ("gate", GATE_TENSOR, "up", "product"),
@@ -168,7 +168,8 @@ def feed_forward_saved(sizes: ArchitectureSizes, width: float) -> list[SavedTens
 
 
 def expert_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
-    """Routed tokens go through `top_k` experts each; the router keeps scores in float32."""
+    """Returns the tensors that an expert layer saves. Each token passes through `top_k` experts. The router saves
+    scores in float32."""
     sent = sizes.top_k * sizes.hidden
     saved = feed_forward_saved(sizes, sizes.moe_ffn * (sizes.top_k + sizes.shared_experts))
     return [
@@ -179,19 +180,19 @@ def expert_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
 
 
 def routed_saved_elements(sizes: ArchitectureSizes) -> float:
-    """Elements a token inside the routed experts."""
+    """Returns the number of elements per token that are saved inside the routed experts."""
     return sum(entry.elements for entry in feed_forward_saved(sizes, sizes.moe_ffn * sizes.top_k))
 
 
 class AttentionWidths(TypedDict):
-    """Elements a token of what attention reads."""
+    """The number of elements per token that attention reads."""
 
     query_width: float
     key_value_width: float
 
 
 def attention_widths(sizes: ArchitectureSizes) -> AttentionWidths:
-    """Elements a token of queries, and of keys and values, as attention reads them."""
+    """Returns the number of elements per token of queries, and of keys and values together."""
     if sizes.mla is None:
         return AttentionWidths(query_width=float(sizes.query_width), key_value_width=2.0 * sizes.key_width)
     part = sizes.mla
@@ -223,12 +224,13 @@ def block_activations(sizes: ArchitectureSizes, experts: bool) -> LayerActivatio
 
 
 def norm_moved(sizes: ArchitectureSizes, width: float) -> float:
-    """Elements read and written: one kernel for LayerNorm, six for RMSNorm written out in float32."""
+    """Returns the number of elements that a norm reads and writes. LayerNorm is one kernel; RMSNorm in float32 is
+    six."""
     return 12 * width if sizes.norm == "rms" else 2 * width
 
 
 def embedding_moved(sizes: ArchitectureSizes) -> float:
-    """Returns the elements a token that the embeddings move through memory."""
+    """Returns the number of elements per token that the embeddings move through memory."""
     return 2.0 * sizes.hidden
 
 
@@ -239,8 +241,8 @@ def pre_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
 
 
 def post_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
-    """The final norm; with a masked-language head: the input of its product, the two sides of gelu, of which the norm
-    keeps one."""
+    """Returns the activations of the layer after the last block: the final norm. A masked-language head also saves the
+    input of its product and the input of gelu."""
     h = sizes.hidden
     if sizes.kind == "bert":
         saved = [
@@ -255,11 +257,10 @@ def post_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
 
 
 def head_activations(sizes: ArchitectureSizes) -> LayerActivations:
-    """The input of the vocabulary product and what the loss keeps: log-probabilities in float32, the place and the
-    validity of labels.
+    """Returns the activations of the head: the input of the vocabulary product, and what the loss saves. The loss saves
+    log-probabilities in float32, and the positions and validity of labels.
 
-    The logits themselves live until the loss has read them; backward turns the log-probabilities into the gradient in
-    place.
+    The logits exist until the loss has read them. Backward converts the log-probabilities to the gradient in place.
     """
     v = sizes.vocab
     saved = [

@@ -1,5 +1,5 @@
-"""`--lora rank=8,alpha=16,target=q_proj+v_proj` to the section `workload.lora` of a job, and a model of the planner
-with these adapters."""
+"""Parses `--lora rank=8,alpha=16,target=q_proj+v_proj` to the section `workload.lora` of a job, and adds LoRA adapters
+to a model spec."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LORA_KEYS = ("rank", "alpha", "target")
 
 
 def parse_lora(text: str) -> dict[str, Any]:
-    """
+    """Parses the value of `--lora`.
+
     >>> parse_lora("rank=4,target=q_proj+v_proj")
     {'rank': 4, 'target': ['q_proj', 'v_proj']}
     """
@@ -45,8 +46,8 @@ def parse_lora(text: str) -> dict[str, Any]:
 def add_lora(model: ModelSpec, lora: LoraConfig) -> ModelSpec:
     """Returns `model` with LoRA matrices A and B for each target matrix of its blocks; all other weights are frozen.
 
-    A reads the layer's input once more; the product of B is read and added to the layer's output, which is read and
-    written.
+    The memory traffic increases: A reads the layer's input again, the output of B is read, and the layer's output is
+    read and written for the sum.
     """
     layers = tuple(_add_lora_to_layer(layer, lora) for layer in model.layers)
     found = model.but(layers=layers)

@@ -1,24 +1,21 @@
-"""What the parameters of a form are called. The reference models and Hugging Face's share these names, so that
-checkpoints line up.
+"""Converts architecture sizes to a `ModelSpec`: the layers in forward order with every parameter of the runtime, by
+name, shape and sharded dimension.
 
-Names inside a block are relative to the block, the others are the model's own.
+Parameter names are those of the reference models and of Hugging Face, so that checkpoints match. Names inside a block
+are relative to the block.
 
-A small residual convolutional network as the planner sees it. A token is an image: its sequence is 1.
+Sharding rules: weights are (out, in). Column-parallel weights (query, key, value, gate, up) are split along the output,
+row-parallel weights (out, down) along the input. The bias of a column-parallel weight is split. The bias of a
+row-parallel weight and all norms are replicated. The vocabulary is split by rows. Source: Shoeybi et al., Megatron-LM
+(2019), section 3.
 
-Parameters and forms follow the reference network: a stem that halves the image, equal residual blocks with group norms,
-a mean over places
-and a classifier. No rule shards it among tensor ranks; data parallelism, ZeRO and pipeline cuts apply.
+FLOPs count multiplications and additions. Attention computes two products of width q over the context, and a causal
+mask halves them. This gives 4 q FLOPs per token and token of context for an encoder, and 2 q for a decoder (Korthikanti
+et al. count 4 q for both).
 
-Sizes to `ModelSpec`: the layers in forward order with every parameter the runtime will have, by name, shape and the
-dimension it is cut on.
-
-Rules: weights are (out, in). Column weights (query, key, value, gate, up) are cut on the output, row weights (out,
-down) on the input; a
-column's bias is cut, a row's bias and every norm are whole; the vocabulary is cut by rows. Source: Shoeybi et al.,
-Megatron-LM (2019), section 3.
-FLOPs count multiplications and additions. Attention executes two products of width q over the context, which a causal
-mask halves:
-4 q a token and token of context for an encoder, 2 q for a decoder (Korthikanti et al. count 4 q for both).
+The module also describes a small residual convolutional network. A token is an image, so its sequence length is 1. The
+network has a stem that halves the image, equal residual blocks with group norms, a mean over positions, and a
+classifier. Tensor parallelism does not apply to it; data parallelism, ZeRO and pipeline parallelism do.
 """
 
 from __future__ import annotations
@@ -40,8 +37,8 @@ from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 
 
 class ParamNames(NamedTuple):
-    """`fused` means query, key and value in one; `interleaved` when they alternate head by head, so that one cut
-    is a cut of each."""
+    """The parameter names of one kind of architecture. `fused` is a weight with query, key and value together. If
+    `interleaved` is set, they alternate head by head in it, so that one split shards all three."""
 
     embedding: str
     head: str
@@ -183,7 +180,7 @@ def convolution_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
 
 
 def model_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
-    """The model as the planner sees it."""
+    """Returns the model spec of an architecture."""
     if sizes.kind == "convnet":
         return convolution_spec(name, sizes)
     names = PARAM_NAMES_BY_KIND[sizes.kind]
@@ -205,7 +202,7 @@ def model_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
 
 
 def tp_divisible_sizes(sizes: ArchitectureSizes) -> dict[str, int]:
-    """What a tensor degree must divide."""
+    """Returns the sizes that the tensor-parallel degree must divide."""
     result = {"heads": sizes.heads}
     if sizes.kv_heads != sizes.heads and sizes.mla is None:
         result["kv_heads"] = sizes.kv_heads
@@ -223,8 +220,8 @@ def embedding_layer(sizes: ArchitectureSizes, names: ParamNames) -> LayerSpec:
 
 
 def pre_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[LayerSpec]:
-    """What is added to the words before the first block: learned positions, segment types, a norm. No layer when there
-    is nothing."""
+    """Yields the layer between the word embeddings and the first block: learned positions, segment types and a norm.
+    Yields nothing without them."""
     parameters = []
     if sizes.pos_rows:
         parameters.append(ParameterSpec(name=names.positions, shape=(sizes.pos_rows, sizes.hidden)))
@@ -237,7 +234,7 @@ def pre_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[La
 
 
 def block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[LayerSpec]:
-    """The repeated block; in two runs where the first ones have no experts."""
+    """Yields the blocks as one layer spec, or as two if the first blocks have no experts."""
     dense = sizes.layers if not sizes.experts else sizes.dense_first_layers
     if dense:
         yield block_layer(sizes, names, dense, experts=False)
@@ -274,7 +271,8 @@ def block_layer(sizes: ArchitectureSizes, names: ParamNames, repeat: int, expert
 
 
 def attention_params(sizes: ArchitectureSizes, names: ParamNames) -> list[ParameterSpec]:
-    """Query, key, value (fused or separate), the norms of queries and keys, and the projection back."""
+    """Returns the weights of query, key and value (fused or separate), the norms of queries and keys, and the output
+    projection."""
     q, k, h = sizes.query_width, sizes.key_width, sizes.hidden
     heads = sizes.kv_heads if sizes.kv_heads != sizes.heads else 0
     parameters = []
@@ -295,8 +293,8 @@ def attention_params(sizes: ArchitectureSizes, names: ParamNames) -> list[Parame
 
 
 def latent_attention_params(sizes: ArchitectureSizes) -> list[ParameterSpec]:
-    """Multi-head latent attention: down to a small rank, a norm, up to the heads. Source: DeepSeek-V2
-    (arXiv:2405.04434), section 2.1."""
+    """Returns the parameters of multi-head latent attention: projections to a low rank, norms, and projections to the
+    heads. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1."""
     assert sizes.mla is not None
     part, h = sizes.mla, sizes.hidden
     query = sizes.heads * (part.nope + part.rope)
@@ -321,7 +319,8 @@ def feed_forward_params(sizes: ArchitectureSizes, names: ParamNames, width: int)
 
 
 def expert_params(sizes: ArchitectureSizes) -> list[ParameterSpec]:
-    """Router, experts stacked in one tensor each, and the shared experts as one wide feed-forward."""
+    """Returns the router, the routed experts stacked in one tensor per weight, and the shared experts as one wide
+    feed-forward."""
     h, width, count = sizes.hidden, sizes.moe_ffn, sizes.experts
     parameters = [ParameterSpec(name="mlp.gate.weight", shape=(count, h))]
     if sizes.router_bias:
@@ -345,7 +344,7 @@ def expert_params(sizes: ArchitectureSizes) -> list[ParameterSpec]:
 
 
 def expert_flops(sizes: ArchitectureSizes) -> float:
-    """Forward FLOPs of a token in its `top_k` experts, the shared ones and the router."""
+    """Returns the forward FLOPs per token in its `top_k` experts, the shared experts and the router."""
     matrices = 3 if sizes.gated else 2
     return (
         2.0
@@ -372,7 +371,7 @@ def post_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[L
 
 
 def head_layer(sizes: ArchitectureSizes, names: ParamNames) -> LayerSpec:
-    """Returns the projection onto the vocabulary and the loss. A tied weight comes first."""
+    """Returns the projection to the vocabulary with the loss. A tied weight comes first."""
     weight = ParameterSpec(
         name=names.embedding if sizes.tied_embeddings else f"{names.head}.weight",
         shape=(sizes.vocab, sizes.hidden),
@@ -399,14 +398,14 @@ def norm_params(name: str, width: int, bias: bool) -> list[ParameterSpec]:
 def column_parallel_params(
     name: str, width: int, size: int, bias: bool, parts: tuple[int, ...] = (), transposed: bool = False
 ) -> list[ParameterSpec]:
-    """A weight whose outputs are shared among tensor ranks, and its bias."""
+    """Returns a weight whose outputs tensor parallelism shards, and its bias."""
     shape, split = ((size, width), 1) if transposed else ((width, size), 0)
     weight = ParameterSpec(name=f"{name}.weight", shape=shape, split=split, parts=parts)
     return [weight, ParameterSpec(name=f"{name}.bias", shape=(width,), split=0, parts=parts)] if bias else [weight]
 
 
 def row_parallel_params(name: str, width: int, size: int, bias: bool, transposed: bool = False) -> list[ParameterSpec]:
-    """A weight whose inputs are shared among tensor ranks; its bias is whole."""
+    """Returns a weight whose inputs tensor parallelism shards, and its bias, which is replicated."""
     shape, split = ((size, width), 0) if transposed else ((width, size), 1)
     weight = ParameterSpec(name=f"{name}.weight", shape=shape, split=split)
     return [weight, ParameterSpec(name=f"{name}.bias", shape=(width,))] if bias else [weight]

@@ -1,8 +1,7 @@
-"""The sizes of an architecture: what a row of the catalog, an architecture file and a Hugging Face configuration all
-come down to.
+"""Defines the sizes of an architecture. A row of the catalog, an architecture file and a Hugging Face configuration are
+all converted to `ArchitectureSizes`.
 
-Names are those of the catalog's table, which the reference models build from too: one vocabulary from the table to the
-module.
+Names are those of the catalog's table. The reference models use the same names.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from meshwright.core.messages import Message
 ArchitectureKind = Literal["llama", "decoder", "gpt2", "bert", "neox", "bloom", "convnet"]
 BLANK_CELLS = ("", None)
 MAX_LAYERS, MAX_SIZE = 2**16, 2**40
-"""Of any size, so that a slip of the hand is one line and not a search without end."""
+"""Maximum number of layers, and maximum of all other sizes. A typing error then gives an error message instead of an
+endless search."""
 
 
 class LatentAttention(StrictModel):
-    """Ranks and widths of multi-head latent attention. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1. `q_lora` 0:
-    queries in full."""
+    """Ranks and widths of multi-head latent attention. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1. If `q_lora`
+    is 0, queries have no low-rank projection."""
 
     q_lora: int = 0
     kv_lora: int
@@ -33,7 +33,7 @@ class LatentAttention(StrictModel):
 
 
 class ArchitectureSizes(StrictModel):
-    """An architecture. `kind` is the form of its block and of its parameter names."""
+    """The sizes of an architecture. `kind` determines the structure of its block and its parameter names."""
 
     kind: ArchitectureKind
     family: str = ""
@@ -83,7 +83,7 @@ class ArchitectureSizes(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        """Defaults that depend on other sizes: key-value heads, positions, biases of the projections."""
+        """Fills defaults that depend on other sizes: key-value heads, positions, biases of the projections."""
         if not isinstance(given, Mapping):
             return given
         filled = dict(given)
@@ -130,8 +130,8 @@ class ArchitectureSizes(StrictModel):
     def changed(self, changes: Mapping[str, Any], where: str = "$") -> ArchitectureSizes:
         """Returns a copy with other values of some sizes.
 
-        Sizes that were derived from a changed one follow its new value: the number of positions beyond the sequence
-        stays, and a model with one key-value head for each head keeps that.
+        Sizes that depend on a changed size follow its new value. The number of positions beyond the sequence length
+        does not change. A model with one key-value head per head still has one.
         """
         fields = self.model_dump()
         if "heads" in changes and self.kv_heads == self.heads:
@@ -169,7 +169,7 @@ class ArchitectureSizes(StrictModel):
 
 
 def sizes_from_catalog(row: Mapping[str, Any]) -> ArchitectureSizes:
-    """A row of the catalog, whose cells are text, as `ArchitectureSizes`."""
+    """Converts a row of the catalog, whose cells are text, to `ArchitectureSizes`."""
     known = {name: row[name] for name in ArchitectureSizes.model_fields if row.get(name) not in BLANK_CELLS}
     if "mla" in known:
         known["mla"] = dict(part.split("=") for part in known["mla"].split(","))

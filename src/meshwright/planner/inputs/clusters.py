@@ -2,8 +2,9 @@
 heterogeneous nodes.
 
 Examples: `8x8:a100-80gb`, `2x8:a100-80gb+4x8:v100-32gb`, `4x8:h100@ib-ndr`. LINK is the network between nodes. It may
-follow any group and applies to all. It is a name of the catalog, the bandwidth of one device (`@25GB/s`, `@200Gb`,
-`@100Mb`), or the ports of one node (`@4x200Gb`). Heterogeneous nodes communicate at the speed of the slowest network.
+follow any group and applies to all groups. It is a name of the catalog, the bandwidth of one device (`@25GB/s`,
+`@200Gb`, `@100Mb`), or the ports of one node (`@4x200Gb`). Heterogeneous nodes communicate at the speed of the slowest
+network.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def read_cluster(text: str, measured: bool = True) -> Cluster:
 
 
 def save_local_cluster(cluster: Cluster) -> Path | None:
-    """Keep what was measured of this machine; None where that cannot be."""
+    """Saves the measured profile of this machine. Returns its path, or None if it cannot be saved."""
     return save_local_profile(cluster, _machine_key())
 
 
@@ -78,7 +79,7 @@ def _machine_key() -> tuple[object, ...]:
 
 
 def local_cluster(word: str) -> Cluster:
-    """This machine: its CUDA devices, or ranks on its cores."""
+    """Returns this machine as a cluster: its CUDA devices, or ranks on its CPU cores."""
     count, cards = parse_local_count(word), cuda_device_names()
     if not cards:
         return cpu_cluster(word, count or default_cpu_ranks(available_cpus()), available_cpus(), host_memory_bytes())
@@ -121,7 +122,7 @@ def read_cluster_file(path: Path) -> Cluster:
 
 
 def cluster_from_data(data: Any, where: str) -> Cluster:
-    """Plain data as a `Cluster`; a device may be named instead of described."""
+    """Converts plain data to a `Cluster`. A device may be given by name instead of a description."""
     if isinstance(data, dict):
         if data.get("network") is None and data.keys() <= Cluster.model_fields.keys():
             raise InputError(
@@ -140,8 +141,8 @@ def cluster_from_data(data: Any, where: str) -> Cluster:
 
 
 def _fill_group(group: Any) -> Any:
-    """A group of a cluster file whose device is a name: the catalog's device, its links and its host fill what is left
-    out."""
+    """Completes a group of a cluster file whose device is a name. Missing fields come from the catalog: the device, its
+    links and its host."""
     if not (isinstance(group, dict) and isinstance(group.get("device"), str)):
         return group
     row = device_entry(group["device"])
@@ -155,7 +156,7 @@ def _fill_group(group: Any) -> Any:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Groups of nodes joined by `+`."""
+    """Parses groups of nodes joined by `+`."""
     body, link = _split_network(text)
     groups, networks = [], []
     for part in re.split(r"\+(?=\d+[x:])", body):
@@ -192,7 +193,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _split_network(text: str) -> tuple[str, str]:
-    """`text` without its `@LINK`, and the link. Two different ones are a contradiction."""
+    """Returns `text` without its `@LINK`, and the link. Raises InputError for two different links."""
     found = re.findall(r"@([^+]+)", text)
     if len(set(found)) > 1:
         raise InputError(
@@ -207,7 +208,7 @@ def _split_network(text: str) -> tuple[str, str]:
 
 
 def parse_link(text: str, devices: int) -> Link:
-    """The network that `@text` says, as the share of one of the `devices` of a node.
+    """Returns the network of `@text` with the bandwidth of one device of a node with `devices` devices.
 
     >>> [round(parse_link(text, 8).bandwidth / 1e9, 3) for text in ("25GB/s", "25", "200Gb", "4x200Gb", "800 Mb/s")]
     [25.0, 25.0, 25.0, 12.5, 0.1]
@@ -235,7 +236,7 @@ def parse_link(text: str, devices: int) -> Link:
 
 
 def device_entry(name: str) -> catalog.CatalogEntry:
-    """The catalog's entry of a device. InputError names the nearest ones."""
+    """Returns the catalog entry of a device. Raises InputError with the most similar names."""
     rows = catalog.devices()
     row = catalog.find_entry(rows, name)
     if row is None:

@@ -1,8 +1,8 @@
-"""A Hugging Face `config.json` to `ArchitectureSizes`, by its fields; no library of theirs is needed.
+"""Converts a Hugging Face `config.json` to `ArchitectureSizes`, without a library of Hugging Face.
 
-Fields have several spellings for one thing (`hidden_size`, `n_embd`, `d_model`); what no field says follows from
-`model_type`, as in transformers' own configuration classes: biases, norms, tied embeddings, the form of the
-feed-forward.
+Several field names can have the same meaning (`hidden_size`, `n_embd`, `d_model`). Some properties have no field:
+biases, norms, tied embeddings, the kind of feed-forward. They follow from `model_type`, as in the configuration classes
+of transformers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _ACTIVATION_NAMES = {
 
 
 def read_hf_config(folder: Path) -> ArchitectureSizes:
-    """The sizes in `folder`/config.json."""
+    """Returns the sizes in `folder`/config.json."""
     path = folder / "config.json"
     if not path.is_file():
         raise InputError(Message("model folder {folder!r} has no config.json", folder=str(folder)))
@@ -84,8 +84,8 @@ def read_hf_config(folder: Path) -> ArchitectureSizes:
 
 
 def has_formulas(folder: Path) -> bool:
-    """Whether the family of the model in `folder` is one of those read here. A folder that cannot be read says so when
-    it is."""
+    """Returns whether the formulas support the model family in `folder`. Returns True for a folder whose configuration
+    is invalid, so that reading it raises the error."""
     try:
         config = parse_text(read_text_file(folder / "config.json"), str(folder))
     except InputError:
@@ -100,7 +100,7 @@ def has_formulas(folder: Path) -> bool:
 
 
 def _unsupported_moe(config: Mapping[str, Any]) -> str:
-    """What a mixture of a known family has that its formulas do not count; '' for nothing."""
+    """Returns the property of a mixture-of-experts model that the formulas do not support; empty if there is none."""
     wide, each = (config.get(name) for name in ("shared_expert_intermediate_size", "moe_intermediate_size"))
     if wide and not (isinstance(wide, int) and isinstance(each, int) and each > 0 and wide % each == 0):
         return Message(
@@ -123,7 +123,7 @@ def _unsupported_moe(config: Mapping[str, Any]) -> str:
 
 
 def sizes_from_hf_config(config: Mapping[str, Any], where: str) -> ArchitectureSizes:
-    """`config` as `ArchitectureSizes`. A composite model's text part is meant.
+    """Converts `config` to `ArchitectureSizes`. For a composite model it reads the configuration of the text model.
 
     >>> sizes = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
     >>> sizes_from_hf_config({"model_type": "gpt2", **sizes}, "x").ffn
@@ -175,7 +175,7 @@ def sizes_from_hf_config(config: Mapping[str, Any], where: str) -> ArchitectureS
 
 
 def _adjust_family(kind: str, config: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """What one field decides about another, family by family."""
+    """Sets the sizes that follow from the model family."""
     sizes.setdefault("ffn", 4 * sizes["hidden"])
     sizes.setdefault("seq", 2048)
     if kind in ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe"):
@@ -203,7 +203,7 @@ def _adjust_family(kind: str, config: Mapping[str, Any], sizes: dict[str, Any]) 
         sizes["pos_rows"], sizes["seq"] = sizes["seq"], sizes["seq"] - 2
     if sizes.get("experts") and "moe_ffn" not in sizes:
         sizes["moe_ffn"] = sizes["ffn"]
-    if wide := config.get("shared_expert_intermediate_size"):  # Qwen2-MoE's: one, as wide as so many
+    if wide := config.get("shared_expert_intermediate_size"):  # Qwen2-MoE has one wide shared expert
         sizes |= {"shared_experts": wide // sizes["moe_ffn"], "shared_gate": True}
     if not sizes.get("experts"):
         for name in ("experts", "top_k", "moe_ffn", "shared_experts", "shared_gate", "dense_first_layers"):

@@ -1,9 +1,9 @@
-"""A job file, `--set section.key=value` and the shared options, as `JobFile` (what was written) and `Job` (what is
-planned).
+"""Reads a job file, `--set section.key=value` and the shared options to a `JobFile`, and converts it to the `Job` that
+is planned.
 
-Order: defaults, then the file, then `--set`, then options; a later one wins. What is left open is filled from what is
-known: the precision is the fastest that every device has (of equally fast ones the first of bf16, fp16, fp32), the
-sequence no longer than the model's positions. An error names the file and the place in it.
+The order is: defaults, the file, `--set`, options. A later source takes precedence. Missing values are filled in. The
+precision is the fastest one that all devices support; of equally fast ones the first of bf16, fp16, fp32. The sequence
+is at most the number of positions of the model. An error names the file and the path of the value.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 class ModelChoice(StrictModel):
-    """Which model: one of `name` (catalog), `path` (folder or architecture file), `module`. `sizes` changes some of its
-    sizes, `rules` say what tensor ranks share of blocks that are not understood."""
+    """The model of a job: one of `name` (catalog), `path` (folder or architecture file), `module`. `sizes` changes some
+    of its sizes. `rules` are tensor-parallel rules for blocks whose structure is not recognized."""
 
     name: OneLine = ""
     path: OneLine = ""
@@ -60,12 +60,12 @@ class ModelChoice(StrictModel):
 
     @property
     def source(self) -> str:
-        """What `--model` would say."""
+        """The equivalent value of `--model`."""
         return self.name or self.path or self.module or "llama-tiny"
 
 
 class ClusterChoice(StrictModel):
-    """Which cluster: a `name` as `--cluster` takes it, a file at `path`, or the whole of it written out."""
+    """The cluster of a job: a `name` as for `--cluster`, a file at `path`, or a complete description."""
 
     name: OneLine = "local"
     path: OneLine = ""
@@ -79,7 +79,7 @@ class ClusterChoice(StrictModel):
 
 
 class JobFile(StrictModel):
-    """What a person wrote."""
+    """The content of a job file."""
 
     model: ModelChoice = ModelChoice()
     workload: Workload = Workload()
@@ -94,14 +94,14 @@ class JobFile(StrictModel):
     )
 
     def given_plan(self) -> Plan | None:
-        """The plan that the file names in full, if it does."""
+        """Returns the plan that the file names completely, or None."""
         return read_plan(str(self.plan["name"])) if "name" in self.plan else None
 
 
 def read_job(
     path: str | Path | None = None, overrides: Iterable[str] = (), options: Mapping[str, Any] | None = None
 ) -> JobFile:
-    """The job file at `path` (none: the default job) with `--set` overrides and options laid over it.
+    """Reads the job file at `path`, or the default job without a path, and applies `--set` overrides and options.
 
     >>> read_job(None, ["workload.steps=50"]).workload.steps
     50
@@ -126,7 +126,7 @@ def read_job(
     for (
         name,
         value,
-    ) in given:  # a cluster that is chosen anew drops what the file said of the one before, not what --set says of it
+    ) in given:  # an option that chooses another cluster drops that of the file, but keeps values of --set
         set_dotted_field(data, name, value)
     for override in overrides:
         name, equals, value = override.partition("=")
@@ -149,8 +149,8 @@ def read_job(
 
 
 def set_dotted_field(data: dict[str, Any], name: str, value: Any) -> None:
-    """`value` at the dotted `name` in `data`. Choosing a model or a plan another way drops the way it was chosen
-    before."""
+    """Sets the dotted field `name` of `data` to `value`. If the model or the plan is now chosen in another way, the
+    previous choice is dropped."""
     *sections, key = name.split(".")
     for section in sections:
         inner = data.get(section)
@@ -167,7 +167,8 @@ def set_dotted_field(data: dict[str, Any], name: str, value: Any) -> None:
 
 
 def resolve_job(file: JobFile) -> Job:
-    """The question in full: the model's layers, the cluster's devices, a workload without gaps, the pins."""
+    """Returns the complete job: the layers of the model, the devices of the cluster, a workload without missing values,
+    and the pins."""
     model = file.described or model_spec(model_title(file.model.source), resolve_sizes(file.model))
     if isinstance(model, str):
         raise InputError(model)
@@ -181,12 +182,12 @@ def resolve_job(file: JobFile) -> Job:
 
 
 def load_job(path: str | Path) -> Job:
-    """The job file at `path`, resolved."""
+    """Reads the job file at `path` and resolves it."""
     return resolve_job(read_job(path))
 
 
 def resolve_sizes(choice: ModelChoice) -> ArchitectureSizes:
-    """The sizes of the chosen model, with the changes the job makes."""
+    """Returns the sizes of the chosen model, with the changes of the job."""
     sizes = read_sizes(choice.source)
     return sizes.changed(choice.sizes, "$.model.sizes") if choice.sizes else sizes
 
@@ -207,7 +208,7 @@ def resolve_cluster(choice: ClusterChoice) -> Cluster:
 
 
 def resolve_pins(file: JobFile) -> dict[str, Any]:
-    """Returns the plan fields that the job file fixes. Raises InputError when it gives both a plan name and pins."""
+    """Returns the plan fields that the job file fixes. Raises InputError if the file has both a plan name and pins."""
     plan = file.given_plan()
     others = {name: value for name, value in file.plan.items() if name != "name"}
     if plan is not None and others:
@@ -222,7 +223,7 @@ def resolve_pins(file: JobFile) -> dict[str, Any]:
 
 
 def fill_workload(workload: Workload, model: ModelSpec, cluster: Cluster) -> Workload:
-    """`workload` with what was left open: precision by the devices, sequence by the model."""
+    """Returns `workload` with missing values filled in: the precision from the devices, the sequence from the model."""
     changes: dict[str, Any] = {}
     if "precision" not in workload.model_fields_set:
         changes["precision"] = default_precision(cluster)
@@ -241,13 +242,13 @@ def fill_workload(workload: Workload, model: ModelSpec, cluster: Cluster) -> Wor
 
 
 def resolve_precision(file: JobFile) -> str:
-    """What the job computes in."""
+    """Returns the precision of the job."""
     said = "precision" in file.workload.model_fields_set
     return file.workload.precision if said else default_precision(resolve_cluster(file.cluster))
 
 
 def default_precision(cluster: Cluster) -> str:
-    """The precision in which the slowest device is fastest.
+    """Returns the precision in which the slowest device is fastest.
 
     >>> (default_precision(read_cluster("1x8:v100-32gb")), default_precision(read_cluster("1x8:h100")),
     ...     default_precision(read_cluster("1x4:cpu")))
@@ -257,7 +258,7 @@ def default_precision(cluster: Cluster) -> str:
 
 
 def check_precision(workload: Workload, cluster: Cluster) -> None:
-    """InputError when a device has no rate for the precision of the workload."""
+    """Raises InputError if a device has no rate for the precision of the workload."""
     for group in cluster.groups:
         for rate in workload.recipe.rates:
             if rate not in group.device.peak:

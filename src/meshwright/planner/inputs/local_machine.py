@@ -1,16 +1,13 @@
-"""The cluster that `probe` or trials measured on this machine, kept in the user's cache: `local` is that one from then
-on.
+"""Describes this machine as the cluster `local`, and stores its measured profile in the user's cache.
 
-A file per machine and number of ranks; the machine is its processors, their number, its memory and its cards, so that a
-cache that several machines share holds each of them. MESHWRIGHT_MEASURED=0 leaves it unread: then `local` is what the
-catalog says.
+Without a profile, `local` is the CUDA devices that the driver lists, or else ranks on the CPU cores of the host. It is
+determined without importing torch. There are as many CPU ranks as cores, but at least 4 and at most 8; `local:N` sets
+another number. If there are more ranks than cores, each rank has cores / ranks of the peak, memory bandwidth and link
+of a core. Memory is that of the host, or of the container, divided by the ranks.
 
-`local`: this machine. CUDA devices if the driver shows any, else ranks on the host's cores; found without importing
-torch.
-
-Rule for cores: at least 4 ranks, more where there are more cores, at most 8; `local:N` says another number. Ranks
-beyond the cores share them: peak, memory bandwidth and link are each the core's times cores / ranks. Memory is the
-host's, or the container's, over the ranks.
+`probe` and trials save a measured profile, which then replaces `local`. There is one file per machine and number of
+ranks. A machine is identified by its processors, their number, its memory and its CUDA devices, so that several
+machines can share a cache. With MESHWRIGHT_MEASURED=0 the profile is not read.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ LOCAL_PROFILE_ENV = "MESHWRIGHT_MEASURED"
 
 
 def local_profile_path(ranks: int, machine: tuple[object, ...]) -> Path:
-    """Of the measurement of `ranks` ranks of a machine of this kind."""
+    """Returns the path of the profile of `ranks` ranks on this type of machine."""
     processor = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
@@ -47,7 +44,7 @@ def local_profile_path(ranks: int, machine: tuple[object, ...]) -> Path:
 
 
 def load_local_profile(ranks: int, machine: tuple[object, ...]) -> Cluster | None:
-    """The measured cluster; None where there is none, or none that this version reads."""
+    """Returns the measured cluster, or None if there is none that this version can read."""
     if os.environ.get(LOCAL_PROFILE_ENV) == "0" or not (path := local_profile_path(ranks, machine)).is_file():
         return None
     with contextlib.suppress(InputError, ValueError):
@@ -57,7 +54,7 @@ def load_local_profile(ranks: int, machine: tuple[object, ...]) -> Cluster | Non
 
 
 def save_local_profile(cluster: Cluster, machine: tuple[object, ...]) -> Path | None:
-    """Write it whole or not at all; None where the cache cannot be written."""
+    """Saves the profile atomically. Returns its path, or None if the cache is not writable."""
     path = local_profile_path(cluster.devices, machine)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +70,7 @@ _DEVICE_FOLDER = Path("/dev")
 
 
 def parse_local_count(word: str) -> int | None:
-    """N of `local:N`, None for `local`."""
+    """Returns N of `local:N`, or None for `local`."""
     _, colon, number = word.partition(":")
     if not colon:
         return None
@@ -87,7 +84,8 @@ def parse_local_count(word: str) -> int | None:
 
 
 def default_cpu_ranks(cores: int) -> int:
-    """
+    """Returns the default number of CPU ranks for a number of cores.
+
     >>> default_cpu_ranks(2), default_cpu_ranks(6), default_cpu_ranks(64)
     (4, 6, 8)
     """
@@ -95,7 +93,7 @@ def default_cpu_ranks(cores: int) -> int:
 
 
 def cpu_cluster(name: str, ranks: int, cores: int, memory: float) -> Cluster:
-    """`ranks` on one host of `cores` and `memory` bytes.
+    """Returns a cluster of `ranks` CPU ranks on one host with `cores` cores and `memory` bytes.
 
     >>> cpu_cluster("local", 4, 2, 16e9).groups[0].device.peak["fp32"]
     40000000000.0
@@ -128,14 +126,14 @@ def cpu_cluster(name: str, ranks: int, cores: int, memory: float) -> Cluster:
 
 
 class CudaDevice(NamedTuple):
-    """A CUDA device as the driver lists it; `uuid` is empty where it does not say one."""
+    """A CUDA device as the driver lists it. `uuid` is empty if the driver does not report it."""
 
     name: str
     uuid: str = ""
 
 
 def cuda_device_names() -> list[str]:
-    """Names of the visible CUDA devices, in the driver's order."""
+    """Returns the names of the visible CUDA devices, in the order of the driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
         return []
@@ -148,8 +146,8 @@ def cuda_device_names() -> list[str]:
 def visible_devices(visible: str, cards: list[CudaDevice]) -> list[CudaDevice]:
     """Returns the devices that CUDA shows for this CUDA_VISIBLE_DEVICES.
 
-    The list ends before the first word that names no device. It is empty when a device occurs twice. A UUID, or a
-    prefix of one, names the device that the driver lists under it, else one like the first.
+    The list ends before the first entry that is not a device. It is empty if an entry occurs twice. A UUID, or a prefix
+    of a UUID, names the device with this UUID. If the driver lists no such device, the first device is used.
 
     >>> [card.name for card in visible_devices("1,0,-1,2", [CudaDevice("a"), CudaDevice("b"), CudaDevice("c")])]
     ['b', 'a']
@@ -174,7 +172,7 @@ def visible_devices(visible: str, cards: list[CudaDevice]) -> list[CudaDevice]:
 
 
 def _devices_from_driver() -> list[CudaDevice]:
-    """What the kernel driver lists, of which a container sees those with a device file."""
+    """Returns the devices that the kernel driver lists. In a container, only those with a device file are visible."""
     found: list[tuple[int, CudaDevice]] = []
     for path in _NVIDIA_PROC_FOLDER.glob("*/information"):
         text = path.read_text(errors="replace")
@@ -187,7 +185,7 @@ def _devices_from_driver() -> list[CudaDevice]:
 
 
 def _devices_from_nvidia_smi() -> list[CudaDevice]:
-    """What nvidia-smi lists, where the kernel driver shows no files."""
+    """Returns the devices that nvidia-smi lists. It is used if the kernel driver has no files."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"],
@@ -203,10 +201,10 @@ def _devices_from_nvidia_smi() -> list[CudaDevice]:
 
 
 def available_cpus() -> int:
-    """Cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_memory_bytes() -> float:
-    """Bytes of the host, or of the container if that is less."""
+    """Returns the memory of the host in bytes, or that of the container if it is less."""
     return min(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), cgroup_memory_limit())

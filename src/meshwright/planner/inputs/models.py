@@ -24,12 +24,12 @@ from meshwright.spec.workload import USER_FUNCTION_PATTERN
 
 
 def is_user_code(name: str) -> bool:
-    """Whether `name` is live code, `package.module:function`."""
+    """Returns whether `name` is user code, `package.module:function`."""
     return USER_FUNCTION_PATTERN.fullmatch(name) is not None
 
 
 def needs_tracing(name: str) -> bool:
-    """Whether only a run shows what the model is: live code, or a folder of a Hugging Face family without formulas."""
+    """Returns whether the model must be traced: user code, or a folder of a Hugging Face family without formulas."""
     path = path_from_text(name)
     if path.is_dir():
         return not has_formulas(path) and catalog.find_entry(catalog.models(), name) is None
@@ -37,7 +37,7 @@ def needs_tracing(name: str) -> bool:
 
 
 def read_sizes(name: str) -> ArchitectureSizes:
-    """The sizes behind `name`. InputError names the nearest known models."""
+    """Returns the sizes of the model `name`. Raises InputError with the most similar known models."""
     rows = catalog.models()
     row = catalog.find_entry(rows, name)
     if row is not None:
@@ -70,7 +70,7 @@ def read_sizes(name: str) -> ArchitectureSizes:
 
 
 def read_architecture(path: Path) -> ArchitectureSizes:
-    """An architecture file: the keys of `ArchitectureSizes` in YAML or JSON, or a `config.json` by itself."""
+    """Reads an architecture file: the fields of `ArchitectureSizes` in YAML or JSON, or a `config.json`."""
     data = parse_text(read_text_file(path, "architecture"), str(path))
     if not isinstance(data, dict):
         raise InputError(Message("{path}: expected sizes such as 'layers: 32'", path=path))
@@ -80,7 +80,7 @@ def read_architecture(path: Path) -> ArchitectureSizes:
 
 
 def read_model(name: str, **changes: Any) -> ModelSpec:
-    """The model behind `name` as the planner sees it, with `changes` to its sizes.
+    """Returns the model spec of `name`, with `changes` to its sizes.
 
     >>> read_model("llama2-7b").parameters
     6738415616

@@ -1,8 +1,8 @@
-"""`--plan NAME|FILE|auto` and `--pin tp=2,pp=4`, and whether such a plan can run a job.
+"""Parses `--plan NAME|FILE|auto` and `--pin tp=2,pp=4`.
 
-A pin is a field of `Plan`, or `dp` for all replicas; the letters of plan names (z, mb, sp, rc) stand for their fields.
-`schedule=FILE` reads
-an order of actions from a table (spec/schedules/text.py) and pins what it says of ranks and stages too.
+A pin is a field of `Plan`, or `dp` for all replicas. The abbreviations of plan names (z, mb, sp, rc) stand for their
+fields. `schedule=FILE` reads an order of actions from a table (spec/schedules/text.py), and also pins its numbers of
+ranks and stages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def read_plan(text: str) -> Plan | None:
-    """The plan that `text` names, or None for `auto`: the planner's.
+    """Returns the plan with the name or in the file `text`, or None for `auto`, which means that the planner chooses.
 
     >>> read_plan("dp8.tp2.pp4.z1").world
     64
@@ -55,7 +55,7 @@ def read_plan(text: str) -> Plan | None:
 
 
 def read_plan_file(path: Path) -> Plan:
-    """A plan by itself, or inside an answer of `plan --json` or `estimate --json`."""
+    """Reads a file with a plan, or with the output of `plan --json` or `estimate --json`."""
     data = parse_text(read_text_file(path, "plan"), str(path))
     if isinstance(data, dict) and isinstance(data.get("chosen"), dict):
         data = data["chosen"]
@@ -65,7 +65,7 @@ def read_plan_file(path: Path) -> Plan:
 
 
 def parse_pins(text: str) -> dict[str, Any]:
-    """`tp=2,pp=4` as pins.
+    """Parses pins such as `tp=2,pp=4`.
 
     >>> parse_pins("tp=2,z=1,sp=true")
     {'tp': 2, 'zero': 1, 'sequence_parallel': True}
@@ -83,7 +83,7 @@ def parse_pins(text: str) -> dict[str, Any]:
 
 
 def validate_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`given` as pins, each a value that its field of `Plan` can have."""
+    """Returns `given` as pins. Raises InputError for a value that its field of `Plan` cannot have."""
     pins: dict[str, Any] = {}
     for written, value in given.items():
         name = PIN_ALIASES.get(written, written)
@@ -109,8 +109,8 @@ def validate_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_schedule_pins(path: Path) -> dict[str, Any]:
-    """The order of actions in a file as pins. Raises InputError with the first action that is wrong and its place,
-    before anything runs."""
+    """Returns the order of actions in a file as pins. Raises InputError with the first invalid action and its
+    position."""
     rows = parse_table(read_text_file(path, "schedule"), str(path))
     stages, micro_batches = table_shape(rows)
     if stages % len(rows):
@@ -130,8 +130,8 @@ def read_schedule_pins(path: Path) -> dict[str, Any]:
 
 
 def _pin_value(field: str, value: Any, where: str) -> Any:
-    """`value` as the field of `Plan` has it, one word where it has several as well; rules between fields are the
-    planner's to keep."""
+    """Converts `value` to the type of the field of `Plan`. A single word is also accepted for a list. Rules between
+    fields are not checked."""
     if isinstance(Plan.model_fields[field].default, tuple) and isinstance(value, str):
         value = [value]
     try:
@@ -152,6 +152,6 @@ def _pin_value(field: str, value: Any, where: str) -> Any:
 
 
 def pins_from_plan(plan: Plan) -> dict[str, Any]:
-    """Every field of `plan` as a pin; not the bucket of one that says none, as names do."""
+    """Returns every field of `plan` as a pin. The bucket size is a pin only if the plan sets it."""
     left = {"dp"} if "bucket" in plan.model_fields_set else {"dp", "bucket"}
     return {name: getattr(plan, name) for name in PINNABLE_FIELDS if name not in left}

@@ -1,11 +1,11 @@
-"""`--model 200b`: a model of a size and no name. The catalog's GPT of the nearest size, scaled.
+"""Creates a model for a size without a name, such as `--model 200b`, by scaling the GPT model of the catalog with the
+nearest size.
 
-Rule: of the GPT-3 and Megatron rows the one nearest in parameters P0; hidden is that row's times (P / P0)^(1/3), in
-whole multiples of STEPS, so
-that usual tensor degrees divide the heads, which are 64 or 128 wide; then as many layers as come nearest to P with 12
-hidden^2 each (Narayanan
-et al., arXiv 2104.04473, equation 2); where the vocabulary is most of a small model, a smaller hidden. A catalog name
-takes precedence over this rule.
+Let P be the requested number of parameters and P0 that of the nearest GPT-3 or Megatron row. The hidden size is that of
+the row times (P / P0)^(1/3), rounded to a multiple from HIDDEN_SIZE_STEPS. Common tensor-parallel degrees then divide
+the heads, which are 64 or 128 wide. A layer has 12 hidden^2 parameters (Narayanan et al., arXiv 2104.04473, equation
+2), and the number of layers gives the total nearest to P. If most parameters of a small model are the vocabulary, the
+hidden size is smaller. A name of the catalog takes precedence.
 
 >>> sizes = sizes_for_parameters(200e9)
 >>> sizes.layers, sizes.hidden, sizes.heads
@@ -30,16 +30,16 @@ _SIZE_PATTERN = re.compile(r"(?:gpt-)?(\d+(?:\.\d+)?)([mbt])", re.IGNORECASE)
 _SIZE_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 SCALABLE_FAMILIES = ("GPT-3", "MT-NLG", "Megatron")
 HIDDEN_SIZE_STEPS = ((8192, 2048), (4096, 1024), (1024, 512), (0, 64))
-"""Hidden sizes from the first on are whole multiples of the second."""
+"""Pairs (minimum, step): hidden sizes from the minimum on are multiples of the step."""
 MIN_PARAMETERS, MAX_PARAMETERS = 4e6, 1e15
-"""Parameters: below, the vocabulary alone is larger."""
+"""Range of the number of parameters. Below it, the vocabulary alone would be larger."""
 LEARNED_POSITIONS = 8192
-"""Learned positions of a model without a name: more than its pattern has, so that the usual sequences can be asked
-for."""
+"""Learned positions of a scaled model. There are more than in the scaled row, so that common sequence lengths are
+possible."""
 
 
 def parse_model_size(name: str) -> float | None:
-    """Parameters that `name` says; None when it is no size.
+    """Returns the number of parameters for a name such as 200b, or None if `name` is not a size.
 
     >>> parse_model_size("200b"), parse_model_size("gpt-1.3B"), parse_model_size("gpt2"), parse_model_size("0b")
     (200000000000.0, 1300000000.0, None, None)
@@ -49,7 +49,7 @@ def parse_model_size(name: str) -> float | None:
 
 
 SizesByName = Mapping[str, ArchitectureSizes]
-"""The rows that can be scaled, by name."""
+"""The models that can be scaled, by name."""
 
 
 def scalable_sizes() -> SizesByName:
@@ -60,17 +60,18 @@ def scalable_sizes() -> SizesByName:
 
 
 def nearest_size(parameters: float, known: SizesByName) -> str:
-    """Which of them is scaled: the nearest in size."""
+    """Returns the name of the model with the nearest size."""
     return min(known, key=lambda name: abs(math.log(count_weights(known[name]) / parameters)))
 
 
 def count_weights(sizes: ArchitectureSizes) -> float:
-    """Parameters of a GPT without its biases and norms, which are a thousandth."""
+    """Returns the parameters of a GPT without its biases and norms, which are a thousandth of them."""
     return 12.0 * sizes.layers * sizes.hidden**2 + (sizes.vocab + sizes.pos_rows) * sizes.hidden
 
 
 def sizes_for_parameters(parameters: float, known: SizesByName | None = None) -> ArchitectureSizes:
-    """The sizes of a GPT-shaped model of that many parameters, as near as whole layers come."""
+    """Returns the sizes of a GPT model with about `parameters` parameters, as close as a whole number of layers
+    allows."""
     if not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS:
         raise InputError(
             Message(
@@ -102,7 +103,7 @@ def sizes_for_parameters(parameters: float, known: SizesByName | None = None) ->
 
 
 def model_title(name: str) -> str:
-    """The name that is shown: of a size, with the model that was scaled to it.
+    """Returns the name to display. For a size it includes the model that was scaled.
 
     >>> model_title("200b"), model_title("gpt3")
     ('gpt-200b (gpt3-175b scaled)', 'gpt3')

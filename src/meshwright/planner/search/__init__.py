@@ -1,1 +1,2 @@
-"""Which plans fit, which is fastest, why the others lost. Exhaustive over every legal plan, vectorised."""
+"""Searches all legal plans of a job for those that fit and are fastest, and explains why other plans lose. The search
+is exact and vectorised."""

@@ -1,4 +1,4 @@
-"""Answers six questions about a job with its own numbers, and says what single improvements would bring.
+"""Answers six questions about a job with its figures, and estimates the effect of single improvements.
 
 The questions: how large is my model, does it fit on one device, how are my devices linked, speed or memory, do I need a
 hybrid, which tp and pp. An improvement is one change of the cluster or the workload: twice the memory, links or devices
@@ -43,7 +43,8 @@ WHAT_IF_NAMES = {
 
 
 class JobImprovement(NamedTuple):
-    """A change by its name, the speed-up in tokens per second under the best plan, and that plan."""
+    """A change with its name, the speed-up in tokens per second under the best plan of the changed job, and that
+    plan."""
 
     name: str
     speed: float
@@ -56,7 +57,7 @@ def with_node_groups(cluster: Cluster, groups: Iterator[NodeGroup]) -> Cluster:
 
 
 def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
-    """Yields the changed jobs by name, without changes that cannot affect the cluster."""
+    """Yields the changed jobs by name. Omits changes that cannot affect the cluster."""
     cluster, groups = job.cluster, job.cluster.groups
     more = (group.but(device=group.device.but(memory=group.device.memory * IMPROVEMENT_FACTOR)) for group in groups)
     yield "memory", job.but(cluster=with_node_groups(cluster, more))
@@ -88,7 +89,7 @@ def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
 def _with_less_traffic(job: Job) -> Iterator[tuple[str, Job]]:
     """Yields jobs with the same batch and less traffic between nodes.
 
-    These change the result, so the user must request them.
+    These changes affect the result, so they apply only at the user's request.
     """
     work, nodes = job.workload, sum(group.nodes for group in job.cluster.groups)
     if work.compression is None and not work.exact and work.precision != "fp16":
@@ -107,9 +108,9 @@ def _with_less_traffic(job: Job) -> Iterator[tuple[str, Job]]:
 def rank_improvements(
     job: Job, step: float, runnable: bool = False, chosen: Plan | None = None
 ) -> tuple[JobImprovement, ...]:
-    """Returns every single change of a job, the best first.
+    """Returns all single changes of a job, sorted by speed-up in descending order.
 
-    `step` is the time of the job's best plan in seconds, `chosen` that plan where it is known.
+    `step` is the step time of the job's best plan in seconds. `chosen` is this plan, if it is known.
     """
     found = []
     for name, changed in improved_jobs(job):
@@ -124,10 +125,10 @@ def rank_improvements(
 
 
 MAX_NEIGHBOUR_DEGREES = 3
-"""Other degrees that are named on either side of the chosen one."""
+"""Number of other degrees that are named on either side of the chosen degree."""
 
 MIN_SPEED_CHANGE = 0.005
-"""A change of speed below this share is none."""
+"""Changes of speed below this fraction are ignored."""
 
 
 def advise(job: Job, answer: SearchResult, runnable: bool = False) -> list[Message]:
@@ -144,14 +145,14 @@ def advise(job: Job, answer: SearchResult, runnable: bool = False) -> list[Messa
 
 
 def single_device_job(job: Job) -> Job:
-    """One sequence on one of the devices."""
+    """Returns the job with one sequence on one device of the first group."""
     group = job.cluster.groups[0]
     one = job.cluster.but(groups=(group.but(nodes=1, devices=1),))
     return job.but(cluster=one, workload=job.workload.but(batch=1), pins={})
 
 
 def _size_message(job: Job) -> Message:
-    """Question 1."""
+    """Answers question 1: the size of the model."""
     each = job.workload.bytes_per_parameter
     priced = [
         estimate(single_device_job(job), Plan(recompute=choice)).memory.activations
@@ -171,7 +172,7 @@ def _size_message(job: Job) -> Message:
 
 
 def _one_device_message(job: Job) -> Message:
-    """Question 2."""
+    """Answers question 2: whether the model fits on one device."""
     one = single_device_job(job)
     whole, again = (estimate(one, Plan(recompute=choice)) for choice in (Recompute.none, Recompute.full))
     if whole.fits:
@@ -198,7 +199,7 @@ def _one_device_message(job: Job) -> Message:
 
 
 def _links_message(job: Job) -> Message:
-    """Question 3."""
+    """Answers question 3: the links between devices."""
     cluster = job.cluster
     group, network = cluster.groups[0], cluster.network
     nodes = sum(each.nodes for each in cluster.groups)
@@ -229,13 +230,13 @@ def _links_message(job: Job) -> Message:
 
 
 def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> Message:
-    """Question 4: the chosen plan and the plan that needs least memory."""
+    """Answers question 4: compares the chosen plan with the plan that needs the least memory."""
     chosen = answer.chosen.estimate
     found = search_top_plans(job, 1, runnable=runnable).ranking
     even: tuple[PlanCandidate | PlanFamily, ...] = (*found.nearest.values(), *found.families.values())
     lean = min(
         even or answer.families, key=lambda it: (it.reserved, it.seconds)
-    )  # some heterogeneous groups have no legal homogeneous plan
+    )  # on some heterogeneous groups no homogeneous plan is legal
     values = {
         "plan": answer.chosen.name,
         "step": chosen.time.step,
@@ -256,7 +257,7 @@ def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> 
 
 
 def _hybrid_message(job: Job, answer: SearchResult) -> Message:
-    """Question 5: families of one kind of parallelism, compared with the chosen plan."""
+    """Answers question 5: compares families with one kind of parallelism with the chosen plan."""
     step = answer.chosen.estimate.time.step
     single = [family for family in answer.families if count_parallelisms(family.plan) <= 1]
     fitting = [family for family in single if family.fits]
@@ -292,7 +293,7 @@ def _hybrid_message(job: Job, answer: SearchResult) -> Message:
 
 
 def count_parallelisms(plan: Plan) -> int:
-    """How many kinds of parallelism a plan joins."""
+    """Returns the number of kinds of parallelism that a plan combines."""
     return sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep))
 
 
@@ -301,7 +302,7 @@ def _shortage_message(family: PlanFamily) -> Message:
 
 
 def _degrees_message(job: Job, answer: SearchResult, runnable: bool) -> Message:
-    """Question 6: what other tensor and pipeline degrees would cost."""
+    """Answers question 6: the cost of other tensor and pipeline degrees."""
     plan = answer.chosen.plan
     return Message(
         "6. Which tp and pp? tp {tp} and pp {pp}. Other tp: {tensor}. Other pp: {pipeline}.",
@@ -313,9 +314,10 @@ def _degrees_message(job: Job, answer: SearchResult, runnable: bool) -> Message:
 
 
 def _neighbour_degrees(job: Job, answer: SearchResult, axis: str, runnable: bool) -> tuple[Message, ...]:
-    """The next lower and higher degrees of an axis, each with what its best plan takes more, or that none fits."""
+    """Returns the next lower and higher degrees of an axis. Each has the additional time of its best plan, or states
+    that none fits."""
     chosen, step = getattr(answer.chosen.plan, axis), answer.chosen.estimate.time.step
-    degrees = divisors(job.cluster.devices)  # on some heterogeneous groups the chosen degree is none of them
+    degrees = divisors(job.cluster.devices)  # on some heterogeneous groups the chosen degree is not a divisor
     lower, higher = [degree for degree in degrees if degree < chosen], [degree for degree in degrees if degree > chosen]
     near = [*lower[-MAX_NEIGHBOUR_DEGREES:], *higher[:MAX_NEIGHBOUR_DEGREES]]
     return tuple(_degree_message(axis, degree, job, step, runnable) for degree in near) or (Message("none"),)
@@ -337,7 +339,7 @@ def _degree_message(axis: str, degree: int, job: Job, step: float, runnable: boo
 
 
 def _improvement_messages(job: Job, answer: SearchResult, runnable: bool) -> Iterable[Message]:
-    """What each single improvement brings."""
+    """Yields the effect of each single improvement."""
     found = rank_improvements(job, answer.chosen.estimate.time.step, runnable, answer.chosen.plan)
     yield Message(
         "What would change that? Tokens per second with {changes}.",
@@ -354,7 +356,8 @@ def _improvement_messages(job: Job, answer: SearchResult, runnable: bool) -> Ite
 
 
 def _signed_percent(share: float) -> str:
-    """
+    """Formats a fraction as a percentage with a sign.
+
     >>> _signed_percent(0.123), _signed_percent(-0.0001)
     ('+12%', '0%')
     """

@@ -1,24 +1,26 @@
-"""Branch and bound over the plan space of a job: the best plans that fit and the best plan of every family.
+"""Searches the plan space of a job by branch and bound for the best plans that fit and the best plan of every family.
 
-Guarantees: the search is exact. The best plan is the one that estimating plan by plan would give; a test compares both
+Guarantees: the search is exact. It returns the same best plan as an estimate of every single plan; a test compares both
 on random jobs. Plans are ordered by score: the step time, raised by RISK_MARGIN for each doubt (risk_margin.py), or the
 reserved bytes for the most headroom. At equal score (to nine digits) the simpler plan comes first: fewer axes, lower
-ZeRO stage, no recompute, no sequence parallelism, the plainer schedule.
+ZeRO stage, no recompute, no sequence parallelism, the simpler schedule.
 
-[Note: bounds] Plans that cannot be among the results are not priced. All bounds follow from one fact: the step grows
-with each of its items.
+[Note: bounds] The cost of plans that cannot be among the results is not computed. All bounds rely on the fact that a
+step becomes longer with each of its terms.
 
-- Lower bound: no plan of a degree group is faster than its compute, its tensor-parallel traffic and its bubble. Groups
-  are searched in the order of these bounds. Groups above the best results, over all and of each family, are pruned.
-- Families: a family in which nothing fits needs only its nearest plan, which has the smallest micro-batch or only one.
-- Recompute: a plan that fits with a margin without recompute and offload is faster than the same plan with them. These
-  choices are priced only for other plans.
-- Offload: offloading several things takes at least as long as offloading each one. Combinations are priced only where
-  each single choice is fast enough.
-- Memory choices: recompute and offload are priced only where bounds on their bytes and seconds
+- Lower bound: no plan of a degree group is faster than its compute, its tensor-parallel communication and its bubble.
+  Groups are searched in the order of these bounds. A group is pruned if its bound exceeds the best results, both
+  overall and of each of its families.
+- Families: for a family in which no plan fits, the search needs only the nearest plan. It has the smallest micro-batch,
+  or a single micro-batch.
+- Recompute: a plan that fits with a margin without recompute and offload is faster than the same plan with them. The
+  cost of recompute and offload is computed only for other plans.
+- Offload: a combination of offloads takes at least as long as each of its single offloads. The cost of a combination is
+  computed only if each single offload is fast enough.
+- Memory choices: the cost of recompute and offload is computed only if their bounds on bytes and seconds
   (planner/cost/bounds.py) allow the best plan.
-- Other layouts: the listed plans and the families have the usual order of axes, uniform recompute and no offload.
-  Other orders, partial recompute and offload are priced only where they can give the best plan.
+- Other layouts: the listed plans and the families have the default order of axes, uniform recompute and no offload. The
+  cost of other orders, partial recompute and offload is computed only if they can give the best plan.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ DOES_NOT_FIT = "does not fit"
 PRUNED_BY_BOUND = "slower for certain"
 
 MAX_GRID_PLANS = 1 << 16
-"""Plans of one box at most, so that its arrays stay in a core's cache."""
+"""Maximum number of plans of one grid. The arrays of a grid then stay in the cache of a core."""
 
 SPARSE_FRACTION = 0.5
-"""Of a box; when fewer are fast enough, only their memory is priced."""
+"""If a smaller fraction of a grid is fast enough, memory is computed only for the plans that are."""
 
 
 ZERO_AXIS = CHOICE_FIELDS.index("shards")
@@ -61,7 +63,7 @@ ZERO_AXIS = CHOICE_FIELDS.index("shards")
 
 @dataclass
 class PlanSearch:
-    """A plan space and the part of it that was priced."""
+    """A plan space, and the part of it whose cost was computed."""
 
     pricer: CostModel
     space: PlanSpace
@@ -78,7 +80,7 @@ class PlanSearch:
         self._without_margin: list[tuple[DegreeGroup, PlanGrid, PricedGrid]] = []
 
     def explore(self) -> None:
-        """Prices every plan that can be among the results."""
+        """Computes the cost of every plan that can be among the results."""
         groups = list(self.space.groups())
         self.legal = sum(group.legal for group in groups)
         groups = groups if self.ranking.by_family else [group for group in groups if self._may_fit(group)]
@@ -89,7 +91,7 @@ class PlanSearch:
             self._price_memory_choices(group, box, priced)
         for group, floor in (
             zip(groups, floors, strict=True) if self.ranking.best else ()
-        ):  # memory knows no order of axes
+        ):  # memory does not depend on the order of axes
             self._price_other_layouts(group, floor)
         limit = show_bytes(self._usable)
         if self.fastest is not None:
@@ -109,19 +111,19 @@ class PlanSearch:
             self.space.reject(PRUNED_BY_BOUND, self.legal - self.priced, shown)
 
     def _lower_bound(self, box: PlanGrid) -> Array:
-        """Returns the seconds that no legal plan of a group goes below, over (o, b, s). See [Note: bounds]."""
+        """Returns lower bounds of the seconds of all legal plans of a group, over (o, b, s). See [Note: bounds]."""
         floor = self.pricer.floor(box)
         legal = box.legal[0].any(axis=(3, 4, 5))
         return np.where(np.broadcast_to(legal, floor.shape), floor, np.inf) * (1 - SCORE_TOLERANCE)
 
     def _may_fit(self, group: DegreeGroup) -> bool:
-        """Returns whether the lower bound of memory of some plan of a group fits."""
+        """Returns whether any plan of a group may fit, by the lower bound of its memory."""
         return bool(
             (lower_bounds(self.pricer, group.box, group.ways).taken * (1 - SCORE_TOLERANCE) <= self._usable).any()
         )
 
     def _price_default_layouts(self, group: DegreeGroup, floor: Array) -> None:
-        """Prices the usual order of axes, which the families are made of."""
+        """Computes the cost of plans with the default order of axes. The families consist of these plans."""
         everything = self.objective == SearchObjective.headroom
         few = everything or group.box.size <= SMALL_GRID_PLANS
         done = np.isfinite(floor) & (
@@ -139,9 +141,8 @@ class PlanSearch:
                 self._without_margin.append((group, box, priced))
 
     def _needs_memory_choices(self, box: PlanGrid, priced: PricedGrid) -> Array:
-        """Returns the plans that have no margin without recompute and could be the best with recompute or offload.
-
-        Where activations must be offloaded these are all plans, because recompute may make them faster.
+        """Returns the plans that do not fit with a margin without recompute and could be the best with recompute or
+        offload. If activations must be offloaded, these are all plans, because recompute may make them faster.
         """
         if offloads_activations(box.offload[0]):
             return np.isfinite(priced.seconds[:, :, :, :1])
@@ -150,7 +151,7 @@ class PlanSearch:
         )
 
     def _price_other_layouts(self, group: DegreeGroup, floor: Array) -> None:
-        """Prices the other orders of axes, which can only give the best plan."""
+        """Computes the cost of other orders of axes. They are relevant only for the best plan."""
         everything = self.objective == SearchObjective.headroom
         near = np.isfinite(floor) & (everything or floor <= self.ranking.record)
         for axes in group.axes:
@@ -160,7 +161,7 @@ class PlanSearch:
                 )
 
     def price(self, box: PlanGrid, ceiling: float = np.inf) -> PricedGrid:
-        """Returns the seconds of every plan of a grid, and the memory of those that take at most `ceiling`."""
+        """Computes the seconds of every plan of a grid, and the memory of those that take at most `ceiling` seconds."""
         pricer = self.pricer
         ranks = pricer.ranks(box)
         states = pricer.states(box, ranks)
@@ -190,7 +191,7 @@ class PlanSearch:
         return whole
 
     def _with_memory(self, box: PlanGrid, parts: MemoryFootprint, step: Array) -> PricedGrid:
-        """Adds memory and score to plans that take `step` seconds."""
+        """Adds memory and score to plans whose steps take `step` seconds."""
         setting = self.pricer.setting
         usual, safe = reserved_bytes(setting, parts.total.max(axis=0))
         room = np.broadcast_to(parts.host.max(axis=0) <= setting.host_memory if any(box.offload) else True, box.shape)
@@ -203,12 +204,12 @@ class PlanSearch:
         )
         doubts = tight + np.array(
             [int(uses_unmeasured_link(setting.job.cluster, choice)) for choice in box.offload]
-        )  # the last axis
+        )  # the axis f
         worth = taken if self.objective == SearchObjective.headroom else each * (1.0 + RISK_MARGIN) ** doubts
         return PricedGrid(np.where(taken <= self._usable, worth, np.inf), step, taken, tight, room)
 
     def _count_unfit(self, box: PlanGrid, step: Array, found: PricedGrid) -> None:
-        """Counts the plans that do not fit and keeps the fastest of them."""
+        """Counts the plans that do not fit, and stores the fastest of them."""
         legal = box.legal_size
         self.priced += legal
         fitting = np.isfinite(found.score)
@@ -222,7 +223,7 @@ class PlanSearch:
                 self.fastest = PlanCandidate(box, tuple(map(int, at)), float(lost[at]), float(found.taken[at]))
 
     def _note_lowest_memory(self, box: PlanGrid, step: Array, found: PricedGrid) -> None:
-        """Keeps the plan with the lowest memory while nothing fits."""
+        """Stores the plan with the lowest memory, as long as no plan fits."""
         at = np.unravel_index(int(found.taken.argmin()), box.shape)
         if (
             not self.ranking.best
@@ -231,11 +232,12 @@ class PlanSearch:
         ):
             self.lowest_memory = PlanCandidate(box, tuple(map(int, at)), float(step[at]), float(found.taken[at]))
 
-    # --- choices that only memory asks for
+    # --- choices that reduce memory
     # --------------------------------------------------------------------------------------
 
     def _price_memory_choices(self, group: DegreeGroup, box: PlanGrid, priced: PricedGrid) -> None:
-        """Prices partial recompute and offload for the plans of `box` that have no margin without them."""
+        """Computes the cost of partial recompute and offload for the plans of `box` that do not fit with a margin
+        without them."""
         if not (mask := self._needs_memory_choices(box, priced)).any():
             return
         box, at = crop_grid(box, mask)
@@ -261,20 +263,20 @@ class PlanSearch:
     def _may_be_best(
         self, box: PlanGrid, mask: Array, priced: PricedGrid, ways: Sequence[tuple[Offload, ...]]
     ) -> dict[tuple[Offload, ...], Array]:
-        """Returns for each offload choice the plans of `mask` that it could make the best of all, over obs1z1."""
+        """Returns for each offload choice the plans of `mask` that it could make the best plan, over obs1z1."""
         bound = lower_bounds(self.pricer, box, tuple(ways))
         stay = priced.seconds[:, :, :, :1]
         stay = np.where(_single_rank_shards(box), stay.min(axis=ZERO_AXIS, keepdims=True), stay)
         seconds = (
             bound.link if ways[0] else np.maximum(stay + bound.more, bound.link)
-        )  # with mandatory offload, recompute may save time
+        )  # if offload is mandatory, recompute may save time
         leaning = np.array([int(uses_unmeasured_link(self.pricer.setting.job.cluster, way)) for way in ways])
         seconds = seconds * (1.0 + RISK_MARGIN) ** ((bound.safe > physical_limit(self.pricer.setting)) + leaning)
         room = (
             self._usable
             if self.ranking.best
             else max(self._usable, self.lowest_memory.reserved if self.lowest_memory else np.inf)
-        )  # else what comes nearest
+        )  # if no plan fits yet, the nearest plan is searched
         found = (
             mask
             & (bound.taken * (1 - SCORE_TOLERANCE) <= room)
@@ -283,9 +285,8 @@ class PlanSearch:
         return {way: found[..., at : at + 1] for at, way in enumerate(ways)}
 
     def _price_offloaded(self, group: DegreeGroup, offloaded: PlanGrid, mask: Array) -> Array:
-        """Prices plans that offload; either all of them offload activations or none.
-
-        Returns the least seconds of each over all recompute choices, over obs1zf.
+        """Computes the cost of plans with offload. Either all of them offload activations or none does. Returns the
+        minimum seconds of each plan over all recompute choices, over obs1zf.
         """
         found = self.price(offloaded, self.ranking.limit)
         self.ranking.take(offloaded, found, with_families=False)
@@ -297,7 +298,8 @@ class PlanSearch:
         )
 
     def _price_partial_recompute(self, group: DegreeGroup, box: PlanGrid, mask: Array, priced: PricedGrid) -> Array:
-        """Prices the numbers of recomputed blocks of each plan of `mask` and returns the least seconds of each."""
+        """Computes the cost of all useful numbers of recomputed blocks of each plan of `mask`. Returns the minimum
+        seconds of each plan."""
         kinds = [choice.kind for choice in box.recompute]
         if not (group.parts and kinds[0] == Recompute.none and mask.any()):
             return np.minimum(priced.seconds[:, :, :, :1], priced.seconds[:, :, :, -1:])
@@ -306,8 +308,8 @@ class PlanSearch:
         valley = any(offloads_activations(choice) for choice in box.offload)
         for rung in recompute_ladder(kinds):
             less, more = at[rung.rest], at[rung.kind]
-            enough = priced.roomy[less] & (rung.rest != Recompute.none)  # then none of these blocks needs to do more
-            there = priced.may_fit[more] | (rung.kind == Recompute.full)  # else no number of them fits
+            enough = priced.roomy[less] & (rung.rest != Recompute.none)  # then no block needs more recompute
+            there = priced.may_fit[more] | (rung.kind == Recompute.full)  # otherwise no number of blocks fits
             there = priced.room[less] | priced.room[more] if valley else there & priced.room[more] & ~enough
             partial = PartialRecompute(
                 box, rung, lambda part: self.price(part, self.ranking.limit), self.ranking.record
@@ -319,13 +321,14 @@ class PlanSearch:
 
 
 def _single_rank_shards(box: PlanGrid) -> Array:
-    """Returns which ZeRO choices have one rank (z, f). They are as fast as ZeRO 0 and are plans only where weights
-    are offloaded."""
+    """Returns which ZeRO choices have one rank (z, f). They are as fast as ZeRO 0 and are valid only if weights are
+    offloaded."""
     return np.array([each.lone for each in box.shards])[:, None]
 
 
 def _with_single_rank_shards(box: PlanGrid, chosen: Array) -> Array:
-    """Returns `chosen` (over obscz_) with shards of one rank treated as ZeRO 0."""
+    """Returns `chosen` (over obscz_). If any ZeRO choice of a plan is chosen, the choices with one rank are chosen
+    too."""
     return (
         chosen | (chosen.any(axis=ZERO_AXIS, keepdims=True) & lone)
         if (lone := _single_rank_shards(box)).any()
@@ -336,8 +339,8 @@ def _with_single_rank_shards(box: PlanGrid, chosen: Array) -> Array:
 def merge_offload_choices(
     candidates: Mapping[tuple[Offload, ...], Array], recompute: int
 ) -> tuple[tuple[Offload, ...], ...]:
-    """Returns the first offload choice and those like it that are priced in one grid with it at no more cost than
-    alone."""
+    """Returns the first offload choice, and all further choices that can share one grid with it without significant
+    additional cost."""
     first, *others = candidates
     found, mask = [first], candidates[first]
     for way in others:
@@ -353,19 +356,20 @@ def merge_offload_choices(
 
 
 def crop_size(mask: Array) -> int:
-    """Returns the plans of the smallest grid that contains all plans of `mask`."""
+    """Returns the number of plans of the smallest grid that contains all plans of `mask`."""
     counts = (mask.any(axis=tuple(other for other in range(mask.ndim) if other != axis)) for axis in range(mask.ndim))
     return prod(int(np.count_nonzero(each)) for each in counts)
 
 
 def _lowest_memory_batches(box: PlanGrid) -> Array:
-    """Returns where memory can be lowest: the smallest micro-batch, or a single one (b, s)."""
+    """Returns which micro-batches can have the lowest memory: those of the smallest size, and single ones (b, s)."""
     lowest_memory = min(each.size for each in box.micro_batches)
     return np.array([each.size == lowest_memory or each.number == 1 for each in box.micro_batches])[:, None]
 
 
 def _candidate_grids(box: PlanGrid, near: Array) -> Iterator[PlanGrid]:
-    """Yields the smallest parts of `box`, some schedules each, that contain all plans near over (o, b, s)."""
+    """Yields small parts of `box`, with several schedules each, that contain all plans that `near` marks over (o, b,
+    s)."""
     orders = np.flatnonzero(near.any(axis=(1, 2)))
     each = int(np.count_nonzero(near.any(axis=(0, 2)))) * box.size // (len(box.orders) * len(box.micro_batches))
     for begin in range(0, len(orders), step := max(MAX_GRID_PLANS // max(each, 1), 1)):
@@ -381,24 +385,24 @@ def search_top_plans(
     runnable: bool = False,
     ceiling: float = np.inf,
 ) -> PlanSearch:
-    """Searches the space of `job` for its `top` best plans and the best of each family. Nothing above `ceiling`
-    counts."""
+    """Searches the space of `job` for its `top` best plans and the best plan of each family. Ignores plans above
+    `ceiling` seconds."""
     return run_search(job, TopK(top, ceiling), objective, runnable)
 
 
 def find_best_plan(job: Job, runnable: bool = False, ceiling: float = np.inf) -> PlanCandidate | None:
-    """Returns the best plan that fits below `ceiling`, or None; computes no families."""
+    """Returns the best plan that fits below `ceiling` seconds, or None. Does not compute families."""
     best = search_best_plan(job, runnable, ceiling).ranking.best
     return best[0] if best else None
 
 
 def search_best_plan(job: Job, runnable: bool = False, ceiling: float = np.inf) -> PlanSearch:
-    """Searches the space of `job` for its best plan only."""
+    """Searches the space of `job` only for its best plan."""
     return run_search(job, TopK(1, ceiling, by_family=False), SearchObjective.fastest, runnable)
 
 
 def run_search(job: Job, ranking: TopK, objective: SearchObjective, runnable: bool) -> PlanSearch:
-    """Searches the space of `job` as far as `ranking` needs."""
+    """Searches the space of `job` for the results that `ranking` collects."""
     pricer = CostModel(job)
     space = PlanSpace(
         job, runnable, offloading=objective != SearchObjective.headroom, bucket=choose_bucket(pricer.setting)

@@ -1,5 +1,5 @@
-"""Explains the chosen plan in a handful of sentences: its time and memory, and by how much each other family is
-slower."""
+"""Explains the chosen plan in a few sentences: its time and memory, and by how much the best plans of other families
+are slower."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshwright.spec.estimate import FitStatus, fit_message, largest_memory_kind
 from meshwright.spec.job import Job
 
 MAX_FAMILIES_NAMED = 3
-"""Families that a sentence names."""
+"""Maximum number of families that a sentence names."""
 
 MIN_TIME_FRACTION_NAMED = 0.005
-"""Share of the step below which an item of time is not named."""
+"""Kinds of time below this fraction of the step are not named."""
 
 
 def explain(job: Job, answer: SearchResult) -> list[Message]:
-    """Returns the sentences under the ranked plans."""
+    """Returns the sentences that follow the ranked plans."""
     said = [_chosen_message(answer), *_passed_over_messages(job, answer), _breakdown_message(answer)]
     others = [family for family in answer.families if family.plan != answer.chosen.plan]
     slower = [family for family in others if family.fits and family.seconds >= answer.chosen.estimate.time.step]
@@ -45,7 +45,7 @@ def explain(job: Job, answer: SearchResult) -> list[Message]:
 
 
 def family_name(words: str) -> Message:
-    """A family such as 'tensor + ZeRO-1': its parts one by one."""
+    """Returns the name of a family such as 'tensor + ZeRO-1', translated part by part."""
     first, _, rest = words.partition(" + ")
     return (
         Message("{first} + {rest}", first=term("family", first), rest=family_name(rest))
@@ -114,7 +114,8 @@ def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
 
 
 def _breakdown_message(answer: SearchResult) -> Message:
-    """Returns the fractions of the step and of the peak rank's memory."""
+    """Returns the fractions of the step by kind of time, and of the memory of the peak-memory rank by kind of
+    memory."""
     priced = answer.chosen.estimate
     items = {
         item: seconds
@@ -156,7 +157,7 @@ def _slower_family_message(job: Job, answer: SearchResult, family: PlanFamily) -
 
 
 def describe_time_deltas(lost: Sequence[TimeDelta]) -> tuple[Message, ...]:
-    """Returns the items of time that take longer."""
+    """Returns the kinds of time that take longer."""
     return tuple(
         Message("{item} +{seconds:seconds}", item=term("time", delta.name), seconds=delta.seconds) for delta in lost
     )

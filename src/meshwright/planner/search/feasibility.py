@@ -1,7 +1,7 @@
-"""Feasibility filters that act before plans are priced.
+"""Filters plans that are not feasible before their cost is computed.
 
-`check_pins` refuses pins that are no fields of a plan or contradict each other. The other functions apply rules of
-`spec.constraints` that all plans of a layout, a schedule or an offload choice break together.
+`check_pins` rejects pins that are not fields of a plan, or that contradict each other. The other functions apply rules
+of `spec.constraints` that are broken by all plans of a layout, a schedule or an offload choice.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from meshwright.spec.violation import Violation
 from meshwright.spec.workload_constraints import UpdateProperties, diloco_violations, update_violations
 
 MEMORY_POLICY_PINS = ("recompute", "recompute_layers", "recompute_rest", "offload", "offload_layers")
-"""Pins that only some others go with, whatever the rest of a plan is."""
+"""Pins that are compatible only with certain other pins of this group, whatever the rest of the plan is."""
 OFFLOAD_FRACTION_PINS = {"offload_share": offloads_states, "weights_share": offloads_weights}
-"""Shares, and whether what they are of waits in a choice of what does."""
+"""Pins of offload fractions, each with a function that returns whether an offload choice offloads the corresponding
+data."""
 
 
 def check_pins(job: Job) -> None:
-    """InputError when a pin is no field of a plan, or pins contradict each other or the devices."""
+    """Raises InputError if a pin is not a field of a plan, or if pins contradict each other or the devices."""
     pins: dict[str, Any] = upgrade_offload_fields(job.pins)
     devices = job.cluster.devices
     known = ("dp", *(name for name in Plan.model_fields if name != "version"))
@@ -70,7 +71,8 @@ def check_pins(job: Job) -> None:
         )
     if "offload" in pins:
         _check_offload_fractions(pins, pins["offload"])
-        # what no plan can say: twice the same, or gradients without the update
+        # This raises the error for invalid lists, such as an offload that occurs twice, or gradients without the
+        # optimizer.
         validate_data(Plan, {"zero": 3, "dp_shard": 2, "offload": pins["offload"]}, "pin offload")
     _check_memory_policy_pins(pins)
     if {"dp_replicate", "dp_shard"} <= pins.keys():
@@ -111,7 +113,7 @@ def _check_device_pins(pins: Mapping[str, Any], devices: int) -> None:
     for _, degree in factors:
         product *= degree
     equation = " * ".join(f"{name}({degree})" for name, degree in factors)
-    if all(name in pins for name in axes) and product != devices:  # no axis is left to take the rest of the devices
+    if all(name in pins for name in axes) and product != devices:  # no axis is left for the remaining devices
         raise InputError(
             Message(
                 "{equation} = {product} but the cluster has {devices} devices",
@@ -132,7 +134,7 @@ def _check_device_pins(pins: Mapping[str, Any], devices: int) -> None:
 
 
 def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
-    """Raises InputError for a fraction of something that is not pinned to be offloaded."""
+    """Raises InputError for an offload fraction if the pinned offloads do not include the corresponding data."""
     if pins.get("offload_share", 100) < 100 and not offloads_states(offload):
         raise InputError(
             Message(
@@ -154,8 +156,8 @@ def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
 
 
 class FeasibleSchedules(NamedTuple):
-    """Schedules of one pipeline degree: those that the update of the job allows and those that it does not, and the
-    numbers of their partial recompute choices."""
+    """The schedules of one pipeline degree: those that the optimizer update of the job allows and those that it does
+    not allow, with their numbers of partial recompute choices."""
 
     legal: list[ScheduleChoice]
     illegal: list[ScheduleChoice]
@@ -164,7 +166,7 @@ class FeasibleSchedules(NamedTuple):
 
 
 class UpdateFeasibility:
-    """Checks which choices the update of a job allows, with the pinned block counts."""
+    """Checks which choices are allowed by the optimizer update of a job and by the pinned numbers of blocks."""
 
     def __init__(self, job: Job) -> None:
         pins: dict[str, Any] = dict(job.pins)
@@ -179,7 +181,7 @@ class UpdateFeasibility:
         self.update, self.local = UpdateProperties.of(job.workload, job.cluster, job.model.layers), job.workload.local
 
     def violation(self, plan: Plan) -> Violation | None:
-        """Returns why the job does not allow `plan`, or None."""
+        """Returns the reason why the job does not allow `plan`, or None."""
         return next(
             chain(
                 update_violations(plan, self.update),
@@ -190,21 +192,21 @@ class UpdateFeasibility:
         )
 
     def offload_violation(self, way: tuple[Offload, ...]) -> Violation | None:
-        """Returns why no plan may offload this way, or None."""
+        """Returns the reason why no plan may have the offload choice `way`, or None."""
         replicas = self.local.replicas if self.local is not None else 1
         return (
             self.violation(Plan(dp_replicate=replicas, dp_shard=2, zero=3, offload=way, **self.shares)) if way else None
         )
 
     def excludes_zero(self, shards: ZeroChoice, cp: int) -> bool:
-        """Returns whether no plan of these ZeRO choices is allowed."""
+        """Returns whether no plan with this ZeRO choice is allowed."""
         return self.local is not None and cp > 1 and not shards.zero
 
     def schedule_violation(self, pp: int, order: ScheduleChoice) -> Violation | None:
-        """Returns why no plan of this schedule is allowed, or None."""
+        """Returns the reason why no plan with this schedule is allowed, or None."""
         if not self.update.recipe.products and max(self.counted, self.sent) <= max(
             order.stage_layers
-        ):  # all other types go with all orders
+        ):  # only float8 products and block counts depend on the schedule
             return None
         plan = Plan(
             pp=pp,
@@ -228,17 +230,17 @@ def count_plans(
     orders: int,
     axes: int = 1,
 ) -> int:
-    """Counts the plans of one micro-batch with these ZeRO and offload choices.
+    """Returns the number of plans with one micro-batch choice and the given ZeRO and offload choices.
 
-    Each of the `orders` schedules has `whole` uniform recompute choices, and all of them together have `parts` partial
-    ones. The first offload choice goes with all `axes`.
+    Each of the `orders` schedules has `whole` uniform recompute choices. All schedules together have `parts` partial
+    recompute choices. The first offload choice is combined with all `axes` orders of axes.
     """
     counts = [sum(shard.allows(way) for shard in shards) for way in ways]
     return (whole * orders + parts) * sum(counts) + whole * orders * (axes - 1) * sum(counts[:1])
 
 
 def first_violation(job: Job, plan: Plan, updates: UpdateFeasibility) -> Violation | None:
-    """Returns the first rule that all plans of a layout break, or None."""
+    """Returns the first rule that all plans of the layout of `plan` break, or None."""
     model = job.model
     rules = (
         tensor_parallel_violations(plan, model.divisible, model.tensor_parallel, model.shared_vocabulary),
@@ -253,5 +255,5 @@ def first_violation(job: Job, plan: Plan, updates: UpdateFeasibility) -> Violati
 
 
 def sequence_cut_violation(job: Job, plan: Plan) -> Violation | None:
-    """Returns why the sequence cannot be split as `plan` does, or None."""
+    """Returns the reason why the sequence cannot be split as in `plan`, or None."""
     return next(sequence_violations(plan, job.workload.sequence, against=job.model.against_sequence), None)

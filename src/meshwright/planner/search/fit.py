@@ -1,9 +1,8 @@
-"""What fits: the largest model for a number of devices under each strategy, and the smallest cluster for a model.
+"""Finds the largest model that fits on a number of devices under each strategy, and the smallest cluster for a model.
 
-Memory is the whole question here, so plans are those that need least of it: one sequence a pass and a device, layers
-recomputed. A model fits
-when it fits with a margin, not only tightly. Sizes are those of `intake.generic`, searched to one percent: a larger
-model needs more.
+Only memory matters here, so the plans are those with the lowest memory: one sequence per micro-batch and device, and
+full recompute. A model fits if it fits with a margin. Model sizes are those of `planner.inputs.sized_model`. They are
+searched to one percent, because a larger model needs more memory.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     ANY_PLAN: {"schedule": "1f1b"},
 }
 LOWEST_MEMORY_PINS: Mapping[str, Any] = {"micro_batch": 1, "recompute": "full", "offload": ()}
-"""Pins of every strategy: what takes least memory. Plans are those that this version runs, with nothing in host
-memory."""
+"""Pins of every strategy: the choices with the lowest memory. Only plans that this version runs are searched, and
+nothing is offloaded."""
 SIZE_TOLERANCE = 1.01
 MAX_NODES = 4096
 
 
 class LargestModel(StrictModel):
-    """The largest model of a strategy on so many devices, and the plan that holds it."""
+    """The largest model of a strategy on a number of devices, and the plan with which it fits."""
 
     strategy: str
     devices: int
@@ -51,7 +50,7 @@ class LargestModel(StrictModel):
 
 
 class SmallestCluster(StrictModel):
-    """The fewest devices on which a model fits under a strategy; 0 devices where no number of them is enough."""
+    """The fewest devices on which a model fits under a strategy. `devices` is 0 if no number of devices is enough."""
 
     strategy: str
     devices: int
@@ -62,7 +61,7 @@ class SmallestCluster(StrictModel):
 
 
 def split_by_node_type(cluster: Cluster) -> list[Cluster]:
-    """Each kind of node by itself, with all nodes of its kind."""
+    """Returns one cluster for each type of node, with all nodes of this type."""
     found: list[NodeGroup] = []
     for group in cluster.groups:
         at = next(
@@ -74,14 +73,15 @@ def split_by_node_type(cluster: Cluster) -> list[Cluster]:
 
 
 def sub_cluster(cluster: Cluster, devices: int) -> Cluster:
-    """So many devices of a cluster of one kind of node, as few nodes as they need."""
+    """Returns `devices` devices of a cluster with one type of node, on as few nodes as possible."""
     group = cluster.groups[0]
     nodes, each = (1, devices) if devices <= group.devices else (devices // group.devices, group.devices)
     return cluster.but(name=f"{nodes}x{each}:{group.device.name}", groups=(group.but(nodes=nodes, devices=each),))
 
 
 def device_counts(cluster: Cluster) -> list[int]:
-    """Numbers of devices that a chart has: powers of two inside a node, then whole nodes doubled, and all."""
+    """Returns the numbers of devices of a chart: powers of two inside a node, then numbers of whole nodes that double,
+    and all devices."""
     group = cluster.groups[0]
     inside = [1 << power for power in range(group.devices.bit_length()) if 1 << power < group.devices]
     nodes = [1 << power for power in range(group.nodes.bit_length()) if 1 << power < group.nodes]
@@ -89,13 +89,13 @@ def device_counts(cluster: Cluster) -> list[int]:
 
 
 def strategy_job(strategy: str, model: ModelSpec, cluster: Cluster, workload: Workload) -> Job:
-    """One sequence for every device, under the pins of the strategy."""
+    """Returns a job with one sequence per device, under the pins of the strategy."""
     pins = {**LOWEST_MEMORY_PINS, **STRATEGIES[strategy]}
     return Job(model=model, cluster=cluster, workload=workload.but(batch=cluster.devices), pins=pins)
 
 
 def fit_with_margin(job: Job) -> LargestModel | None:
-    """The plan of `job` that fits with a margin; None where none does."""
+    """Returns the plan of `job` that fits with a margin, or None."""
     try:
         found = find_best_plan(job, runnable=True)
     except InputError:
@@ -112,7 +112,7 @@ def fit_with_margin(job: Job) -> LargestModel | None:
 
 
 def bytes_per_parameter(strategy: str, workload: Workload, devices: int) -> float:
-    """What a rank holds for each parameter of the model at least. Source: Rajbhandari et al., ZeRO, section 3.1."""
+    """Returns the minimum bytes of a rank per parameter of the model. Source: Rajbhandari et al., ZeRO, section 3.1."""
     precision = workload.recipe
     states = precision.master + workload.optimizer.states * workload.optimizer.state_bytes(precision.state_size)
     shards = {"DDP": (1, 1, 1), "ZeRO-1": (1, 1, devices), "ZeRO-2": (1, devices, devices)}.get(
@@ -124,8 +124,8 @@ def bytes_per_parameter(strategy: str, workload: Workload, devices: int) -> floa
 def largest_model(
     strategy: str, cluster: Cluster, workload: Workload, known: SizesByName, least: float = MIN_PARAMETERS
 ) -> LargestModel | None:
-    """The largest model of any size that fits, by halving the range of sizes from `least`. None where not even that one
-    does."""
+    """Returns the largest model that fits, by bisection of the size from `least` on. Returns None if even the smallest
+    model does not fit."""
 
     def at(parameters: float) -> LargestModel | None:
         return fit_with_margin(
@@ -145,8 +145,8 @@ def largest_model(
 
 
 def fit_chart(cluster: Cluster, workload: Workload) -> Iterator[LargestModel]:
-    """Every strategy on every number of devices, where anything fits. The last strategy, all plans, holds what any
-    before it holds."""
+    """Yields the largest model for every strategy and number of devices where any model fits. With the last strategy,
+    all plans, at least the models of the other strategies fit."""
     known = scalable_sizes()
     largest: dict[int, float] = {}
     for strategy in STRATEGIES:
@@ -160,8 +160,8 @@ def fit_chart(cluster: Cluster, workload: Workload) -> Iterator[LargestModel]:
 
 
 def smallest_cluster(strategy: str, model: ModelSpec, cluster: Cluster, workload: Workload) -> SmallestCluster:
-    """The fewest devices of this kind of node: the first of a chart's numbers that is enough, then the fewest whole
-    nodes."""
+    """Returns the fewest devices of this type of node. It tries the numbers of a chart in ascending order, then
+    searches the smallest number of whole nodes."""
     each = cluster.groups[0].devices
     wide = cluster.but(groups=(cluster.groups[0].but(nodes=MAX_NODES),))
     floor = model.parameters * bytes_per_parameter(strategy, workload, MAX_NODES * each)

@@ -1,9 +1,9 @@
-"""Diagnosis when no plan fits: the nearest plan, what fills its memory, and the smallest changes with which a plan
-fits.
+"""Diagnoses why no plan fits: the nearest plan, the largest kind of its memory, and the smallest changes with which a
+plan fits.
 
-A change is tried by searching the changed job: one pin less, a chunked loss, a local disk, more nodes, a shorter
-sequence. More recompute, a higher ZeRO stage and a smaller micro-batch need no trial: without a pin on them the search
-has priced them.
+A change is tried by searching the changed job: without a pin, with a chunked loss, a local disk, more nodes, or a
+shorter sequence. More recompute, a higher ZeRO stage and a smaller micro-batch are not tried, because the search
+includes them if they are not pinned.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 MAX_NODE_COUNTS_TRIED = 6
-"""Numbers of nodes that are tried, from the first that could hold the states."""
+"""Maximum number of node counts that are tried, from the first that could store the states."""
 SEQUENCE_DIVISORS = (2, 4, 8, 16)
 LOSS_CHUNKS_TRIED = 8
-"""Parts of the loss that are tried."""
+"""Number of chunks of the loss that is tried."""
 MAX_MEMORY_INCREASE = 4.0
-"""Devices with more than so many times the memory are named only when nothing else helps."""
+"""Devices with more than this factor of the memory are suggested only if nothing else helps."""
 DISK_BYTES_PER_SECOND = 2e9
-"""Bytes a second of the disk that is tried where the cluster names none: an NVMe disk that many already have."""
+"""Bytes/s of the disk that is tried if the cluster has none: a common NVMe disk."""
 MIB, GIB = 2.0**20, 2.0**30
 LOWEST_MEMORY_CHOICES = {"micro_batch": 1, "recompute": "full", "schedule": "1f1b"}
-"""What takes least memory, whatever else a plan has: fewer sequences, fewer activations, fewer micro-batches in
-flight."""
+"""The choices with the lowest memory, whatever else a plan has: fewer sequences, fewer activations, fewer micro-batches
+in flight."""
 
 
 class NoPlanFits(NothingFits):
@@ -51,9 +51,9 @@ class NoPlanFits(NothingFits):
 
 
 def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
-    """Returns the error to raise: InputError when no plan is legal, else NothingFits."""
+    """Returns the error to raise: InputError if no plan is legal, otherwise NothingFits."""
     candidate = lowest_memory_candidate(found)
-    if candidate is None and found.fastest is not None:  # legal, but every host lacks memory for the offloaded states
+    if candidate is None and found.fastest is not None:  # plans are legal, but hosts lack memory for offload
         notes = estimate_grid(found.pricer, found.fastest.grid).notes
         return NothingFits(
             Message(
@@ -125,8 +125,8 @@ def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) 
 
 
 def device_with_memory(memory: float, link: str) -> str:
-    """Returns the device of the catalog with the least sufficient memory and the same make by its link; empty when
-    there is none."""
+    """Returns the device of the catalog with the least sufficient memory and a link of the same make; empty if there is
+    none."""
     make = link.rstrip("0123456789")
     rows = {
         name: row
@@ -138,7 +138,7 @@ def device_with_memory(memory: float, link: str) -> str:
 
 
 class FastestPlan(NamedTuple):
-    """A plan, its seconds a step, and whether its memory is tight."""
+    """A plan, the seconds of its step, and whether its memory is tight."""
 
     plan: Plan
     seconds: float
@@ -146,9 +146,8 @@ class FastestPlan(NamedTuple):
 
 
 def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) -> FastestPlan | None:
-    """Returns the best plan that fits, over heterogeneous groups too, or None.
-
-    If `known` fits, plans slower than it need not be found.
+    """Returns the best plan that fits, or None. Includes plans over heterogeneous groups. If the plan `known` fits,
+    only faster plans are searched.
     """
     try:
         even, placed = _fastest_homogeneous(job, runnable, known), heterogeneous.heterogeneous_plans(job, 1, runnable)
@@ -161,11 +160,11 @@ def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) ->
 
 
 def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCandidate | None:
-    """Returns the best plan with identical ranks. If not even the plans with the lowest memory fit, no other is
-    priced."""
+    """Returns the best plan with identical ranks. If not even the plans with the lowest memory fit, the cost of other
+    plans is not computed."""
     try:
         priced = estimate(job, known) if known is not None else None
-    except InputError:  # its shares, or its actions, are of another batch
+    except InputError:  # the micro-batch counts or the actions of the known plan belong to another batch
         priced = None
     if known is not None and priced is not None and priced.fits:
         return find_best_plan(job, runnable, risk_adjusted_seconds(job, known, priced))
@@ -176,7 +175,7 @@ def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCa
 
 
 def with_lowest_memory_pins(job: Job) -> Job:
-    """Returns the job restricted to the plans with the lowest memory: if none of them fits, no other does."""
+    """Returns the job restricted to the plans with the lowest memory. If none of them fits, no other plan fits."""
     ordered = job.pins.keys() & {"schedule", "virtual_stages", "layers_per_stage"}
     return job.but(
         pins={
@@ -187,11 +186,11 @@ def with_lowest_memory_pins(job: Job) -> Job:
 
 
 JobChange = tuple[str, dict[str, object], Job]
-"""What is said of a change, with its numbers, and the changed job."""
+"""A changed job, with the message that describes the change and its values."""
 
 
 def without_pins(job: Job) -> Iterator[JobChange]:
-    """Yields the job without each pin, then without all."""
+    """Yields the job without each single pin, then without all pins."""
     for name, value in job.pins.items():
         pins = {other: other_value for other, other_value in job.pins.items() if other != name}
         yield (
@@ -204,9 +203,8 @@ def without_pins(job: Job) -> Iterator[JobChange]:
 
 
 def with_chunked_loss(job: Job) -> Iterator[JobChange]:
-    """Yields the job with a chunked loss, so that the full logits never exist.
-
-    The search does not offer it: where another plan fits it gains almost nothing (docs/log/planner.md).
+    """Yields the job with a chunked loss, so that the full logits never exist. The search does not offer a chunked
+    loss, because it gains almost nothing if another plan fits (docs/log/planner.md).
     """
     if "loss_chunks" not in job.pins:
         yield (
@@ -236,12 +234,13 @@ def with_disks(job: Job) -> Iterator[JobChange]:
 
 
 def with_more_nodes(job: Job) -> Iterator[JobChange]:
-    """Yields jobs with more nodes of the same kinds. Pins stay, except for replicas, which grow with the devices."""
+    """Yields jobs with more nodes of the same types. Pins of replicas are dropped, because replicas grow with the
+    devices."""
     pins = {name: value for name, value in job.pins.items() if not name.startswith("dp")}
     states = job.workload.bytes_per_parameter * job.model.parameters
     least = states / (job.cluster.memory * job.cluster.devices)
     for times in islice((times for times in node_multiples() if times >= least), MAX_NODE_COUNTS_TRIED):
-        if times * job.cluster.devices > MAX_CLUSTER_NODES:  # nobody could build it
+        if times * job.cluster.devices > MAX_CLUSTER_NODES:  # larger clusters do not exist
             return
         groups = tuple(group.but(nodes=group.nodes * times) for group in job.cluster.groups)
         cluster = job.cluster.but(groups=groups)
@@ -253,7 +252,8 @@ def with_more_nodes(job: Job) -> Iterator[JobChange]:
 
 
 def node_multiples() -> Iterator[int]:
-    """2, 3, 4, 6, 8, 12, 16, ...: halves and doubles, which degrees divide."""
+    """Yields 2, 3, 4, 6, 8, 12, 16, ...: powers of two and one and a half times powers of two, which have many
+    divisors."""
     for power in count(1):
         yield 2**power
         yield 3 * 2 ** (power - 1)

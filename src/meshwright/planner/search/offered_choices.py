@@ -1,4 +1,5 @@
-"""Choices that are worth offering for a job, and integer splits: devices into degrees, blocks into stages."""
+"""Selects the choices that are worth offering for a job, and splits integers: devices into degrees, blocks into
+stages."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from meshwright.spec.precision import recipe
 
 
 def split_with_lighter_last_stage(blocks: int, stages: int, less: int) -> tuple[int, ...]:
-    """Returns the blocks of each stage when the last has `less` than an even share. Remaining blocks go to the later
-    of the other stages.
+    """Returns the blocks of each stage if the last stage has `less` blocks fewer than an even split. Remaining blocks
+    go to the last of the other stages. Returns an empty tuple if the last stage would have no block.
 
     >>> split_with_lighter_last_stage(32, 4, 1), split_with_lighter_last_stage(4, 4, 1)
     ((8, 8, 9, 7), ())
@@ -23,7 +24,8 @@ def split_with_lighter_last_stage(blocks: int, stages: int, less: int) -> tuple[
 
 
 def divisors(number: int) -> list[int]:
-    """
+    """Returns the divisors of `number` in ascending order.
+
     >>> divisors(42)
     [1, 2, 3, 6, 7, 14, 21, 42]
     """
@@ -38,13 +40,12 @@ def even_split(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 MAX_FEWER_LAST_BLOCKS = 4
-"""Blocks that the last stage of a pipeline may have less than the others at most: what the head weighs in blocks,
-rounded up."""
+"""Maximum number of blocks by which the last stage of a pipeline may have fewer than the others. The actual number is
+the work of the head in blocks, rounded up."""
 
 MIN_ATTENTION_CORE_FRACTION = 0.01
-"""Of what a block keeps for backward, the share that its attention core must have for selective recompute to be
-offered: fused attention
-keeps next to nothing there, and a plan that repeats it for that is never the better one."""
+"""Minimum fraction of a block's saved activations that must belong to the attention core for recompute of the attention
+core to be offered. Fused attention saves almost nothing there, and a plan that recomputes it is then never better."""
 
 
 def attention_core_fraction(job: Job) -> float:
@@ -61,13 +62,13 @@ def attention_core_fraction(job: Job) -> float:
 
 
 MIN_RECOMPUTABLE_FRACTION = 0.1
-"""The same for recompute by operation and what follows from the rest."""
+"""Minimum fraction of a block's saved activations that must be recomputable for selective recompute to be offered."""
 
 
 def recomputable_fraction(job: Job) -> float:
     """Returns the fraction of the blocks' saved activations that cheap operations can recompute.
 
-    For compiled blocks only activations count that compilation does not drop.
+    For compiled blocks, only activations that the compiled block saves count.
     """
     size = recipe(job.workload.precision).size
     blocks = [layer for layer in job.model.layers if layer.name == "block"]
@@ -91,13 +92,13 @@ def recomputable_fraction(job: Job) -> float:
 
 
 def offered_recompute(job: Job, pinned: Recompute | None = None) -> list[Recompute]:
-    """Returns the recompute kinds that blocks may use, from none to full. A `pinned` kind is always offered."""
+    """Returns the recompute kinds that blocks may use, from none to full. The kind `pinned` is always included."""
     selective = attention_core_fraction(job) >= MIN_ATTENTION_CORE_FRACTION or pinned == Recompute.attn
     follows = recomputable_fraction(job) >= MIN_RECOMPUTABLE_FRACTION or pinned == Recompute.sac
     return [Recompute.none, *[Recompute.attn] * selective, *[Recompute.sac] * follows, Recompute.full]
 
 
 def max_fewer_last_blocks(job: Job) -> int:
-    """Returns by how many blocks the last stage may be lighter."""
+    """Returns the maximum number of blocks by which the last stage may have fewer than the others."""
     work = {layer.name: layer.flops + layer.attention_flops * job.workload.sequence for layer in job.model.layers}
     return min(ceil(work.get("head", 0.0) / work["block"]), MAX_FEWER_LAST_BLOCKS) if work.get("block") else 0

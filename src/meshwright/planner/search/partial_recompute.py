@@ -1,17 +1,18 @@
-"""Search of the number of recomputed blocks of a stage, where plans without recompute have no margin.
+"""Searches the number of recomputed blocks of a stage for plans that do not fit with a margin without recompute.
 
-The result is the fewest blocks with which each plan fits, and fits with a margin. There are two rungs: some blocks
-recompute by operation and the others not at all; then some recompute fully and the others by operation.
+The result is the smallest number of blocks with which each plan fits, and with which it fits with a margin. There are
+two rungs. In the first, some blocks use selective recompute and the others none. In the second, some blocks use full
+recompute and the others selective recompute.
 
-More recompute takes longer. So of the block counts of one plan the first that fits with a margin, or the first that is
-too slow, ends the search. This does not hold where activations are offloaded: recomputed activations need no transfer,
-the fastest count can be in the middle, and all counts are tried. The blocks of a stage are first taken in
-RECOMPUTE_PARTS_PER_STAGE parts, then one by one between two parts where that can still give the best plan. So a plan
-comes within one block of its memory limit.
+More recompute takes longer. So the search of a plan ends at the first number of blocks that fits with a margin, or at
+the first that is too slow. This does not hold if activations are offloaded. Recomputed activations need no transfer, so
+a medium number of blocks can be the fastest, and all numbers are tried. The search first increases the number of blocks
+in RECOMPUTE_PARTS_PER_STAGE parts of a stage. Then it tries single numbers between two parts if they can still give the
+best plan. So the result is exact to one block.
 
-[Note: valley] Where activations are offloaded, the seconds over the number of blocks are assumed to be convex: work
-grows evenly, and the time that is not overlapped is the larger of two lines. So lines through two parts are lower
-bounds between and outside of them. Parts with bounds above the best plan are not priced.
+[Note: valley] If activations are offloaded, the seconds are assumed to be a convex function of the number of blocks.
+The work grows linearly, and the exposed time is the maximum of two linear functions. So the line through two parts is a
+lower bound outside the interval between them. The cost of parts whose bound exceeds the best plan is not computed.
 """
 
 from __future__ import annotations
@@ -28,23 +29,22 @@ from meshwright.planner.search.top_k import PricedGrid
 from meshwright.spec.enums import offloads_activations
 
 SMALL_GRID_PLANS = 4096
-"""Plans of a box that are priced as quickly as a part of them."""
+"""Number of plans up to which the cost of a whole grid is computed as quickly as that of a part of it."""
 
 VALLEY_PROBE_ORDER = (
     (RECOMPUTE_PARTS_PER_STAGE // 2,),
     (RECOMPUTE_PARTS_PER_STAGE // 4, 3 * RECOMPUTE_PARTS_PER_STAGE // 4),
     tuple(range(1, RECOMPUTE_PARTS_PER_STAGE, 2)),
 )
-"""Parts of a valley in the order in which they are tried."""
+"""The parts of a valley in the order in which they are tried."""
 
 PRUNED_VALUES = (np.inf, np.inf, 0.0, False, False)
-"""The values of a plan that cannot be the best."""
+"""The values of a plan that cannot be the best, in the order of the fields of `PricedGrid`."""
 
 
 class RecomputeInterval(NamedTuple):
-    """Between part `until` of the blocks and the one before it: which plans may do with less than `until` (over
-    obs1zf), and seconds below
-    which they do not go there."""
+    """The numbers of blocks between part `until` and the part before it. `open` marks the plans that may need fewer
+    blocks than `until` (over obs1zf). `least` is a lower bound of their seconds."""
 
     until: int
     open: Array
@@ -52,9 +52,10 @@ class RecomputeInterval(NamedTuple):
 
 
 class PartialRecompute:
-    """Plans of `box` of which some blocks do as `rung` says, and others as its rest; `price` prices a box, and above
-    `record` a score is not the best.
-    `quickest`: the least seconds of each plan (obs1zf), whether it fits or not."""
+    """Searches the plans of `box` in which some blocks recompute as `rung.kind` and the others as `rung.rest`. `price`
+    computes the cost of a grid. A plan with a score above `record` is not the best.
+
+    `fastest_seconds` is the minimum seconds of each plan (obs1zf), whether it fits or not."""
 
     def __init__(
         self, box: PlanGrid, rung: RecomputeChoice, price: Callable[[PlanGrid], PricedGrid], record: float
@@ -66,8 +67,8 @@ class PartialRecompute:
         self.fastest_seconds = np.empty(0)
 
     def explore(self, mask: Array, none: PricedGrid, whole: PricedGrid) -> Iterator[tuple[PlanGrid, PricedGrid]]:
-        """The best number of blocks of each plan `asked` for, over obs1zf, from `none` of them, where all do as the
-        rest, to the `whole` of them."""
+        """Yields the best numbers of blocks of each plan that `mask` marks, over obs1zf. `none` is the cost if all
+        blocks recompute as `rung.rest`, `whole` the cost if all blocks recompute as `rung.kind`."""
         mask, self.fastest_seconds = mask.copy(), np.minimum(none.seconds, whole.seconds)
         for span in [
             *(
@@ -84,8 +85,8 @@ class PartialRecompute:
             yield part, each._replace(score=np.where(each.score <= best[at], each.score, np.inf))
 
     def _parts(self, mask: Array, before: Array) -> Iterator[RecomputeInterval]:
-        """Prices part after part until one is enough, several together where they are few plans; then what follows
-        the last."""
+        """Computes the cost of one part after another until a part is enough, several parts together if they have few
+        plans. Yields the intervals between parts."""
         parts = self.coarse
         while parts and mask.any():
             part, at = crop_grid(self.box, mask)
@@ -105,7 +106,7 @@ class PartialRecompute:
         yield RecomputeInterval(RECOMPUTE_PARTS_PER_STAGE, mask, before)
 
     def _valley(self, mask: Array, none: PricedGrid, whole: PricedGrid) -> Iterator[RecomputeInterval]:
-        """Prices the middle first, then the parts that [Note: valley] does not exclude."""
+        """Computes the cost of the middle part, then of the parts that [Note: valley] does not exclude."""
         found = {
             part: each._replace(taken=np.full_like(each.taken, np.inf))
             for part, each in {0: none, RECOMPUTE_PARTS_PER_STAGE: whole}.items()
@@ -128,12 +129,12 @@ class PartialRecompute:
         parts = sorted(known)
         for before, part in pairwise(parts):
             least = _interval_lower_bound(known[before], known[part])
-            if before + 1 < part:  # parts between the two are pruned, except for their neighbours
+            if before + 1 < part:  # pruned parts; their neighbours may be searched
                 yield RecomputeInterval(before + 1, mask, least)
             yield RecomputeInterval(part, mask & _may_fit(found[before], found[part]), least)
 
     def _between(self, span: RecomputeInterval) -> None:
-        """The numbers of blocks between two parts, where they can still be the best."""
+        """Computes the cost of the numbers of blocks between two parts if they can still be the best."""
         near = span.open & (span.least <= self.record)
         if not near.any():
             return
@@ -158,20 +159,20 @@ class PartialRecompute:
 
 
 def _may_fit(one: PricedGrid, other: PricedGrid) -> Array:
-    """Where plans between two numbers of blocks may fit: what recomputes may hold more than what goes to the host,
-    which then has less to hold."""
+    """Returns where plans between two numbers of blocks may fit. The condition considers both ends, because recompute
+    may need more device memory than offload but less host memory."""
     return (one.may_fit | other.may_fit) & (one.room | other.room)
 
 
 def _interval_lower_bound(one: Array, other: Array) -> Array:
-    """Below which seconds nothing between two parts of a valley goes."""
+    """Returns a lower bound of the seconds between two neighbouring parts of a valley."""
     low, high = np.minimum(one, other), np.maximum(one, other)
     return low - np.subtract(high, low, out=np.zeros_like(low), where=np.isfinite(high))
 
 
 def _convex_lower_bound(known: dict[int, Array], part: int) -> Array:
-    """Seconds below which `part` does not go: what the lines through the two nearest parts before it, and behind it,
-    say there."""
+    """Returns a lower bound of the seconds of `part`: the line through the two nearest known parts before it, and the
+    line through the two nearest after it."""
     found = np.full_like(known[0], -np.inf)
     for parts in (sorted((at for at in known if at < part), reverse=True), sorted(at for at in known if at > part)):
         if len(parts) > 1:
@@ -185,15 +186,15 @@ def _convex_lower_bound(known: dict[int, Array], part: int) -> Array:
 
 
 def _scatter(shape: tuple[int, ...], at: Any, values: Array, otherwise: Any) -> Array:
-    """Returns `values` at their positions and `otherwise` at all others."""
+    """Returns an array with `values` at the positions `at` and `otherwise` at all others."""
     found = np.full(shape, otherwise, dtype=values.dtype)
     found[at] = values
     return found
 
 
 def crop_grid(box: PlanGrid, mask: Array) -> tuple[PlanGrid, Any]:
-    """Returns the smallest grid that contains all plans of `mask`, and its position in `mask`. One recompute choice
-    represents all."""
+    """Returns the smallest grid that contains all plans of `mask`, and its position in `mask`. `mask` may have one
+    recompute choice that represents all."""
     one = mask.shape[3] == 1
     chosen = {
         name: np.flatnonzero(mask.any(axis=_other_axes(axis, mask.ndim))) for axis, name in enumerate(CHOICE_FIELDS)

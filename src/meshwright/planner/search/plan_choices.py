@@ -1,4 +1,4 @@
-"""The choices of a plan space: for each field of a plan, the values that pins and runtime support leave."""
+"""Lists the choices of a plan space: for each field of a plan, the values that pins and the runtime allow."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.schedules.schedule_registry import find_schedule, offered_schedules
 
 AXIS_ORDERS: tuple[tuple[MeshAxis, ...], ...] = (MESH_AXES, ("dp", "pp", "tp"))
-"""Orders of axes that are offered, the usual one first."""
+"""The orders of axes that the search offers, the default order first."""
 
 OFFLOAD_CHOICES = tuple(
     choice
@@ -56,9 +56,8 @@ OFFLOAD_CHOICES = tuple(
 
 
 class PlanChoices:
-    """The values of each choice of a job's plans.
-
-    `runnable` leaves what this version runs; `offloading` allows offload.
+    """The values of each choice of a job's plans. `runnable` restricts them to those that this version runs.
+    `offloading` allows offload.
     """
 
     def __init__(self, job: Job, runnable: bool, offloading: bool) -> None:
@@ -78,13 +77,13 @@ class PlanChoices:
         return upgrade_offload_fields(self.job.pins)
 
     def select(self, name: str, choices: list[Any]) -> list[Any]:
-        """Returns the choices that pins, and runtime support, leave."""
+        """Returns the elements of `choices` that the pins and, if `runnable` is set, the runtime allow."""
         if self.runnable and name in SUPPORTED_VALUES:
             choices = [choice for choice in choices if choice in SUPPORTED_VALUES[name]]
         return [choice for choice in choices if choice == self.pins[name]] if name in self.pins else choices
 
     def zero_choices(self, dp: int, cp: int) -> tuple[ZeroChoice, ...]:
-        """Returns the ZeRO choices of a data-parallel degree, computed once."""
+        """Returns the ZeRO choices of a data-parallel degree from the cache."""
         if (dp, cp) not in self._shards_of:
             self._shards_of[dp, cp] = tuple(self._list_zero_choices(dp, cp))
         return self._shards_of[dp, cp]
@@ -105,7 +104,7 @@ class PlanChoices:
     def expert_choices(
         self, tp: int, cp: int, shards: tuple[ZeroChoice, ...]
     ) -> dict[tuple[int, int], list[ZeroChoice]]:
-        """Returns expert degrees and the tensor ranks that shard one expert, with the ZeRO choices that they allow."""
+        """Returns the ZeRO choices that are possible for each expert degree and number of tensor ranks per expert."""
         degrees = self.select("ep", divisors(self.job.model.experts) if self.job.model.experts else [1])
         if not degrees and self.pins["ep"] > 1:
             degrees = [self.pins["ep"]]
@@ -118,7 +117,7 @@ class PlanChoices:
         return found
 
     def axis_orders(self, layout: RankLayout, data: int) -> tuple[tuple[MeshAxis, ...], ...]:
-        """Returns every order of axes that differs on the links."""
+        """Returns the orders of axes that use the links differently."""
         found: dict[tuple[int, ...], tuple[MeshAxis, ...]] = {}
         for axes in self.select("axes", list(AXIS_ORDERS)):
             strides = layout._replace(axes=axes).strides(data)
@@ -131,7 +130,8 @@ class PlanChoices:
         return tuple(found.values())
 
     def schedule_choices(self, pp: int) -> list[ScheduleChoice]:
-        """Returns schedules with a block for every stage. The first is present even where blocks are too few."""
+        """Returns schedules with a block for every stage. The first schedule is present even if there are too few
+        blocks."""
         blocks = max(self.job.model.blocks, 1)
         given = tuple(self.pins.get("layers_per_stage", ()))
         pinned, actions = self.pins.get("schedule"), tuple(self.pins.get("actions", ()))
@@ -168,8 +168,8 @@ class PlanChoices:
         return found
 
     def context_methods(self, cp: int, tp: int) -> list[tuple[ContextParallelMethod, int]]:
-        """Returns the attention methods of a context degree: ring, ulysses, or both with as many ulysses ranks as
-        heads allow."""
+        """Returns the attention methods of a context-parallel degree: ring, ulysses, or both with as many ulysses ranks
+        as the heads allow."""
         heads = self.job.model.divisible.get("heads", 0)
         part = self.pins.get("ulysses") or max(
             (part for part in divisors(cp)[:-1] if heads % (part * tp) == 0), default=1
@@ -190,7 +190,8 @@ class PlanChoices:
         return tuple(RecomputeChoice(kind) for kind in self.select("recompute", self._recompute))
 
     def partial_recompute(self, orders: list[ScheduleChoice]) -> tuple[RecomputeChoice, ...]:
-        """Returns every number of recomputed blocks of a stage, with the lighter kind for the others."""
+        """Returns the choices for every number of recomputed blocks of a stage. The other blocks have the next lighter
+        recompute kind."""
         most = max((max(order.stage_layers) for order in orders), default=0) if self._varies_recompute_layers else 0
         return tuple(
             rung._replace(layers=count, fewer=True)
@@ -199,12 +200,12 @@ class PlanChoices:
         )
 
     def offload_choices(self) -> list[tuple[Offload, ...]]:
-        """Returns what may be offloaded, nothing first."""
+        """Returns the offload choices, beginning with no offload."""
         if "offload" in self.pins:
             return [tuple(self.pins["offload"])]
         in_part = [
             waits for name, waits in OFFLOAD_FRACTION_PINS.items() if self.pins.get(name, 100) < 100
-        ]  # a pinned fraction implies the offload
+        ]  # a pinned fraction implies an offload
         ways = {
             what: (self.offloading or in_part)
             and getattr(self.job.cluster, "storage_bandwidth" if what in DISK_OFFLOADS else "host_bandwidth")
@@ -219,6 +220,6 @@ class PlanChoices:
 
 
 def recompute_ladder(kinds: Sequence[Recompute]) -> tuple[RecomputeChoice, ...]:
-    """Returns the pairs of kinds that blocks of one stage may mix: each kind with the next lighter one."""
+    """Returns the pairs of recompute kinds that the blocks of a stage may mix: each kind with the next lighter kind."""
     steps = [kind for kind in (Recompute.none, *PER_BLOCK_RECOMPUTE) if kind in kinds]
     return tuple(RecomputeChoice(more, rest=less) for less, more in pairwise(steps))

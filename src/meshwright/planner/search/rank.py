@@ -1,16 +1,17 @@
-"""The ranked answer to a job: the best plans that fit, the rejected plans with reasons, and the best of every
+"""Ranks the plans of a job: the best plans that fit, the rejected plans with reasons, and the best plan of every
 family.
 
-Objectives with fewer devices (`fewest`, `cheapest`) run the same search on each smaller cluster: a number of nodes of
-every group, the last ones unused; of a single node a number of devices.
+The objectives `fewest` and `cheapest` run the same search on each smaller cluster. A smaller cluster has fewer nodes in
+every group, or fewer devices if it has only one node.
 
 Offload fractions: the search offloads all optimizer states or weights, or none. `minimize_offload` then lowers the
-fractions of the plans that were found.
+fractions for the resulting plans.
 
-Guarantees: a plan with lower fractions is as safe as the one that was found (it fits with a margin where that one does)
-and not slower. All fractions in steps of FRACTION_STEP_PERCENT are priced at once, for states and weights every pair.
-Of the safe ones the fastest is taken, of equally fast ones the one with most on the device. Weights that are updated on
-the host need their states there, so the fraction of weights is at most that of states.
+Guarantees: a plan with lower fractions is as safe as the original plan (if the original fits with a margin, it does
+too) and not slower. The costs of all fractions in steps of FRACTION_STEP_PERCENT are computed together, for every pair
+of fractions of states and weights. Of the safe pairs the fastest is chosen, and of equally fast pairs the one with the
+most bytes on the device. Weights that are updated on the host need their states there, so the fraction of weights is at
+most that of states.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.workload_constraints import UpdateProperties
 
 FRACTION_STEP_PERCENT = 5
-"""Hundredths: a finer share would claim more than an estimate of memory knows."""
+"""Step of offload fractions in percent. Finer steps would exceed the accuracy of memory estimates."""
 
 OFFLOAD_FRACTIONS = np.arange(FRACTION_STEP_PERCENT, 101, FRACTION_STEP_PERCENT) / 100
 
@@ -49,7 +50,7 @@ FIT_STATUS_ORDER = (FitStatus.no, FitStatus.tight, FitStatus.fits)
 
 
 def minimize_offload(pricer: CostModel, box: PlanGrid) -> tuple[PlanGrid, Estimate]:
-    """Returns the only plan of `box` with the lowest offload fractions that are as safe, and its estimate."""
+    """Returns the only plan of `box` with the lowest offload fractions that are equally safe, and its estimate."""
     whole = estimate_grid(pricer, box)
     less = _fastest_fractions(pricer, box, FIT_STATUS_ORDER.index(whole.verdict)) if whole.fits else None
     if less is None:
@@ -59,7 +60,7 @@ def minimize_offload(pricer: CostModel, box: PlanGrid) -> tuple[PlanGrid, Estima
 
 
 def _fastest_fractions(pricer: CostModel, box: PlanGrid, safety: int) -> PlanGrid | None:
-    """Returns the plan with the best fractions that are as safe, or None where there is no choice."""
+    """Returns the plan with the best fractions that are equally safe, or None if there are no alternatives."""
     job, (offload,) = pricer.setting.job, box.offload
     pins, both = upgrade_offload_fields(job.pins), offloads_states(offload) and offloads_weights(offload)
     of_states, of_weights = (
@@ -78,7 +79,7 @@ def _fastest_fractions(pricer: CostModel, box: PlanGrid, safety: int) -> PlanGri
 
 
 def _fit_levels(pricer: CostModel, box: PlanGrid) -> Array:
-    """Returns the safety of each plan along f as an index into FIT_STATUS_ORDER."""
+    """Returns the fit status of each plan along f, as an index into FIT_STATUS_ORDER."""
     setting, prices = pricer.setting, pricer.price(box)
     taken, safe = reserved_bytes(setting, prices.allocated)
     fits = (taken <= memory_limit(setting)) & (prices.on_host <= setting.host_memory)
@@ -88,7 +89,7 @@ def _fit_levels(pricer: CostModel, box: PlanGrid) -> Array:
 def search_plans(
     job: Job, top: int = 10, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
 ) -> SearchResult:
-    """Returns the `top` best plans that fit. `runnable` restricts them to those that this version runs.
+    """Returns the `top` best plans that fit. `runnable` restricts them to plans that this version runs.
 
     Raises: NothingFits with the nearest plan and the smallest change that would fit.
     """
@@ -113,7 +114,7 @@ def search_plans(
 def rank_plans(
     job: Job, found: PlanSearch, top: int, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
 ) -> tuple[tuple[RankedPlan, ...], tuple[PlanFamily, ...]]:
-    """Returns the ranked plans of a search, heterogeneous ones included, and the best of every family."""
+    """Returns the ranked plans of a search, including heterogeneous plans, and the best plan of every family."""
     scored = [_ranked_plan(found.pricer, each) for each in found.ranking.best]
     if objective == SearchObjective.fastest:
         scored += [
@@ -126,7 +127,7 @@ def rank_plans(
 
 
 def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, RankedPlan]:
-    """Returns a candidate as a ranked plan with its score, with the lowest offload fractions."""
+    """Returns the score of a candidate, and the candidate as a ranked plan with the lowest offload fractions."""
     box, estimate = minimize_offload(pricer, candidate.grid)
     plan = box.plan((0,) * len(box.shape))
     gain = estimate.time.step / candidate.seconds if min(plan.offload_share, plan.weights_share) < 100 else 1.0
@@ -134,7 +135,7 @@ def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, Ra
 
 
 def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnable: bool) -> PlanSearch:
-    """Returns the search on the number of devices that serves the objective best."""
+    """Returns the search on the number of devices that is best for the objective."""
     if objective not in (SearchObjective.fewest, SearchObjective.cheapest):
         return search_top_plans(job, top, objective, runnable)
     chosen, lowest = None, float("inf")
@@ -151,9 +152,7 @@ def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnabl
             found = search_top_plans(
                 job.but(cluster=cluster), top, objective, runnable, ceiling=lowest / (price or 1.0)
             )
-        except (
-            InputError
-        ):  # the pins do not divide so many devices; where no number will do, the last line says so of all of them
+        except InputError:  # the pins do not divide this number of devices; only the whole cluster raises the error
             continue
         if not found.ranking.best:
             continue
@@ -166,15 +165,15 @@ def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnabl
 
 
 def with_used_devices(job: Job, answer: SearchResult) -> Job:
-    """Returns `job` on the devices that the answer uses."""
+    """Returns `job` restricted to the devices that the answer uses."""
     if answer.devices in (0, job.cluster.devices):
         return job
     return job.but(cluster=next(each for each in smaller_clusters(job.cluster) if each.devices == answer.devices))
 
 
 def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
-    """Yields the cluster with fewer nodes, or with fewer devices of its only node, the smallest first, the whole
-    cluster last."""
+    """Yields the cluster with fewer nodes, or with fewer devices if it has one node, in ascending order. The whole
+    cluster is last."""
     group = cluster.groups[0]
     if len(cluster.groups) == 1 and group.nodes == 1:
         for devices in range(1, group.devices + 1):
@@ -191,11 +190,9 @@ def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def best_per_family(ranking: TopK, ranked: Sequence[tuple[float, RankedPlan]] = ()) -> tuple[PlanFamily, ...]:
-    """Returns the best plan of each family: families that fit first, the fastest first, then the nearest of the
-    others.
-
-    The families of a search have uniform plans. A ranked plan, with its score, may be better than the best of its
-    family.
+    """Returns the best plan of each family. Families that fit are first, sorted by speed, then the nearest plans of the
+    other families. The families of a search contain only uniform plans. A plan in `ranked` may be better than the best
+    of its family and then replaces it.
     """
     scores = {name: it.score for name, it in ranking.families.items()}
     found = {

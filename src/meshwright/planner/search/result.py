@@ -1,5 +1,5 @@
-"""Data types of a search result: plans with their estimates, rejected plans with reasons, the best plan of every
-family."""
+"""Defines the data types of a search result: plans with their estimates, rejected plans with reasons, and the best plan
+of every family."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from meshwright.spec.plan import Plan
 
 
 class SearchObjective(StrEnum):
-    """What is wanted most."""
+    """The objective by which plans are ranked."""
 
     fastest = "fastest"
-    """The least time of a step on all devices."""
+    """The shortest step on all devices."""
     fewest = "fewest"
-    """The fewest devices on which a plan fits, whole nodes where there are several; then the fastest."""
+    """The fewest devices on which a plan fits, whole nodes if there are several; then the shortest step."""
     cheapest = "cheapest"
-    """The least money a step, on any number of nodes."""
+    """The lowest price of a step, on any number of nodes."""
     headroom = "headroom"
-    """The lowest memory of the peak rank, nothing offloaded."""
+    """The lowest memory of the peak-memory rank, without offload."""
 
 
 class RankedPlan(StrictModel):
-    """A plan and its price."""
+    """A plan and its estimate."""
 
     plan: Plan
     estimate: Estimate
@@ -39,7 +39,7 @@ class RankedPlan(StrictModel):
 
 
 class PlanRejection(StrictModel):
-    """Plans that broke one rule, or did not fit."""
+    """The plans that break one rule, or do not fit."""
 
     reason: str
     count: int
@@ -47,7 +47,8 @@ class PlanRejection(StrictModel):
 
 
 class PlanFamily(StrictModel):
-    """Plans of one kind, such as 'tensor' or 'ZeRO-3': the best of those that fit, else the nearest."""
+    """The plans of one kind, such as 'tensor' or 'ZeRO-3'. `plan` is the best plan that fits, or else the nearest
+    plan."""
 
     name: str
     plan: Plan
@@ -57,7 +58,7 @@ class PlanFamily(StrictModel):
 
 
 class SearchResult(StrictModel):
-    """What a search found. `plans` fit and are ranked fastest first; at equal time the simpler plan comes first."""
+    """The result of a search. `plans` fit and are sorted by time; at equal time the simpler plan comes first."""
 
     plans: tuple[RankedPlan, ...] = Field(min_length=1)
     families: tuple[PlanFamily, ...] = ()
@@ -68,5 +69,5 @@ class SearchResult(StrictModel):
 
     @property
     def chosen(self) -> RankedPlan:
-        """Returns the first plan."""
+        """Returns the best plan."""
         return self.plans[0]

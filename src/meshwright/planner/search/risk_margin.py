@@ -1,10 +1,11 @@
-"""The risk margin: by how much a plan must be faster than a plan that is certain to run as estimated.
+"""Defines the risk margin: the fraction by which an uncertain plan must be faster than a certain plan to rank before
+it.
 
 A plan is uncertain if its memory is tight, or if it depends on a host link that is not profiled. The catalog describes
-such a link for one device. In real nodes the devices of one switch share it, both directions slow each other, and all
-share the memory of the host: a quarter to a half of the rate remains (ZeRO-Infinity, arXiv:2104.07857, section 3;
-NVIDIA/nvbandwidth#11, #53). `meshwright probe` measures the link with all devices at once, together with the host's own
-update. On a probed cluster only the estimated time counts.
+such a link for one device. In real nodes the devices of one switch share the link, both directions slow each other, and
+all devices share the memory of the host. A quarter to a half of the rate remains (ZeRO-Infinity, arXiv:2104.07857,
+section 3; NVIDIA/nvbandwidth#11, #53). `meshwright probe` measures the link with all devices at the same time, and the
+update on the host. On a measured cluster only the estimated time counts.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 RISK_MARGIN = 0.05
-"""An uncertain plan ranks before a certain one only when it is faster by more than this share, for each of both
+"""An uncertain plan ranks before a certain plan only if it is faster by more than this fraction, for each of the two
 reasons."""
 
 
 def uses_unmeasured_link(cluster: Cluster, offload: tuple[Offload, ...]) -> bool:
-    """Whether a plan that offloads so is priced by a link to the host that was not measured. Of cores it is none."""
+    """Returns whether a plan with the offload choice `offload` uses a host link that was not measured. CPU ranks have
+    no such link."""
     return bool(offload) and cluster.host_bandwidth > 0 and not all(group.host_update for group in cluster.groups)
 
 
 def count_risks(job: Job, plan: Plan, priced: Estimate) -> int:
-    """For how many reasons it is not certain."""
+    """Returns the number of reasons why a plan is uncertain."""
     return (priced.verdict == FitStatus.tight) + uses_unmeasured_link(job.cluster, plan.offload)
 
 
@@ -38,7 +40,7 @@ def risk_adjusted_seconds(job: Job, plan: Plan, priced: Estimate) -> float:
 def required_gain(job: Job, chosen: tuple[Plan, Estimate], other: tuple[Plan, Estimate]) -> float:
     """Returns the fraction by which `other` must be faster than `chosen` to come first.
 
-    It is 0 unless `other` is faster and only the risk margin keeps it behind.
+    The result is 0 unless `other` is faster and ranks lower only because of the risk margin.
     """
     more = count_risks(job, *other) - count_risks(job, *chosen)
     faster = other[1].over(job.workload.steps) < chosen[1].over(job.workload.steps)

@@ -1,27 +1,25 @@
-"""The plan space of a job: all factors of the devices into replicas, shards, tensor, pipeline and context ranks, and
-all other choices.
+"""Enumerates the plan space of a job: all factorizations of the devices into replicas, shards, tensor, pipeline and
+context ranks, and all other choices.
 
 The space is the product of these choices:
 
-    tp x pp x cp x dp_replicate x dp_shard = devices
-    ep divides the experts and dp_shard x cp x tp
-    ZeRO 0 (one shard) or 1 to 3 (two shard ranks or more)
-    micro-batch divides batch
-    for pp > 1: 1f1b, gpipe, interleaved with 2 to blocks / pp stages a rank, zbh1, zbv, dualpipev
-    blocks split evenly, or the last stage a few lighter
-    recompute: none; attention core where it is large; by operation where much is recomputable; full; or of the first
+    tp x pp x cp x dp_replicate x dp_shard = devices ep divides the experts and dp_shard x cp x tp ZeRO 0 (one shard) or
+    1 to 3 (two shard ranks or more) micro-batch divides batch for pp > 1: 1f1b, gpipe, interleaved with 2 to blocks /
+    pp stages per rank, zbh1, zbv, dualpipev blocks split evenly, or the last stage a few lighter recompute: none;
+    attention core where it is large; by operation where much is recomputable; full; or of the first
         blocks of each stage, any number of them
     sequence parallelism for tp > 1
     offload of any of optimizer, parameters and activations where devices have a link to their host
     for cp > 1: ring, ulysses, or both with as many ulysses ranks as heads allow
 
-Other orders of axes are offered for plans with uniform recompute and no offload: data ranks outermost, where that
-changes a link. Tensor ranks stay innermost because nothing overlaps their traffic.
+Other orders of axes are offered only for plans with uniform recompute and without offload. They have data ranks
+outermost, if that changes a link. Tensor ranks stay innermost, because their communication does not overlap with
+compute.
 
-Plans that break a rule of `spec.constraints` are counted with the reason and not listed. The others come out as degree
-groups, whose grids say which of their products are plans (`PlanGrid.legal`). Context degrees change the micro-batch and
-not the rank layout, so they share a group. A pin leaves one value of a choice; `runnable` leaves what this version
-runs.
+Plans that break a rule of `spec.constraints` are counted by reason and not listed. All other plans are in degree
+groups. Their grids mark which combinations are plans (`PlanGrid.legal`). Context-parallel degrees change the
+micro-batch but not the rank layout, so they share a group. A pin leaves one value of a choice. `runnable` leaves only
+values that this version runs.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ from meshwright.spec.violation import Violation
 
 @dataclass
 class RejectionCount:
-    """How many plans broke a rule, and the line for the first of them."""
+    """The number of plans that broke a rule, and the message for the first of them."""
 
     count: int
     example: str
@@ -80,8 +78,8 @@ class RejectionCount:
 class DegreeGroup:
     """Plans of equal degrees.
 
-    `box` contains those with the usual order of axes, uniform recompute and no offload. The others differ in their
-    order of axes, in the number of recomputed blocks, or in what they offload.
+    `box` contains the plans with the default order of axes, uniform recompute and no offload. Other plans of the group
+    differ in the order of axes, in the number of recomputed blocks, or in the offload choice.
     """
 
     box: PlanGrid
@@ -91,12 +89,12 @@ class DegreeGroup:
 
     @property
     def ways(self) -> tuple[tuple[Offload, ...], ...]:
-        """Returns all offload choices, first that of `box`: nothing, or the pinned one."""
+        """Returns all offload choices, beginning with that of `box`: none, or the pinned choice."""
         return (*self.box.offload, *self.offloads)
 
     @cached_property
     def legal(self) -> int:
-        """Counts the legal plans of the group."""
+        """Returns the number of legal plans of the group."""
         every = replace(self.box, offload=self.ways)
         parts = replace(every, recompute=self.parts).legal_size if self.parts else 0
         return every.legal_size + parts + self.box.legal_size * len(self.axes)
@@ -108,12 +106,12 @@ class DegreeGroup:
             yield self.other(axes)
 
     def other(self, axes: tuple[MeshAxis, ...]) -> PlanGrid:
-        """Returns the grid in another order of axes."""
+        """Returns the grid with another order of axes."""
         return replace(self.box, layout=self.box.layout._replace(axes=axes))
 
 
 class ContextSlice(NamedTuple):
-    """The legal choices of plans with one context degree."""
+    """The legal choices of plans with one context-parallel degree."""
 
     layout: RankLayout
     axes: tuple[tuple[MeshAxis, ...], ...]
@@ -140,15 +138,16 @@ class PlanSpace:
         ways = self.choices.offload_choices()
         self._offloads = [way for way in ways if self._feasibility.offload_violation(way) is None]
         self._never_offloaded = [way for way in ways if way not in self._offloads]
-        """Offload choices that the optimizer update does not allow."""
+        """The offload choices that the optimizer update does not allow."""
 
     def boxes(self) -> Iterator[PlanGrid]:
-        """Yields all plans that are legal except for interleaving, simpler degrees first."""
+        """Yields grids with all plans that are legal except for rules of interleaving, beginning with simple
+        degrees."""
         for group in self.groups():
             yield from group.boxes()
 
     def groups(self) -> Iterator[DegreeGroup]:
-        """Yields the legal degree groups, simpler degrees first."""
+        """Yields the legal degree groups, beginning with simple degrees."""
         devices = self.job.cluster.devices
         for pp in self.choices.select("pp", divisors(devices)):
             every = self.choices.schedule_choices(pp)
@@ -185,7 +184,7 @@ class PlanSpace:
     def _context_slice(
         self, layout: RankLayout, cp: int, shards: tuple[ZeroChoice, ...], orders: FeasibleSchedules
     ) -> ContextSlice | None:
-        """Returns the legal choices of one layout and context degree, and counts the others."""
+        """Returns the legal choices of one layout and context-parallel degree, and counts the illegal ones."""
         job, data = self.job, shards[0].replicas * shards[0].holders
         dp, batch = data // cp, job.workload.batch
         contexts = self.choices.context_methods(cp, layout.tp)
@@ -244,7 +243,7 @@ class PlanSpace:
     ) -> tuple[list[int], list[bool], list[tuple[ContextParallelMethod, int]]]:
         """Returns the legal micro-batch sizes, sequence-parallel choices and attention methods of plans like `first`.
 
-        Plans with the others are counted as rejected, `each` for every combination.
+        All other plans are counted as rejected, `each` plans for every combination.
         """
         job, batch = self.job, self.job.workload.batch
         if True in parallel and (fault := sequence_cut_violation(job, cut := first.but(sequence_parallel=True))):
@@ -265,8 +264,8 @@ class PlanSpace:
     def _count_update_rejections(
         self, cell: ContextSlice, illegal: Sequence[ZeroChoice], orders: FeasibleSchedules, other_choices: int
     ) -> None:
-        """Counts plans that the update of the job does not allow: by offload choice, by schedule, then by ZeRO
-        choice.
+        """Counts plans that the optimizer update of the job does not allow: by offload choice, by schedule, then by
+        ZeRO choice.
 
         `other_choices` is the number of combinations of the other choices.
         """
@@ -310,7 +309,7 @@ class PlanSpace:
                 _count_rejection(self, fault, plan, count * other_choices)
 
     def _group(self, cells: list[ContextSlice], orders: list[ScheduleChoice]) -> DegreeGroup:
-        """Returns the degree group of slices that differ in their context ranks."""
+        """Returns the degree group of slices that differ in their context-parallel degree."""
         whole = cells[0]._replace(
             micro_batches=tuple(each for cell in cells for each in cell.micro_batches),
             shards=tuple(

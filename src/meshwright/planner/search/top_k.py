@@ -1,4 +1,5 @@
-"""The best plans so far and the best of each family. `branch_and_bound` decides what is priced."""
+"""Collects the best plans of a search, overall and of each family. `branch_and_bound` decides for which plans the cost
+is computed."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from meshwright.spec.enums import MESH_AXES
 from meshwright.spec.plan import Plan
 
 SCORE_TOLERANCE = 1e-9
-"""Share by which a sum in another order may differ."""
+"""Relative tolerance of scores. The order of summation changes a score by less."""
 
 
 @dataclass(eq=False)
 class PlanCandidate:
-    """A plan of a grid with its price. Of two candidates the simpler plan is the lesser."""
+    """A plan of a grid with its cost. Of two candidates with equal scores the simpler plan is the lesser."""
 
     box: PlanGrid
     index: tuple[int, ...]
@@ -29,12 +30,12 @@ class PlanCandidate:
 
     @cached_property
     def plan(self) -> Plan:
-        """Returns the plan itself."""
+        """Returns the plan."""
         return self.box.plan(self.index)
 
     @property
     def key(self) -> tuple[float, PlanCandidate]:
-        """Returns the sort key. Plans are built only where scores are equal."""
+        """Returns the sort key. Plans are built only if scores are equal."""
         return round_score(self.score), self
 
     def __lt__(self, other: PlanCandidate) -> bool:
@@ -47,12 +48,12 @@ class PlanCandidate:
 
 
 def round_score(score: float) -> float:
-    """Rounds a score to the digits in which scores are compared: the order of summation may change the others."""
+    """Rounds a score to the digits in which scores are compared. The order of summation may change further digits."""
     return float(f"{score:.9e}")
 
 
 def simplicity_key(plan: Plan) -> tuple[Any, ...]:
-    """Returns a key by which simpler plans are smaller. No two plans have equal keys."""
+    """Returns a sort key by which simpler plans come first. No two plans have equal keys."""
     return (
         sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)),
         len(plan.offload),
@@ -79,10 +80,9 @@ def simplicity_key(plan: Plan) -> tuple[Any, ...]:
 
 
 class PricedGrid(NamedTuple):
-    """Prices of a grid over `obsczf`: score, seconds, reserved bytes, and whether memory is tight.
-
-    The score is infinite where a plan does not fit or is not legal. Bytes are infinite where a plan is not legal, was
-    pruned, or has no host memory (`room`) for what it offloads.
+    """The cost of a grid over `obsczf`: score, seconds, reserved bytes, and whether memory is tight. The score of a
+    plan is infinite if the plan does not fit or is not legal. Its bytes are infinite if it is not legal, was pruned, or
+    lacks host memory for its offloads (`room`).
     """
 
     score: Array
@@ -102,11 +102,11 @@ class PricedGrid(NamedTuple):
         return np.isfinite(self.score) | ~np.isfinite(self.taken)
 
     def part(self, at: Any) -> PricedGrid:
-        """Returns the entries at some indices."""
+        """Returns the cost of the plans at the indices `at`."""
         return PricedGrid(*(table[at] for table in self))
 
     def candidate(self, box: PlanGrid, at: int) -> PlanCandidate:
-        """Returns the plan at flat index `at` with its price."""
+        """Returns the plan at flat index `at` with its cost."""
         index = tuple(map(int, np.unravel_index(at, self.score.shape)))
         return PlanCandidate(
             box,
@@ -120,7 +120,7 @@ class PricedGrid(NamedTuple):
 
 @dataclass
 class TopK:
-    """The best plans so far, and the best of each family, or its nearest where none fits."""
+    """The best plans so far, and the best plan of each family, or its nearest plan if none fits."""
 
     top: int
     ceiling: float = np.inf
@@ -140,8 +140,8 @@ class TopK:
         return min(self.best[0].score if self.best else np.inf, self.ceiling) * (1 + SCORE_TOLERANCE)
 
     def bound(self, box: PlanGrid) -> Array:
-        """Returns the score (b) above which no plan of `box` changes the tables, except for families in which
-        nothing fits."""
+        """Returns the score (b) above which no plan of `box` changes the results, except for families in which no plan
+        fits."""
         bound = np.full(len(box.micro_batches), self.limit)
         for name, rows, _ in family_slices(box) if self.by_family else ():
             if name in self.families:
@@ -149,14 +149,14 @@ class TopK:
         return bound
 
     def wanting(self, box: PlanGrid) -> Array:
-        """Returns whether nothing fits so far in a family of `box` (b)."""
+        """Returns in which micro-batch choices of `box` a family has no plan that fits so far (b)."""
         wanting = np.zeros(len(box.micro_batches), dtype=bool)
         for name, rows, _ in family_slices(box) if self.by_family else ():
             wanting[rows] |= name not in self.families
         return wanting
 
     def take(self, box: PlanGrid, priced: PricedGrid, with_families: bool = True) -> None:
-        """Adds the best plans of a grid to the tables."""
+        """Adds the best plans of a grid to the results."""
         flat = priced.score.reshape(-1)
         limit = self.limit
         if flat.size > self.top:
@@ -184,7 +184,7 @@ def _candidate_value(candidate: PlanCandidate, by_score: bool) -> float:
 
 
 def family_slices(box: PlanGrid) -> list[tuple[str, Array, Array]]:
-    """Returns the families in a grid: name, and which choices of b and of z belong to it."""
+    """Returns the families in a grid: the name, and the choices of b and z that belong to it."""
     shards, no_context = np.arange(len(box.shards)), box.contexts == 1
     if box.layout.ep > 1:
         return [("expert", np.arange(len(no_context)), shards)]

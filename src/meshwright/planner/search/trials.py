@@ -1,9 +1,12 @@
-"""Trials: runs the best plans for a few steps, refits the cluster, and ranks the plans again.
+"""Selects plans for trials, which run for a few steps, and refits the cluster so that its estimates match the
+measurements.
 
-- Refit: one factor for all devices and one for all links. The factors minimise the sum of log(estimate / measured)^2
-  over the trials plus RIDGE_WEIGHT log(factor)^2, so that a trial moves little that it says nothing about.
-- Next trial: the best plan; then the best plan with other degrees, which measures what the first cannot; then the first
-  untried plan of the refitted ranking, as long as it promises MIN_TRIAL_GAIN over the best measured plan.
+- Refit: there is one factor for all devices and one for all links. The factors minimise the sum of log(estimate /
+  measured)^2 over the trials plus RIDGE_WEIGHT log(factor)^2. The second term keeps a factor near 1 if the trials do
+  not depend on it.
+- Next trial: at first the best plan, then the best plan with other degrees, which depends on other parts of the
+  cluster. After that it is the first untried plan of the refitted ranking, as long as its predicted gain over the best
+  measured plan is at least MIN_TRIAL_GAIN.
 
 The refitted cluster is an ordinary `Cluster`. The whole search runs on it, and it is saved for the next job.
 """
@@ -25,19 +28,20 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 MIN_TRIAL_GAIN = 0.01
-"""Part of the step that another trial must promise."""
+"""Minimum predicted gain for a further trial, as a fraction of the step."""
 
 RIDGE_WEIGHT = 5e-4
 REFIT_STEP_FACTORS = (2.0, 1.3, 1.08, 1.02, 1.005)
 REFIT_ROUNDS, FREE_SPEEDUP = 3, 1e6
-"""Rounds of refitting, and the speed-up at which a part of the step costs nothing."""
+"""Number of rounds of refitting, and a speed-up with which a part of the step costs almost nothing."""
 
 MAX_TRIAL_CANDIDATES = 40
-"""Plans among which the next one is looked for."""
+"""Number of plans among which the next trial is chosen."""
 
 
 class Trial(StrictModel):
-    """A plan that was run; `why` it could not be, where `measured` is None. `predicted` before it was run."""
+    """A trial of a plan. `predicted` is the estimate before the trial. If `measured` is None, `why` is the reason why
+    the plan could not run."""
 
     plan: Plan
     predicted: Seconds
@@ -47,8 +51,8 @@ class Trial(StrictModel):
 
 
 def next_trial(job: Job, trials: Sequence[Trial], most: int) -> tuple[Plan, float] | None:
-    """What to run next, and the seconds that it is predicted to take; None when that would teach nothing, or `most`
-    have been run."""
+    """Returns the next plan to run and its predicted seconds. Returns None if a further trial would not help, or if
+    `most` plans have been run."""
     if len(trials) >= most:
         return None
     again = refit_job(job, trials)
@@ -66,13 +70,13 @@ def next_trial(job: Job, trials: Sequence[Trial], most: int) -> tuple[Plan, floa
 
 
 def best_trial(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest that was measured."""
+    """Returns the fastest measured trial."""
     ran = [trial for trial in trials if trial.measured]
     return min(ran, key=lambda trial: trial.measured or 0.0, default=None)
 
 
 def refit_job(job: Job, trials: Sequence[Trial]) -> Job:
-    """`job` on the cluster with which its estimates come nearest to `trials`."""
+    """Returns `job` on the cluster whose estimates are nearest to `trials`."""
     ran = [trial for trial in trials if trial.measured]
     compute = links = 1.0
     for _ in range(REFIT_ROUNDS if ran else 0):
@@ -82,8 +86,8 @@ def refit_job(job: Job, trials: Sequence[Trial]) -> Job:
 
 
 def _step_parts(job: Job, plan: Plan, compute: float, links: float) -> tuple[float, float, float]:
-    """Seconds of a step that go with the devices, with the links, with neither: what is left when one of them is
-    free."""
+    """Returns the seconds of a step that depend on the devices, on the links, and on neither. They are the differences
+    in the estimate if devices or links are almost infinitely fast."""
 
     def step(compute: float, links: float) -> float:
         return estimate(job.but(cluster=scale_cluster(job.cluster, compute, links)), plan).time.step
@@ -99,7 +103,7 @@ def _step_parts(job: Job, plan: Plan, compute: float, links: float) -> tuple[flo
 def _fit_factors(
     parts: Sequence[tuple[tuple[float, float, float], float]], compute: float, links: float
 ) -> tuple[float, float]:
-    """The factors with which the parts come nearest to what was measured: a search in two numbers."""
+    """Returns the factors with which the estimates are nearest to the measurements, by a search over both factors."""
 
     def loss(at: tuple[float, float]) -> float:
         sums = ((a / at[0] + b / at[1] + rest) / measured for (a, b, rest), measured in parts)
@@ -119,7 +123,7 @@ def _fit_factors(
 
 
 def scale_cluster(cluster: Cluster, compute: float, links: float) -> Cluster:
-    """Devices `compute` times as fast, links `links` times.
+    """Returns the cluster with devices `compute` times as fast and links `links` times as fast.
 
     >>> from meshwright.spec.cluster import Device
     >>> link = Link(name="a", bandwidth=1e9, latency=1e-5)

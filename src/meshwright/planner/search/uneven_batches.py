@@ -1,24 +1,24 @@
-"""Data parallelism over heterogeneous groups: uneven batches and uneven ZeRO shards.
+"""Searches data-parallel plans over heterogeneous groups with uneven batches and uneven ZeRO shards.
 
-Every replica is on one group and takes as many micro-batches as its speed allows. The space: replicas of tp x pp ranks
-inside a group (a pipeline's ranks adjacent), 1f1b, ZeRO, micro-batch, sequence parallelism, uniform recompute. A step
-ends with its last replica, t_r seconds a micro-batch and f_r once. With n micro-batches in all, divisible at will, all
-replicas would end at
+Every replica is on one group and runs as many micro-batches as its speed allows. The space has replicas of tp x pp
+ranks inside a group (the ranks of a pipeline are adjacent), 1f1b, ZeRO, micro-batch sizes, sequence parallelism and
+uniform recompute. A step ends with its last replica. Replica r takes t_r seconds per micro-batch, and f_r seconds once.
+If n micro-batches could be divided arbitrarily, all replicas would end at
 
     T = (n + sum of f_r / t_r) / (sum of 1 / t_r),
 
-which is a lower bound. Plans are rounded in the order of T as long as T is below the best result: each replica takes
-what it finishes by T, and the remaining micro-batches go one by one to the replica that then ends first. This is
-optimal for whole numbers. The best of these plans are priced exactly.
+which is a lower bound. In the order of T, plans get whole numbers of micro-batches as long as T is below the best
+result. Each replica gets the micro-batches that it finishes by T. Each remaining micro-batch goes to the replica that
+would then end first, which is optimal for whole numbers. The cost of the best of these plans is then computed exactly.
 
-Where one micro-batch size does not fit on every group, or is too coarse, each group may have its own
+If one micro-batch size does not fit on every group, or is too coarse, each group may have a separate size
 (uneven_micro_batch.py).
 
-Uneven shards: where equal shards do not fit on every group, shards follow memory. ZeRO 1 allows any batches; the
-replicas of ZeRO 2 and 3 synchronize in every micro-batch and need equal ones. A rank takes a + b w bytes, with w its
-shard in units of an equal shard. The free memory of a group caps w. Ranks below their cap share the rest evenly, so
-that the largest shard, which all wait for, is as small as possible. The weights are rounded down to SHARD_WEIGHT_LEVELS
-levels of the largest.
+Uneven shards: if equal shards do not fit on every group, the sizes of shards follow memory. ZeRO 1 allows any numbers
+of micro-batches. The replicas of ZeRO 2 and 3 synchronize in every micro-batch and need equal numbers. A rank needs a +
+b w bytes, where w is the size of its shard relative to an equal shard. The free memory of a group limits w. Ranks below
+their limit divide the remaining states evenly, so that the largest shard, for which all ranks wait, is as small as
+possible. The weights are rounded down to SHARD_WEIGHT_LEVELS levels of the largest weight.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ SHARD_WEIGHT_LEVELS = 16
 
 
 def shard_weight_caps(on: Mapping[int, CostModel], box: PlanGrid) -> list[Array]:
-    """For each group over `obsczf` the largest shard that fits on its devices, as so many equal ones; less than nothing
-    where not even none does."""
+    """Returns for each group the size of the largest shard that fits on its devices, relative to an equal shard, over
+    `obsczf`. The value is negative if a plan does not fit even without a shard."""
     return [_shard_weight_cap(pricer, box) for pricer in on.values()]
 
 
@@ -79,8 +79,8 @@ def _shard_weight_cap(pricer: CostModel, box: PlanGrid) -> Array:
 
 
 def balance_shard_weights(cap: Sequence[Array], replicas: Sequence[int]) -> Array:
-    """Shards of each group (first axis) as so many equal ones, `replicas` on each; not a number where they do not fit
-    together.
+    """Returns the sizes of the shards of each group (first axis), relative to an equal shard. `replicas` is the number
+    of replicas on each group. The result is NaN if the states do not fit.
 
     >>> balance_shard_weights([np.array([0.5, 1.5, 0.5]), np.array([9.0, 1.5, 1.2])], [2, 2]).round(2).tolist()
     [[0.5, 1.0, nan], [1.5, 1.0, nan]]
@@ -99,7 +99,7 @@ def balance_shard_weights(cap: Sequence[Array], replicas: Sequence[int]) -> Arra
 
 
 def round_shard_weights(levels: Sequence[float], replicas: Sequence[int]) -> tuple[int, ...]:
-    """Whole weights of all replicas, group after group; empty where all hold the same.
+    """Returns integer weights of the shards of all replicas, group by group; empty if all shards are equal.
 
     >>> round_shard_weights([0.5, 1.5], [2, 2]), round_shard_weights([1.0, 1.0], [2, 2])
     ((5, 5, 16, 16), ())
@@ -112,12 +112,12 @@ def round_shard_weights(levels: Sequence[float], replicas: Sequence[int]) -> tup
 
 
 ADJACENT_PIPELINE_AXES: tuple[MeshAxis, ...] = ("dp", "pp", "tp")
-"""The order of axes in which a pipeline's ranks are neighbours."""
+"""The order of axes in which the ranks of a pipeline are neighbours."""
 
 
 class BoundedPlan(NamedTuple):
-    """A plan before its shares are known: T with what all do after it, those seconds, and each replica's seconds a
-    micro-batch and once."""
+    """A plan before its micro-batch counts are known. `least` is T plus `after`, the seconds of the common work after
+    the last micro-batch. `each` and `once` are the seconds of each replica per micro-batch and once."""
 
     least: float
     after: float
@@ -128,7 +128,7 @@ class BoundedPlan(NamedTuple):
     weights: tuple[int, ...] = ()
 
     def shared(self, batch: int) -> tuple[float, Plan]:
-        """With whole shares: the seconds of its step, nearly, and the plan."""
+        """Returns the approximate seconds of a step with whole numbers of micro-batches, and the plan."""
         plan = self.box.plan(self.at).but(shard_weights=self.weights)
         number = batch // plan.micro_batch
         counts = split_micro_batches(number, self.each, self.once) if plan.zero < 2 else (number // plan.dp,) * plan.dp
@@ -137,7 +137,8 @@ class BoundedPlan(NamedTuple):
 
 
 def uneven_batch_plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
-    """The best plans with shares, sizes of their own, or shards by memory, with their scores."""
+    """Yields the best plans with uneven micro-batch counts, uneven micro-batch sizes or uneven shards, with their
+    scores."""
     groups = [group.nodes * group.devices for group in job.cluster.groups]
     found: list[BoundedPlan] = []
     tables: list[uneven_micro_batch.MicroBatchTable] = []
@@ -171,14 +172,14 @@ def uneven_batch_plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
 
 
 def _plan_score(job: Job, plan: Plan) -> float:
-    """Of a plan that is priced by itself; infinite where it does not fit or breaks a rule."""
+    """Returns the score of a plan; infinite if the plan does not fit or breaks a rule."""
     if any(plan_violations(job, plan)) or (priced := estimate(job, plan)).verdict == FitStatus.no:
         return np.inf
     return risk_adjusted_seconds(job, plan, priced)
 
 
 def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
-    """All plans of these degrees, with as many micro-batches as equal shares would have."""
+    """Returns the grid of all plans of these degrees, with the number of micro-batches of an even batch."""
     batch, dp = job.workload.batch, job.cluster.devices // (tp * pp)
     parallel = (
         (False, True) if tp > 1 and job.workload.sequence % tp == 0 and not job.model.against_sequence else (False,)
@@ -195,8 +196,8 @@ def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
 
 
 class GroupGridCosts(NamedTuple):
-    """What the groups say of the plans of a box over `obsczf`, `replicas` on each: seconds of a micro-batch, once and
-    of what all do afterwards, and what fits."""
+    """The cost of the plans of a grid on each group, over `obsczf`: seconds per micro-batch, seconds once, seconds of
+    the common work afterwards, and whether a plan fits. `replicas` is the number of replicas on each group."""
 
     box: PlanGrid
     on: dict[int, CostModel]
@@ -209,7 +210,7 @@ class GroupGridCosts(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, box: PlanGrid, on: dict[int, CostModel], replicas: Sequence[int]) -> GroupGridCosts | None:
-        """None where no size of micro-batches divides."""
+        """Computes the costs. Returns None if no micro-batch size is possible."""
         if not box.micro_batches:
             return None
         said = {group: pricer.price(box) for group, pricer in on.items()}
@@ -221,13 +222,14 @@ class GroupGridCosts(NamedTuple):
         return cls(box, on, job.workload.batch, replicas, each, once, after, fits)
 
     def tables(self) -> Iterator[uneven_micro_batch.MicroBatchTable]:
-        """For sizes of micro-batches that differ by group."""
+        """Yields the tables for micro-batch sizes that differ by group."""
         return uneven_micro_batch.micro_batch_tables(
             self.box, self.each, self.once, self.after, self.fits, self.replicas
         )
 
     def bounded(self) -> Iterator[BoundedPlan]:
-        """The plans that fit on every group with their bound; of those that need neither shares nor weights none."""
+        """Yields the plans that fit on every group, with or without uneven shards, and their bounds. Omits plans that
+        need neither uneven counts nor uneven shards."""
         box, replicas, fits = self.box, self.replicas, np.logical_and.reduce(self.fits)
         after = np.maximum.reduce(self.after)
         number = np.array([self.batch // micro_batch.size for micro_batch in box.micro_batches]).reshape(
@@ -257,17 +259,18 @@ class GroupGridCosts(NamedTuple):
 
 
 def _micro_batch_seconds(prices: GridCost) -> Array:
-    """Seconds of a micro-batch on the slowest rank."""
+    """Returns the seconds of a micro-batch on the slowest rank."""
     return prices.seconds.each.max(axis=0)
 
 
 def _fixed_seconds(prices: GridCost) -> Array:
-    """Seconds that do not grow with micro-batches, messages taken as those of equal shares."""
+    """Returns the seconds that do not depend on the number of micro-batches. The number of messages is that of an even
+    batch."""
     return (prices.seconds.bubble + prices.seconds.messages)[0]
 
 
 def _final_seconds(prices: GridCost) -> Array:
-    """Seconds of what all do together, once."""
+    """Returns the seconds of the common work of all replicas, once per step."""
     return prices.seconds.once + prices.seconds.update
 
 
@@ -280,7 +283,8 @@ def _fits_on_group(setting: CostContext, prices: GridCost, box: PlanGrid) -> Arr
 
 
 def split_micro_batches(number: int, each: Sequence[float], once: Sequence[float]) -> tuple[int, ...]:
-    """`number` micro-batches shared out so that the last replica ends first, each at least one.
+    """Returns the number of micro-batches of each replica. They add up to `number`, each replica has at least one, and
+    the last replica ends as early as possible.
 
     >>> (split_micro_batches(16, (1.0, 1.0, 3.0, 3.0), (0.0,) * 4),
     ...     split_micro_batches(4, (1.0, 9.0, 9.0, 9.0), (0.0,) * 4))

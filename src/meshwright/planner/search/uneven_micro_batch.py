@@ -1,15 +1,16 @@
-"""Micro-batch sizes that differ between the replicas of heterogeneous groups, where one size does not fit or is too
-coarse.
+"""Searches micro-batch sizes that differ between the replicas of heterogeneous groups, if one size does not fit or is
+too coarse.
 
 The space is that of uneven_batches.py with one size for each group (divisors of the batch). ZeRO 0 and 1 allow any
-number of micro-batches for each replica; the replicas of ZeRO 2 and 3 synchronize in every micro-batch and need equal
-numbers. A replica with m sequences a micro-batch, t seconds a micro-batch and f seconds once finishes m (T - f) / t
-sequences by T. So with R replicas in each group no step ends before
+number of micro-batches for each replica. The replicas of ZeRO 2 and 3 synchronize in every micro-batch and need equal
+numbers. A replica with m sequences and t seconds per micro-batch, and f seconds once, finishes m (T - f) / t sequences
+by time T. So with R replicas in each group no step ends before
 
-    T = (batch + sum of R f m / t) / (sum of R m / t) + what all do afterwards.
+    T = (batch + sum of R f m / t) / (sum of R m / t) + the common work afterwards.
 
-Sizes get whole numbers in the order of T, as long as T is below MAX_UNEVEN_STEP_RATIO of the best result. Whether the
-groups can make up the batch exactly is read off their reachable sums, which are the bits of one integer.
+In the order of T, choices of sizes get whole numbers of micro-batches, as long as T is below MAX_UNEVEN_STEP_RATIO
+times the best result. The groups must add up to the batch exactly. This is checked with the set of reachable sums,
+stored as the bits of one integer.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ from meshwright.planner.cost.plan_grid import Array, PlanGrid
 from meshwright.spec.plan import Plan
 
 MAX_UNEVEN_STEP_RATIO = 0.99
-"""Sizes of their own must make the step at least so much shorter: else one size is simpler."""
+"""Maximum step time relative to a plan with one size. With less gain the plan with one size is preferred, because it is
+simpler."""
 
 MAX_SPLIT_SIZE_CHOICES = 500
-"""Choices of sizes, the most promising ones, that get whole shares for one kind of plan."""
+"""Maximum number of size choices of one kind of plan that get whole numbers of micro-batches. The most promising ones
+are chosen."""
 
 MAX_SIZE_CHOICES = 2**17
-"""Choices of sizes that are looked at for one kind of plan; where there are more, of each group the sizes with the
-highest rates."""
+"""Maximum number of size choices of one kind of plan that are considered. If there are more, the sizes with the highest
+rates of each group are chosen."""
 
 MAX_REACHABLE_SUMS = 2**16
-"""Sums that are looked through, in the largest unit that all sizes share."""
+"""Maximum number of sums that are searched, in units of the greatest common divisor of all sizes."""
 
 
 class GroupMicroBatches(NamedTuple):
-    """`replicas` on one group: sequences and seconds of a micro-batch, and seconds once."""
+    """The `replicas` replicas of one group: sequences and seconds of a micro-batch, and seconds once."""
 
     replicas: int
     size: int
@@ -46,13 +49,13 @@ class GroupMicroBatches(NamedTuple):
     once: float
 
     def by(self, end: float) -> int:
-        """Micro-batches of one replica that are done by `end`."""
+        """Returns the number of micro-batches that one replica finishes by `end`."""
         return int((end - self.once) / self.each + 1e-9)
 
 
 class MicroBatchTable(NamedTuple):
-    """Plans of one kind over (group, size): seconds of a micro-batch (infinite where it does not fit), once, and what
-    all do afterwards."""
+    """Plans of one kind over (group, size): seconds of a micro-batch (infinite if it does not fit), seconds once, and
+    seconds of the common work afterwards."""
 
     box: PlanGrid
     at: tuple[int, ...]
@@ -67,7 +70,7 @@ class MicroBatchTable(NamedTuple):
         return [micro_batch.size for micro_batch in self.box.micro_batches]
 
     def least(self, batch: int) -> float:
-        """Below which no sizes go."""
+        """Returns a lower bound of the seconds of a step over all choices of sizes."""
         counts = np.array(self.replicas)
         rate = (np.array(self.sizes) / self.each).max(axis=1)
         if not rate.all():
@@ -84,7 +87,7 @@ def micro_batch_tables(
     fits: Sequence[Array],
     replicas: Sequence[int],
 ) -> Iterator[MicroBatchTable]:
-    """The kinds of plans of `box`: of each group its parts over `obsczf`."""
+    """Yields one table for each kind of plan of `box`. The arrays of each group are over `obsczf`."""
     parts = [
         np.moveaxis(np.stack([np.broadcast_to(one, box.shape) for one in part]), 2, -1)
         for part in (each, once, after, fits)
@@ -98,7 +101,7 @@ def micro_batch_tables(
 def uneven_micro_batch_plans(
     found: Sequence[MicroBatchTable], batch: int, best: float, score: Callable[[Plan], float]
 ) -> Iterator[tuple[float, Plan]]:
-    """Plans with sizes of their own and their scores, each better than `best` and those before it."""
+    """Yields plans with uneven sizes and their scores. Each is better than `best` and than the plans before it."""
     ordered = sorted(((least, number) for number, table in enumerate(found) if (least := table.least(batch)) < inf))
     for least, number in ordered:
         if least >= MAX_UNEVEN_STEP_RATIO * best:
@@ -110,7 +113,7 @@ def uneven_micro_batch_plans(
 
 
 def _best_sizes(table: MicroBatchTable, batch: int, best: float) -> Plan | None:
-    """The plan of one kind with the best sizes; None where none seems better than `best`."""
+    """Returns the plan of one kind with the best sizes, or None if no plan seems better than `best`."""
     groups, counts = len(table.replicas), np.array(table.replicas)
     rates = np.array(table.sizes) / table.each
     fast = [
@@ -155,8 +158,9 @@ def _build_plan(table: MicroBatchTable, sizes: tuple[int, ...], counts: tuple[tu
 
 
 def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
-    """Micro-batches of each replica of each kind, at least one, that make up the batch exactly and end as early as can
-    be; infinite where none do.
+    """Returns the end of the step, and the number of micro-batches of each replica of each kind. They add up to the
+    batch exactly, each replica has at least one, and the step ends as early as possible. The end is infinite if this is
+    impossible.
 
     >>> split_batch_exactly([GroupMicroBatches(1, 4, 4.0, 0.0), GroupMicroBatches(1, 1, 2.0, 0.0)], 11)
     (8.0, ((2,), (3,)))
@@ -177,7 +181,7 @@ def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple
         ]
         if not ends:
             return inf, ()
-        most[min(ends)[1]] += 1  # counted, because next to a large `once` rounding hides the seconds of one micro-batch
+        most[min(ends)[1]] += 1  # explicit, because rounding could hide one micro-batch next to a large `once`
     shares = tuple(
         tuple(total // kind.replicas + (at < total % kind.replicas) for at in range(kind.replicas))
         for total, kind in zip(totals, kinds, strict=True)
@@ -188,9 +192,8 @@ def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple
 
 
 def _exact_totals(kinds: Sequence[GroupMicroBatches], most: Sequence[int], batch: int, unit: int) -> list[int] | None:
-    """Micro-batches of each kind, none of whose replicas has more than `most`, that sum to the batch; None where there
-    are none. Bit n of a number:
-    sum n is reached."""
+    """Returns the total number of micro-batches of each kind that add up to the batch, or None. No replica has more
+    than `most`. Bit n of an integer is set if the sum n can be reached."""
     reached, mask = [1], (1 << (batch + 1)) - 1
     for kind, count in zip(kinds, most, strict=True):
         size, more = kind.size // unit, kind.replicas * (count - 1)

@@ -1,8 +1,8 @@
-"""Why a plan is not the chosen one: the rules that it breaks, the memory that it lacks, or the time that it loses,
-item by item.
+"""Explains why a plan was not chosen: the rules that it breaks, the memory that it lacks, or the additional time by
+kind.
 
-The terms are the items of `TimeBreakdown`, the other plan's less the chosen one's. They sum to the whole gap between
-both steps. `pin_conflict` names the pins that contradict each other, with the reason.
+The terms are the differences of the fields of `TimeBreakdown` between the other plan and the chosen plan. They add up
+to the difference of both steps. `pin_conflict` names the pins that contradict each other, with the reason.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 MAX_CONFLICTING_PINS = 3
-"""Pins that are named together."""
+"""Maximum number of pins that are reported together."""
 
 
 def pin_conflict(job: Job) -> str:
-    """One line for the fewest pins that leave no plan at all, whatever rules of the model say; empty when there are
-    none."""
+    """Returns one line with the smallest set of pins that leaves no plan, whatever the rules of the model; empty if
+    there is none."""
     for count in range(1, min(len(job.pins), MAX_CONFLICTING_PINS) + 1):
         for names in combinations(job.pins, count):
             pins = {name: job.pins[name] for name in names}
@@ -56,8 +56,8 @@ def pin_conflict(job: Job) -> str:
 
 
 def leaves_no_plans(job: Job) -> bool:
-    """Whether the pins leave nothing to consider; not so where one says nothing without another, such as a number of
-    blocks without what they do."""
+    """Returns whether the pins leave no plan to consider. Returns False if a pin is invalid without another pin, such
+    as a number of blocks without a recompute kind."""
     try:
         space = PlanSpace(job)
     except InputError:
@@ -66,7 +66,7 @@ def leaves_no_plans(job: Job) -> bool:
 
 
 def pin_violation(pins: dict[str, Any]) -> str:
-    """What a plan with these pins, and nothing else, breaks; empty when nothing."""
+    """Returns the rule that a plan with only these pins breaks; empty if there is none."""
     given = {("dp_replicate" if name == "dp" else name): value for name, value in pins.items()}
     try:
         Plan().but(**given)
@@ -76,7 +76,7 @@ def pin_violation(pins: dict[str, Any]) -> str:
 
 
 def format_pin(value: Any) -> str:
-    """A pin's value as it is written.
+    """Formats the value of a pin as a user writes it.
 
     >>> format_pin((1, 2)), format_pin(True), format_pin("full")
     ('[1,2]', 'true', 'full')
@@ -90,7 +90,8 @@ TIME_ITEMS = tuple(name for name in TimeBreakdown.model_fields if name != "step"
 
 
 class ComparisonOutcome(StrEnum):
-    """How a plan compares with the chosen one. `faster`: the search does not try it, or has another objective."""
+    """How a plan compares with the chosen plan. `faster` is possible if the search does not try the plan, or has
+    another objective."""
 
     chosen = "chosen"
     slower = "slower"
@@ -102,15 +103,16 @@ class ComparisonOutcome(StrEnum):
 
 
 class TimeDelta(StrictModel):
-    """Seconds that a plan takes more than the chosen one for one item of time; below 0 where it takes less."""
+    """The additional seconds of a plan for one kind of time, compared with the chosen plan. The value is negative if
+    the plan takes less."""
 
     name: str
     seconds: float
 
 
 class PlanComparison(StrictModel):
-    """A plan compared with the chosen one. `faults` are the rules that it breaks, or that all requested plans break;
-    then there is no estimate."""
+    """A plan compared with the chosen plan. `faults` are the rules that it breaks, or that all requested plans break.
+    There is then no estimate."""
 
     name: str
     outcome: ComparisonOutcome
@@ -121,13 +123,13 @@ class PlanComparison(StrictModel):
 
     @property
     def gap(self) -> float:
-        """Seconds a step more than the chosen plan."""
+        """Returns the additional seconds of a step, compared with the chosen plan."""
         return math.fsum(term.seconds for term in self.terms)
 
 
 def time_deltas(chosen: Estimate, other: Estimate) -> tuple[TimeDelta, ...]:
-    """What `other` takes more, item by item, the largest difference first; items in which both are equal are left
-    out."""
+    """Returns the additional time of `other` by kind, the largest difference first. Kinds without a difference are
+    omitted."""
     found = [
         TimeDelta(name=name, seconds=getattr(other.time, name) - getattr(chosen.time, name)) for name in TIME_ITEMS
     ]
@@ -135,7 +137,7 @@ def time_deltas(chosen: Estimate, other: Estimate) -> tuple[TimeDelta, ...]:
 
 
 def compare_with_chosen(job: Job, name: str, chosen: RankedPlan, plan: Plan, priced: Estimate) -> PlanComparison:
-    """Compares an estimated plan with the chosen one."""
+    """Compares an estimated plan with the chosen plan."""
     outcome = (
         ComparisonOutcome.chosen
         if plan == chosen.plan
@@ -155,7 +157,7 @@ def compare_with_chosen(job: Job, name: str, chosen: RankedPlan, plan: Plan, pri
 
 
 def compare_families(job: Job, answer: SearchResult) -> tuple[PlanComparison, ...]:
-    """Compares the best plan of every other family, or its nearest, with the chosen one."""
+    """Compares the best or nearest plan of every other family with the chosen plan."""
     return tuple(
         compare_with_chosen(job, family.name, answer.chosen, family.plan, estimate(job, family.plan))
         for family in answer.families
@@ -166,8 +168,8 @@ def compare_families(job: Job, answer: SearchResult) -> tuple[PlanComparison, ..
 def why_not(
     job: Job, chosen: RankedPlan, name: str, wanted: Plan | Mapping[str, Any], runnable: bool = False
 ) -> PlanComparison:
-    """Compares `wanted`, a plan or pins that leave many, with the chosen plan of `job`. Of many plans the best is
-    taken, or the nearest where none fits."""
+    """Compares `wanted` with the chosen plan of `job`. `wanted` is a plan, or pins that allow several plans. Of several
+    plans the best is compared, or the nearest if none fits."""
     if isinstance(wanted, Plan):
         broken = tuple(fault.message for fault in plan_violations(job, wanted))
         if broken:
@@ -189,7 +191,8 @@ def why_not(
 
 
 def illegal_reasons(found: PlanSearch) -> tuple[str, ...]:
-    """Why a space holds no legal plan: its pins contradict each other, or every plan breaks a rule."""
+    """Returns the reasons why a space has no legal plan: pins that contradict each other, or the rules that plans
+    break."""
     said = pin_conflict(found.space.job)
     return (
         (said,)
