@@ -1,15 +1,23 @@
-"""Saves, verifies and loads distributed checkpoints: saved under any parallel layout, loaded under any other.
+"""Saves, verifies and loads distributed checkpoints. A checkpoint saved under any parallel layout can be loaded under
+any other.
 
-The entry points are `save.save_checkpoint` and `load.load_checkpoint` (the shards of every rank),
-`retention.newest_checkpoint` and `retention.prune_checkpoints` (a folder of checkpoints), `verify.verify_checkpoint`
-(one checkpoint), `load.iter_full_tensors`, and `huggingface` (export and import). `memory_checkpoint` keeps the last
-steps in host memory.
+The entry points are:
+- `save.save_checkpoint` and `load.load_checkpoint`: the shards of every rank;
+- `retention.newest_checkpoint` and `retention.prune_checkpoints`: a folder of checkpoints;
+- `verify.verify_checkpoint`: one checkpoint;
+- `load.iter_full_tensors`: full tensors;
+- `huggingface`: export and import;
+- `memory_checkpoint`: the last steps in host memory.
 
 Guarantees:
 - Every byte of a checkpoint is covered by a digest.
 - Nothing is pickled.
 
-[Note: form] FOLDER/step-00000100/ holds one rank-00003.safetensors for each rank, and manifest.json. The manifest has
-the step, the world size and the plan; for each tensor its shape, type and shards (file, key, offset, xxh3); for each
-file its size and the xxh3 of its header; the state of the trainer; and its own digest.
+[Note: file layout] FOLDER/step-00000100/ contains one file rank-00003.safetensors for each rank, and manifest.json. The
+manifest has these entries:
+- the step, the world size and the plan;
+- for each tensor its shape, type and shards (file, key, offset, xxh3);
+- for each file its size and the xxh3 of its header;
+- the state of the trainer;
+- its own digest.
 """

@@ -1,12 +1,12 @@
 """Makes the files that accompany the weights in a Hugging Face folder: tokenizer, chat template, generation settings,
 configuration.
 
-A tokenizer that came from a folder is copied file by file. A tokenizer that was trained here is written in the same
-form, with the settings that `AutoTokenizer` needs. Nothing in these files is executed.
+A tokenizer from a folder is copied file by file. A tokenizer that was trained here is written in the same format, with
+the settings that `AutoTokenizer` needs. Nothing in these files is executed.
 
-The second part writes the config.json of a reference model in Hugging Face's terms. A Llama with biases on query, key
-and value alone is Qwen2 there. GPT-2 stores its projections as (in, out), so those matrices are transposed. BERT and
-the convolutional network differ in more than names and have no such form.
+`hf_template` translates the sizes of a reference model into a Hugging Face config.json. A Llama with biases only on
+query, key and value becomes a Qwen2. GPT-2 stores its projections as (in, out), so those matrices are transposed. BERT
+and the convolutional network differ from Hugging Face in more than names, so they have no such form.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DECODER_START_KEY = "decoder_start_token_id"
 def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: str, mask: str) -> dict[str, bytes]:
     """Returns the files that accompany the weights, by name.
 
-    `tokenizer` and `model` are the folders that the tokenizer and the model of the run came from, None where they came
-    from none. `end_of_text` and `mask` are the special tokens of a tokenizer that was trained here.
+    `tokenizer` and `model` are the folders of the run's tokenizer and model, None where there is no such folder.
+    `end_of_text` and `mask` are the special tokens of a tokenizer that was trained here.
     """
     found = {
         name: (tokenizer / name).read_bytes() for name in TOKENIZER_FILES if tokenizer and (tokenizer / name).is_file()
@@ -62,9 +62,7 @@ def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: st
 
 
 def _decoder_start_token(model: Path) -> int | None:
-    """Returns the first token of the decoder of an encoder-decoder model, None where the configuration does not give
-    it.
-    """
+    """Returns the first decoder token of an encoder-decoder model, None where the configuration does not define it."""
     config = model / "config.json"
     found = parse_text(read_text_file(config), str(config)).get(DECODER_START_KEY) if config.is_file() else None
     return found if isinstance(found, int) else None

@@ -1,15 +1,17 @@
-"""Reads weights in Hugging Face's form shard by shard: one safetensors file, or a folder of several with an index.
+"""Reads Hugging Face weights shard by shard: from one safetensors file, or from a folder of several files with an
+index.
 
 Guarantees:
-- Only the rows or columns that a shard needs are read, one tensor at a time. A rank never holds more of the model than
-  its own shard.
-- Tensors that are missing, unexpected, of another shape, truncated or pickled raise one InputError, the same on every
-  rank, before the first weight is read.
+- Only the rows or columns that a shard needs are read, one tensor at a time. A rank never has more of the model in
+  memory than its own shard.
+- Weights that are missing, unexpected, of another shape, truncated or pickled raise one InputError, which is the same
+  on every rank. It is raised before the first weight is read.
 
-[Note: names] A parameter of the model is looked up by its own name, then with one leading component more or fewer. Some
-families lay out their files differently from their modules. For these, a `WeightSource` lists the tensors of the files
-that make a tensor of the model: concatenated along the first dimension, and stacked (the experts of a layer). Source:
-huggingface/transformers, `conversion_mapping.py`; `train/meta_init.py` turns its rules into sources.
+[Note: names] A parameter is looked up in the files by its own name, then with one leading name component more or fewer.
+Some model families lay out their files differently from their modules. For them, a `WeightSource` lists the stored
+tensors that make one tensor of the model. Stored tensors are concatenated along the first dimension, and stacked for
+the experts of a layer. Source: huggingface/transformers, `conversion_mapping.py`. `train/meta_init.py` converts its
+rules to sources.
 """
 
 from __future__ import annotations
@@ -37,16 +39,16 @@ from meshwright.spec.layout import ShardMetadata
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_PREFIX, BUFFER_PREFIX = "model/", "buffer/"
-"""Prefixes of the names of weights, and of buffers that belong to them, in a checkpoint."""
+"""Prefixes in a checkpoint of the names of weights, and of buffers that belong to them."""
 _FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 class WeightSource(NamedTuple):
-    """How a tensor of a model is made from tensors of its files.
+    """How one tensor of a model is made from stored tensors.
 
-    The tensors of each row of `keys` are concatenated along the first dimension. Where `stacked`, the rows are stacked
-    in a new first dimension.
+    `keys` has rows of stored names. The tensors of a row are concatenated along the first dimension. Where `stacked`,
+    the rows are then stacked along a new first dimension.
     """
 
     keys: tuple[tuple[str, ...], ...]
@@ -78,7 +80,7 @@ class HfWeights:
             self._by_suffix.setdefault(key.partition(".")[2], []).append(key)
 
     def find(self, name: str) -> WeightSource | None:
-        """Returns the stored tensors that make the model's `name` ([Note: names]), None where there are none."""
+        """Returns the source of the model's tensor `name` ([Note: names]), None where the files do not have it."""
         if name in self.sources:
             return self.sources[name]
         longer = self._by_suffix.get(name, ())
@@ -96,7 +98,7 @@ class HfWeights:
     def check(
         self, shapes: Mapping[str, Sequence[int]], known: Collection[str] = (), passed_over: Collection[str] = ()
     ) -> None:
-        """Checks that these are the weights of a model whose parameters have `shapes`.
+        """Checks that the files have the weights of a model whose parameters have `shapes`.
 
         `known` names other tensors of the model, such as buffers. `passed_over` has regular expressions of stored names
         that the model does not need.
@@ -162,7 +164,9 @@ class HfWeights:
             )
 
     def fill(self, piece: ShardMetadata, tensor: torch.Tensor) -> None:
-        """Copies the elements of `piece` into `tensor`, converted to its type. Reads only what the shard needs."""
+        """Copies the elements of `piece` into `tensor`, converted to its type. Reads only the elements that the shard
+        needs.
+        """
         name = piece.name.removeprefix(WEIGHT_PREFIX)
         source = self.find(name)
         if source is None:
@@ -181,9 +185,9 @@ class HfWeights:
 
     @contextmanager
     def open_source(self, source: WeightSource) -> Iterator[Any]:
-        """Yields the tensor that `source` makes, to be indexed like a tensor.
+        """Yields the tensor that `source` makes. It supports indexing by slices and reads only what is indexed.
 
-        The files are closed on exit, so that the pages that were read no longer count as memory of this process.
+        On exit the files are closed, so that the pages that were read no longer count as memory of this process.
         """
         with ExitStack() as stack:
             files = {self.entries[key].file for row in source.keys for key in row}
@@ -206,7 +210,7 @@ class HfWeights:
 
 
 class ConcatTensor:
-    """Several stored tensors as one. Only what is indexed is read."""
+    """Several stored tensors as one tensor. Indexing reads only the indexed elements."""
 
     def __init__(self, rows: list[list[Any]], stacked: bool) -> None:
         self.rows, self.stacked = rows, stacked
@@ -251,7 +255,7 @@ def weight_files(path: Path) -> list[Path]:
     """Returns the safetensors files of a model.
 
     Raises:
-        InputError: there are none, or the weights are pickled.
+        InputError: the folder has no weights, or they are pickled.
     """
     if path.is_file():
         if path.suffix != ".safetensors":
@@ -291,7 +295,7 @@ def has_weights(folder: Path) -> bool:
     """Returns whether a model folder has weights.
 
     Raises:
-        InputError: the folder has only pickled weights. Training from random weights would not be what the user means.
+        InputError: all weights are pickled. Random initial weights would not be what the user intends.
     """
     if any(folder.glob("*.safetensors")):
         return True
@@ -324,8 +328,8 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
 
 
 def load_weights(path: Path | str, wanted: Iterable[LocalShard], weights: HfWeights | None = None) -> None:
-    """Fills each wanted shard ('model/NAME', or NAME) from Hugging Face weights or from a checkpoint, converted to its
-    tensor's type.
+    """Fills each shard in `wanted` ('model/NAME', or NAME) from Hugging Face weights or a checkpoint. Values are
+    converted to the type of the shard's tensor.
     """
     if (Path(path) / MANIFEST_FILE).exists():
         load_checkpoint(path, wanted, cast=True)

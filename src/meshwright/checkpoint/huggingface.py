@@ -1,18 +1,19 @@
-"""Exports checkpoints to Hugging Face's form, and imports weights from it.
+"""Exports checkpoints to Hugging Face's format, and imports weights from it.
 
 An export is a folder of safetensors files with the full tensors under the model's own names. `export_weights` has one
-tensor in memory at a time; above 5 GB it writes several files and an index, as `from_pretrained` reads them.
-`import_weights` makes such a folder a checkpoint of step 0. Source: huggingface/transformers, `save_pretrained`
+tensor in memory at a time. Above 5 GB it writes several files and an index, as `from_pretrained` reads them.
+`import_weights` converts such a folder to a checkpoint of step 0. Source: huggingface/transformers, `save_pretrained`
 (max_shard_size, `model.safetensors.index.json`).
 
-LoRA adapters are either merged into the weights, W + (alpha / rank) B A in the saved type, one layer at a time, or
-exported alone in the form that peft reads. For layers that store their weight as (in, out) the product is transposed.
-Source: huggingface/peft, `adapter_config.json` and `adapter_model.safetensors` (keys without the name of the adapter,
-with the prefix 'base_model.model.').
+LoRA adapters are either merged into the weights or exported separately in the format of peft. A merged weight is W +
+(alpha / rank) B A in the saved type, computed one layer at a time, where W is the base weight and A and B are the
+adapter matrices. For layers that store their weight as (in, out), the product is transposed. Source: huggingface/peft,
+`adapter_config.json` and `adapter_model.safetensors` (keys without the name of the adapter, with the prefix
+'base_model.model.').
 
 Guarantees:
 - Files of an export are written under temporary names and renamed in order. The last file exists only if all others do.
-- Nothing remains of an export that fails.
+- A failed export leaves no files.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from meshwright.spec.workload import LoraConfig
 
 
 def write_files_atomically(folder: Path, files: Mapping[str, bytes | Sequence[PendingTensor]]) -> list[Path]:
-    """Writes `files`, contents by name, into `folder` and returns their paths.
+    """Writes `files`, a mapping from names to contents, into `folder` and returns their paths.
 
-    All files are written under temporary names first, then renamed in the given order.
+    All files are first written under temporary names, then renamed in the given order.
 
     Raises:
         InputError: the folder cannot be written.
@@ -90,12 +91,12 @@ def write_files_atomically(folder: Path, files: Mapping[str, bytes | Sequence[Pe
 
 LORA_BASE_INFIX, LORA_A_SUFFIX, LORA_B_SUFFIX = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 FAN_IN_FAN_OUT_FAMILIES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-"""Families whose layers store their weight as (in, out)."""
+"""Model families whose layers store their weight as (in, out)."""
 ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 
 def is_lora_weight(name: str) -> bool:
-    """Returns whether a tensor of a checkpoint is a weight of a LoRA adapter."""
+    """Returns whether the checkpoint tensor `name` is a weight of a LoRA adapter."""
     return name.startswith(WEIGHT_PREFIX) and name.endswith((LORA_A_SUFFIX, LORA_B_SUFFIX))
 
 
@@ -107,7 +108,7 @@ class MergedLora:
         self.transposed = (config or {}).get("model_type") in FAN_IN_FAN_OUT_FAMILIES
 
     def read_full(self, name: str) -> torch.Tensor:
-        """Returns the full weight `name`, with its adapter added where it has one."""
+        """Returns the full weight `name`, with its adapter merged where it has one."""
         weight = read_full_tensor(self.reader, name)
         layer = name.removesuffix(f"{LORA_BASE_INFIX}weight")
         if layer == name or layer + LORA_A_SUFFIX not in self.reader.manifest.tensors:
@@ -190,10 +191,10 @@ def export_weights(
 ) -> list[Path]:
     """Writes the full weights of the checkpoint `path` into `folder` and returns the files.
 
-    `dtype` converts floating-point weights to another type. Matrices with a name suffix in `transposed` are transposed.
-    `extra_files` are other files of the folder, such as those of hf_extra_files.py. Where `lora` is given, the adapters
-    are merged. The config records the type that is written, since `from_pretrained` converts to it. A file has at most
-    `largest` bytes unless one tensor is larger.
+    `dtype` converts floating-point weights to another type. Matrices whose name ends in one of `transposed` are
+    transposed. `extra_files` are other files of the folder, such as those of hf_extra_files.py. Where `lora` is given,
+    the adapters are merged. The config records the written type, since `from_pretrained` converts to it. A file has at
+    most `largest` bytes, unless a single tensor is larger.
     """
     folder = Path(folder)
     reader = CheckpointReader(path)
@@ -254,7 +255,7 @@ def _read_full(source: CheckpointReader | MergedLora, name: str, dtype: str, tra
 def _shard_files(
     items: list[PendingTensor], texts: dict[str, bytes], largest: int
 ) -> dict[str, bytes | list[PendingTensor]]:
-    """Returns the contents of each file by name, the index last: a truncated folder is not a model."""
+    """Returns the contents of each file by name. The index comes last, so that an incomplete folder is not a model."""
     groups: list[list[PendingTensor]] = [[]]
     room = largest
     for item in items:

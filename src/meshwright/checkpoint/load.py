@@ -1,11 +1,11 @@
-"""Loads a checkpoint: fills the tensors of a rank, whatever layout was saved, and returns the state of the trainer.
+"""Loads a checkpoint: fills the tensors of a rank under any layout, and returns the state of the trainer.
 
 Guarantees:
 - Names, shapes and types are checked before any tensor is written.
 - The digest of every shard that is read is checked.
 
-After an error from a corrupt shard the tensors hold a part of the checkpoint. Load another checkpoint before training
-continues.
+After an error from a corrupt shard, the tensors contain a part of the checkpoint. Load another checkpoint before
+training continues.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from meshwright.spec.plan import Plan
 
 
 class LoadResult(NamedTuple):
-    """What a checkpoint holds in addition to its tensors.
+    """The contents of a checkpoint other than its tensors.
 
-    `local` has the tensors of this rank alone, such as random states. It is None when the world size or the plan
-    changed: random states then begin from the seed.
+    `local` has tensors that belong to this rank alone, such as random states. It is None when the world size or the
+    plan changed. Random states then start from the seed.
     """
 
     step: int
@@ -43,18 +43,18 @@ class LoadResult(NamedTuple):
 
 
 class CheckpointSource(Protocol):
-    """What can be loaded: a `CheckpointReader` of a folder, or a `MemoryCheckpoint`."""
+    """An object that can be loaded: a `CheckpointReader` of a folder, or a `MemoryCheckpoint`."""
 
     @property
     def path(self) -> Path:
-        """The path for messages."""
+        """The path for error messages."""
 
     @property
     def manifest(self) -> CheckpointManifest:
-        """The manifest."""
+        """The manifest of the checkpoint."""
 
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the elements of `part` of tensor `name`, in `out` where given."""
+        """Returns the elements of `part` of tensor `name`, written to `out` where given."""
 
 
 def load_checkpoint(
@@ -65,9 +65,9 @@ def load_checkpoint(
     ranks: RankExchange = SINGLE_RANK,
     cast: bool = False,
 ) -> LoadResult:
-    """Fills each wanted tensor (flat, of its shard's length). With `cast` the saved type may differ.
+    """Fills each tensor in `wanted` (flat, with the length of its shard). With `cast` the saved type may differ.
 
-    With `ranks`, a failure on one rank is the same InputError on all ranks.
+    With `ranks`, a failure on one rank raises the same InputError on all ranks.
 
     Raises:
         InputError: a tensor is missing or does not fit, or a shard is corrupt.
@@ -186,7 +186,7 @@ def _fill_tensor(reader: CheckpointSource, name: str, shards: list[LocalShard]) 
 def _copy_runs(
     reader: CheckpointSource, name: str, entry: TensorEntry, plan: list[CopyRange], tensor: torch.Tensor
 ) -> None:
-    """Copies ranges of saved shards into ranges of `tensor`. A whole shard is read in place, without a copy."""
+    """Copies ranges of saved shards into ranges of `tensor`. A shard that is needed in full is read without a copy."""
     sources: dict[int, list[CopyRange]] = defaultdict(list)
     for copy in plan:
         sources[copy.source].append(copy)
@@ -202,7 +202,7 @@ def _copy_runs(
 
 
 def _assemble_full_tensor(reader: CheckpointSource, name: str, indices: list[int]) -> FullTensor:
-    """Returns the full tensor, filled from the saved shards at `indices`."""
+    """Returns the full tensor `name`, filled from the saved shards at `indices`."""
     entry = reader.manifest.tensors[name]
     whole = FullTensor(entry.shape, DTYPE_BY_NAME[entry.dtype])
     groups: dict[tuple[tuple[int, int], ...], list[SavedShard]] = defaultdict(list)
@@ -223,7 +223,7 @@ def read_full_tensor(reader: CheckpointSource, name: str) -> torch.Tensor:
 
 
 def iter_full_tensors(path: Path | str, prefix: str = "model/") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the full tensors whose names begin with `prefix`, one at a time, without the prefix."""
+    """Yields (name, full tensor) for names that begin with `prefix`, one tensor at a time. The name has no prefix."""
     reader = CheckpointReader(path)
     for name in reader.manifest.tensors:
         if name.startswith(prefix):

@@ -1,11 +1,12 @@
-"""The manifest of a checkpoint: its tensors, the place of each shard, and the digest of every byte, its own included.
+"""The manifest of a checkpoint: its tensors, the location of each shard, and a digest of every byte.
 
-Form: one JSON object whose first line is its own digest, `{"xxh3_128": "...",`, taken over all bytes after that line.
-No byte of the file is outside the digest.
+The file is one JSON object. Its first line is `{"xxh3_128": "...",`, the digest of all bytes after that line. So no
+byte of the file is outside the digest.
 
 Guarantees:
-- Reading returns a `CheckpointManifest` that is consistent (every tensor is covered, every shard is inside its file and
-  shares no bytes), or raises `CorruptCheckpoint` with one line. It raises nothing else.
+- Reading returns a consistent `CheckpointManifest`, or raises `CorruptCheckpoint` with a one-line message. It raises
+  nothing else. In a consistent manifest, shards cover every tensor, and every shard is inside its file and overlaps no
+  other.
 - Reading takes no more memory than the size of the files.
 """
 
@@ -41,16 +42,16 @@ TensorName = Annotated[str, Field(pattern=TENSOR_NAME_PATTERN)]
 
 
 class CorruptCheckpoint(InputError):
-    """A checkpoint that differs from what was saved. The line names the file, the tensor and the fault."""
+    """A checkpoint differs from what was saved. The message names the file, the tensor and the fault."""
 
     def __init__(self, sentence: str) -> None:
-        """Makes one line of `sentence`, whatever a corrupt file makes it quote."""
+        """Makes one line of `sentence`, since quoted contents of a corrupt file may contain line ends."""
         line = " ".join(sentence.split())
         super().__init__(line if len(line) < 600 else f"{line[:500]} ...")
 
 
 class SavedShard(StrictModel):
-    """A saved shard: which elements of its tensor it has, where its bytes are, and their xxh3."""
+    """A saved shard: the elements of its tensor that it has, the location of its bytes, and their xxh3."""
 
     intervals: tuple[tuple[BoundedCount, BoundedCount], ...]
     start: BoundedCount
@@ -71,7 +72,7 @@ class TensorEntry(StrictModel):
 
     @property
     def numel(self) -> int:
-        """Elements of the full tensor."""
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
     def piece(self, name: str, part: SavedShard) -> ShardMetadata:
@@ -79,12 +80,12 @@ class TensorEntry(StrictModel):
         return ShardMetadata(name, self.shape, self.dtype, self.split, part.intervals, part.start, part.stop)
 
     def bytes_of(self, part: SavedShard) -> int:
-        """Returns the bytes of the shard `part`."""
+        """Returns the number of bytes of the shard `part`."""
         return (part.stop - part.start) * DTYPE_BY_NAME[self.dtype].itemsize
 
 
 class ShardFileEntry(StrictModel):
-    """A file: its bytes, the offset at which data begin, and the xxh3 of all bytes before them."""
+    """A file: its number of bytes, the offset at which data begin, and the xxh3 of all bytes before the data."""
 
     bytes: BoundedCount
     data: BoundedCount
@@ -94,7 +95,7 @@ class ShardFileEntry(StrictModel):
 class CheckpointManifest(StrictModel):
     """The manifest of one checkpoint.
 
-    `serial` counts the saves of a folder, so that the newest save is known even after a rollback to an earlier step.
+    `serial` counts the saves into a folder. It identifies the newest save even after a rollback to an earlier step.
     """
 
     version: int = Field(ge=1, le=1)
@@ -109,7 +110,7 @@ class CheckpointManifest(StrictModel):
     state: dict[str, Any]
 
     def encode(self) -> bytes:
-        """Returns the bytes of the file, digest line first."""
+        """Returns the bytes of the file. The first line is the digest."""
         rest = json.dumps(self.model_dump(), allow_nan=False, separators=(",", ":")).encode()[1:]
         return b'{"xxh3_128": "%s",\n' % xxhash.xxh3_128(rest).hexdigest().encode() + rest
 
@@ -134,7 +135,7 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
 
     Raises:
         InputError: the folder does not exist.
-        CorruptCheckpoint: the manifest is missing, corrupt, stale or inconsistent.
+        CorruptCheckpoint: the manifest is missing, corrupt, inconsistent, or that of another step.
     """
     folder = Path(folder)
     where = f"{folder / MANIFEST_FILE}"
@@ -191,7 +192,7 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
 
 
 def first_contradiction(tensors: dict[str, TensorEntry]) -> str | None:
-    """Returns the first reason why these entries are no complete tensors, None where there is none."""
+    """Returns the first reason why these entries are not complete tensors, None where they are complete."""
     for name, entry in tensors.items():
         problem = _shape_problem(entry) or _coverage_problem(entry)
         if problem:
@@ -271,9 +272,10 @@ def _shape_problem(entry: TensorEntry) -> str | None:
 
 
 def _coverage_problem(entry: TensorEntry) -> str | None:
-    """Returns what no shard covers, None where all is covered.
+    """Returns a description of elements that no shard covers, None where all are covered.
 
-    The part of every tensor rank must be complete, and together the parts must make the tensor.
+    The shards must cover the local tensor of every tensor rank, and the local tensors together must cover the full
+    tensor.
     """
     if entry.numel == 0:
         return None
@@ -308,7 +310,7 @@ def _coverage_problem(entry: TensorEntry) -> str | None:
 
 
 def first_gap(spans: Iterable[tuple[int, int]], end: int) -> int | None:
-    """Returns the first of 0 to end - 1 that no span covers, None where there is none.
+    """Returns the first index from 0 to end - 1 that no span covers, None where all are covered.
 
     >>> first_gap([(4, 8), (0, 3)], 8), first_gap([(0, 3), (2, 8)], 8)
     (3, None)

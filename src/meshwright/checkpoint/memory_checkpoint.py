@@ -1,20 +1,20 @@
-"""In-memory checkpoints: snapshots of the last steps in host memory that outlives the ranks.
+"""In-memory checkpoints: snapshots of the last steps in host memory that survives the ranks.
 
-Each rank has one file of anonymous memory that its supervisor keeps open, so the memory survives the death of ranks. A
-rank copies what a checkpoint on disk would contain of it (every element once over all ranks) into the oldest slot
-(core/snapshots.py) and writes the step number last. A slot without a step number is incomplete. The digest of a slot is
-taken while its bytes are in the cache, and checked before anything is read. The snapshots of all ranks at one step are
-a checkpoint that any layout can load.
+Each rank has one file of anonymous memory. The supervisor of the rank keeps the file open, so the memory survives the
+death of the rank. A rank copies its part of an on-disk checkpoint (over all ranks, every element once) into the oldest
+slot of the file (core/snapshots.py). It writes the step number last, so a slot without a step number is incomplete. The
+digest of a slot is computed while its bytes are in the CPU cache, and checked before anything is read. The snapshots of
+all ranks at one step form a checkpoint that any layout can load.
 
-[Note: two slots] A rank begins to copy step n + 2 over step n only after the reduction of step n + 2. Every rank enters
-that reduction when its own snapshot of step n + 1 is complete. So there is always one step that all ranks have,
-whenever and whichever of them die. Source of the idea: Wang et al., GEMINI: Fast Failure Recovery in Distributed
-Training with In-Memory Checkpoints, SOSP 2023.
+[Note: two slots] A rank overwrites its snapshot of step n with step n + 2 only after the reduction of step n + 2. Every
+rank enters that reduction only when its own snapshot of step n + 1 is complete. So there is always a step that all
+ranks have, whenever and whichever of them die. Source of the idea: Wang et al., GEMINI: Fast Failure Recovery in
+Distributed Training with In-Memory Checkpoints, SOSP 2023.
 
-A `RemoteSnapshot` reads the snapshot of a rank of another node over the network, and transfers only the bytes that a
-layout needs. The location of a snapshot is a path of this machine, `at:HOST:PORT/KEY/RANK` at the node that serves it
-(elastic/snapshot_replication.py), or `nowhere:` when it was lost with its node. A reader must prove that it knows the
-token of the job (core/secure_channel.py).
+A `RemoteSnapshot` reads the snapshot of a rank of another node over the network. It transfers only the bytes that a
+layout needs. The location of a snapshot has one of three forms: a path on this machine; `at:HOST:PORT/KEY/RANK` at the
+node that serves it (elastic/snapshot_replication.py); or `nowhere:` if it was lost with its node. A client must prove
+that it knows the token of the job (core/secure_channel.py).
 """
 
 from __future__ import annotations
@@ -56,14 +56,16 @@ from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.plan import Plan
 
 COPY_CHUNK_BYTES = 1 << 20
-"""Bytes that are copied and digested at a time: they fit into a cache."""
+"""Number of bytes that are copied and digested at a time, small enough for a CPU cache."""
 
 MAX_GAP_BYTES = 1 << 12
-"""Largest gap in bytes between two shards of one buffer that is copied too, so that a buffer is one run."""
+"""Largest gap in bytes between two shards of a buffer that is also copied, so that the shards are one contiguous
+copy.
+"""
 
 
 ByteChunks = Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]]
-"""Yields the bytes of a tensor on the host chunk by chunk, each with its offset."""
+"""A function that yields the bytes of a tensor on the host in chunks, each with its offset."""
 
 
 def single_chunk(source: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
@@ -72,15 +74,15 @@ def single_chunk(source: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
 
 
 class BufferRun(NamedTuple):
-    """Bytes of one buffer, and their offset in a slot."""
+    """Contiguous bytes of one buffer, and their offset in a slot."""
 
     source: torch.Tensor
     to: int
 
 
 class SnapshotLayout(NamedTuple):
-    """What a rank copies: runs of its buffers in order of offset, the offsets of tensors of this rank alone, and the
-    index as JSON text.
+    """What a rank copies: contiguous ranges of its buffers in order of offset, the offsets of tensors that only this
+    rank has, and the index as JSON text.
     """
 
     text: bytes
@@ -92,7 +94,9 @@ class SnapshotLayout(NamedTuple):
 def plan_snapshot_layout(
     pieces: Iterable[tuple[ShardMetadata, torch.Tensor]], local: Mapping[str, torch.Tensor], plan: Plan, rank: int
 ) -> SnapshotLayout:
-    """Returns the layout of a slot for `pieces`, followed by tensors like `local`, which each snapshot passes anew."""
+    """Returns the layout of a slot for `pieces`, followed by tensors like `local`. Every snapshot passes new `local`
+    tensors.
+    """
     shards = [
         (normalize_shard(piece), tensor.detach())
         for piece, tensor in pieces
@@ -157,11 +161,11 @@ class MemorySnapshot:
 
     # --- writing
     def allocation_bytes(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> int:
-        """Returns the bytes that `allocate` takes from the system, 0 where the file has this layout already."""
+        """Returns the bytes that `allocate` requests from the system, 0 where the file already has this layout."""
         return 0 if layout.text == self._index else slots * layout.size
 
     def allocate(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> None:
-        """Makes room for snapshots of `layout`. Existing snapshots of the same layout remain."""
+        """Makes room for snapshots of `layout`. If the file has this layout already, its snapshots remain."""
         if layout.text == self._index and (self.head.size, len(self.head.slots)) == (layout.size, slots):
             return
         os.ftruncate(self.handle, 0)
@@ -184,9 +188,10 @@ class MemorySnapshot:
         state: bytes,
         parts: ByteChunks = single_chunk,
     ) -> None:
-        """Writes a snapshot of `step` into the slot with the oldest step. A slot that a reader has locked is skipped.
+        """Writes a snapshot of `step` into the slot with the oldest step. A slot that a client has locked is skipped.
 
-        `local` are the tensors of this rank alone, `state` is JSON of the trainer, `parts` copies bytes to the host.
+        `local` are tensors that only this rank has. `state` is the JSON of the trainer. `parts` copies bytes to the
+        host.
         """
         assert len(state) <= MIN_STATE_BYTES, (
             f"the state of the run takes {len(state)} bytes, {MIN_STATE_BYTES} are kept for it"
@@ -206,9 +211,9 @@ class MemorySnapshot:
         self.head.name(slot, step, digest.intdigest(), len(state))
 
     def _copy(self, source: torch.Tensor, to: int, digest: Any, parts: ByteChunks) -> None:
-        """Copies `source` to byte `to` of the file in chunks, which are digested while they are in the cache.
+        """Copies `source` in chunks to byte `to` of the file, and digests each chunk while it is in the CPU cache.
 
-        Other threads run meanwhile.
+        Other threads run during the copy.
         """
         for first, part in parts(source) if source.device.type != "cpu" else single_chunk(source):
             begin, size = to + first, part.numel()
@@ -221,11 +226,11 @@ class MemorySnapshot:
     # --- reading
     @property
     def steps(self) -> set[int]:
-        """Steps with a complete snapshot."""
+        """The steps that have a complete snapshot."""
         return self.head.steps if self._index else set()
 
     def is_intact(self, step: int) -> bool:
-        """Returns whether the snapshot of `step` and its index have the digests that were written."""
+        """Returns whether the snapshot of `step` and its index still have the digests that were recorded with them."""
         begin = self.head.place_of_data(step)
         digest = xxhash.xxh3_64(memoryview(self._map)[begin : begin + self.head.size])
         digest.update(self.state(step))
@@ -233,7 +238,7 @@ class MemorySnapshot:
 
     @property
     def index(self) -> dict[str, Any]:
-        """Name, digest and world size of the plan, and each shard with its offset."""
+        """Returns name, digest and world size of the plan, and each shard with its offset."""
         found: dict[str, Any] = json.loads(self._index)
         return found
 
@@ -249,9 +254,9 @@ class MemorySnapshot:
 
 
 class MemoryCheckpoint:
-    """The snapshots of all ranks at one step as a checkpoint that `load_checkpoint` reads.
+    """The snapshots of all ranks at one step, as a checkpoint that `load_checkpoint` reads.
 
-    The caller has checked that the snapshots are intact.
+    The caller must have checked that the snapshots are intact.
     """
 
     def __init__(self, memories: Sequence[MemorySnapshot], step: int) -> None:
@@ -285,7 +290,7 @@ class MemoryCheckpoint:
         )  # fmt: skip
 
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the elements of `part` of tensor `name`, in `out` where given."""
+        """Returns the elements of `part` of tensor `name`, written to `out` where given."""
         entry = self.manifest.tensors[name]
         found = self._data[int(part.file)][part.offset : part.offset + entry.bytes_of(part)].view(
             DTYPE_BY_NAME[entry.dtype]
@@ -297,7 +302,7 @@ def open_snapshot(place: str) -> MemorySnapshot:
     """Opens the snapshots at the location `place`.
 
     Raises:
-        OSError: no node serves them there.
+        OSError: no node serves snapshots at that location.
     """
     if place.startswith(REMOTE_PREFIX):
         return RemoteSnapshot(place.removeprefix(REMOTE_PREFIX))
@@ -307,7 +312,7 @@ def open_snapshot(place: str) -> MemorySnapshot:
 
 
 class RemoteSnapshot(MemorySnapshot):
-    """The snapshots of a rank of another node, read-only."""
+    """The snapshots of a rank of another node. They are read-only."""
 
     def __init__(self, place: str) -> None:
         address, key, rank = place.split("/")
@@ -320,7 +325,7 @@ class RemoteSnapshot(MemorySnapshot):
         self._index = self.fetch(HEADER_BYTES, self.head.index_size) if self.head.is_laid else b""
 
     def is_intact(self, step: int) -> bool:
-        """Returns whether the snapshot of `step` and its index have the digests that were written."""
+        """Returns whether the snapshot of `step` and its index still have the digests that were recorded with them."""
         digest, place = xxhash.xxh3_64(), self.head.place_of_data(step)
         for begin in range(0, self.head.size, COPY_CHUNK_BYTES):
             digest.update(self.fetch(place + begin, min(COPY_CHUNK_BYTES, self.head.size - begin)))
@@ -337,7 +342,7 @@ class RemoteSnapshot(MemorySnapshot):
 
 
 class LazyBytes:
-    """Bytes of a remote snapshot that are fetched when they are sliced, like a tensor of bytes."""
+    """Bytes of a remote snapshot. They are fetched when they are sliced, like a tensor of bytes."""
 
     def __init__(self, memory: RemoteSnapshot, begin: int) -> None:
         self._memory, self._begin = memory, begin

@@ -1,10 +1,11 @@
-"""Resharding: which elements of saved shards make a wanted shard. Arithmetic on `ShardMetadata` alone, no files.
+"""Resharding: computes which elements of saved shards make a wanted shard. It needs only `ShardMetadata`, no files.
 
-[Note: two ways] Where both shards are ranges of one flat index, a copy is the overlap of two ranges. They share a flat
-index in two cases: when they split the tensor in the same intervals (the index of that part, flattened), or when each
-is whole or split along dimension 0 (the index of the full tensor, flattened: an interval of rows is a range of it). All
-other cases go through the full tensor, one tensor at a time: parts are rebuilt from their ranges and copied into the
-full tensor, and the wanted part is extracted.
+[Note: flat ranges] A tensor rank may have only a part of a tensor: some intervals of one dimension. A shard is a range
+of the flattened part. If the saved and the wanted shard are ranges of the same flat index, a copy is the overlap of two
+ranges. This is true in two cases. In the first, both split the tensor into the same intervals, and the flat index is
+that of the part. In the second, each is whole or split along dimension 0, and the flat index is that of the full
+tensor, since rows are contiguous in it. In all other cases the full tensor is assembled, one tensor at a time. Parts
+are rebuilt from their ranges and copied into the full tensor, and the wanted part is extracted from it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from meshwright.spec.layout import ShardMetadata
 
 
 class CopyRange(NamedTuple):
-    """Copies `length` elements from offset `start` of the saved shard `source` to offset `to` of the wanted shard."""
+    """A copy of `length` elements from offset `start` of the saved shard `source` to offset `to` of the wanted
+    shard.
+    """
 
     source: int
     start: int
@@ -28,8 +31,8 @@ class CopyRange(NamedTuple):
 
 
 def normalize_shard(piece: ShardMetadata) -> ShardMetadata:
-    """Returns the same elements in canonical form: adjacent intervals are merged, and a part that is the full tensor
-    has no split.
+    """Returns metadata of the same elements in canonical form. Adjacent intervals are merged. A part that is the full
+    tensor has no split.
 
     >>> normalize_shard(ShardMetadata("w", (8, 4), "float32", 0, ((0, 3), (3, 8)), 0, 16)).split is None
     True
@@ -47,8 +50,8 @@ def normalize_shard(piece: ShardMetadata) -> ShardMetadata:
 
 
 def plan_copies(wanted: ShardMetadata, saved: Sequence[ShardMetadata]) -> list[CopyRange] | None:
-    """Returns the copies that fill `wanted`, each element once; None where the full tensor is needed ([Note: two
-    ways]).
+    """Returns the copies that fill every element of `wanted` once; None where the full tensor is needed ([Note: flat
+    ranges]).
     """
     wanted = normalize_shard(wanted)
     saved = [normalize_shard(piece) for piece in saved]
@@ -89,7 +92,9 @@ def contiguous_runs(piece: ShardMetadata) -> list[tuple[int, int, int]]:
 def _covering_copies(
     wanted: list[tuple[int, int, int]], saved: dict[int, list[tuple[int, int, int]]]
 ) -> list[CopyRange] | None:
-    """Returns copies from `saved` ranges for every element of the `wanted` ranges, None when one is in no range."""
+    """Returns copies from `saved` ranges for all elements of the `wanted` ranges, None where an element is in no
+    range.
+    """
     runs = sorted((start, stop, at, index) for index, spans in saved.items() for start, stop, at in spans)
     result = []
     for start, stop, at in wanted:
@@ -107,9 +112,9 @@ def _covering_copies(
 
 
 def overlapping_shards(wanted: Sequence[ShardMetadata], saved: Sequence[ShardMetadata]) -> list[int]:
-    """Returns the indices of the saved shards that share an index of the split dimension with a wanted shard.
+    """Returns the indices of the saved shards that overlap a wanted shard along the split dimension.
 
-    They are enough to extract the wanted shards.
+    These shards are sufficient to extract the wanted shards.
     """
     result = []
     for index, piece in enumerate(saved):
@@ -131,8 +136,8 @@ class FullTensor:
         self.tensor = torch.empty(shape, dtype=dtype)
 
     def part_buffer(self, piece: ShardMetadata) -> torch.Tensor:
-        """Returns flat memory for the part that `piece` is a range of: a view of the full tensor where the part is
-        contiguous in it.
+        """Returns a flat buffer for the part that `piece` is a range of. It is a view of the full tensor where the part
+        is contiguous in it.
         """
         if piece.split is None:
             return self.tensor.view(-1)
@@ -156,7 +161,7 @@ class FullTensor:
 
 
 def slice_shard(full: torch.Tensor, wanted: ShardMetadata) -> torch.Tensor:
-    """Returns the elements of `wanted` out of the full tensor, flat.
+    """Returns the elements of `wanted`, sliced from the full tensor, flat.
 
     >>> slice_shard(torch.arange(8).view(2, 4), ShardMetadata("w", (2, 4), "int64", 1, ((0, 1), (2, 3)), 1, 4))
     tensor([2, 4, 6])

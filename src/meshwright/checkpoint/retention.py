@@ -1,9 +1,10 @@
 """A folder of checkpoints: lists them, finds the newest valid one, and removes old ones.
 
 [Note: newest] A folder `step-N` is complete by construction, since it gets its name last. The newest checkpoint is the
-one that was saved last, by the `serial` in its manifest, not the one of the highest step: after a rollback a run saves
-lower steps later. The file `latest` names it for people and other tools; no code here relies on it. A folder
-`step-N.replaced.ID` is the earlier save of a step whose new save was interrupted.
+one that was saved last. It has the largest `serial` in its manifest, and not necessarily the highest step: after a
+rollback a run saves lower steps later. The file `latest` names the newest checkpoint for users and other tools. No code
+here relies on it. A folder `step-N.replaced.ID` is an earlier save of step N, which remains if a new save of step N is
+interrupted.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def _checkpoint_serials(folder: Path) -> dict[Path, int | None]:
 
 
 def _may_be_checkpoint(path: Path) -> bool:
-    """Returns whether `path` is a folder, or its type cannot be determined: reading it will tell more."""
+    """Returns whether `path` is a folder. If its type cannot be determined it counts as a folder, since reading it
+    gives the reason.
+    """
     try:
         return storage.is_folder(path)
     except OSError:
@@ -65,7 +68,9 @@ def _may_be_checkpoint(path: Path) -> bool:
 
 
 def _read_serial(path: Path) -> int | None:
-    """Returns the serial from the first bytes of the manifest. It is used for order alone, since it is not verified."""
+    """Returns the serial from the first bytes of the manifest. Since it is not verified, it only determines the
+    order.
+    """
     try:
         match = _SERIAL_PATTERN.search(storage.read_file(path / MANIFEST_FILE, most=512))
     except OSError:
@@ -74,19 +79,19 @@ def _read_serial(path: Path) -> int | None:
 
 
 def next_serial(folder: Path) -> int:
-    """Returns a serial above that of every checkpoint there, those with an unreadable serial included."""
+    """Returns a serial above that of every checkpoint in `folder`. Each unreadable serial raises the result by one."""
     serials = list(_checkpoint_serials(folder).values())
     return 1 + max((serial or 0 for serial in serials), default=0) + serials.count(None)
 
 
 def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[str], None] | None = None) -> Path | None:
-    """Returns the newest valid checkpoint, None when `folder` has none at all.
+    """Returns the newest valid checkpoint, None when `folder` has no checkpoint at all.
 
     With `verify` False only the manifest is checked, not the data. Each corrupt checkpoint that is skipped is reported
     to `say` (default: a logged warning).
 
     Raises:
-        CorruptCheckpoint: there are checkpoints and none is valid. A run must not silently begin anew.
+        CorruptCheckpoint: there are checkpoints, but none is valid. A run must not silently start from step 0.
     """
     say = _warning_function(say)
     found = _checkpoint_serials(Path(folder))
@@ -97,7 +102,7 @@ def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[st
         if problem is None:
             valid.append(path)
             if serial is not None:
-                break  # otherwise its serial could not be read before, so it may be older than the next one
+                break  # without a serial its age is unknown: the next checkpoint may be newer
         else:
             first = first or problem
             say(Message("checkpoint {path} is passed over: {problem}", path=path.name, problem=problem))
@@ -125,7 +130,7 @@ def _warning_function(say: Callable[[str], None] | None) -> Callable[[str], None
 
 
 def newest_checkpoint_until(folder: Path | str, step: int) -> Path | None:
-    """Returns the newest valid checkpoint of at most `step`, None where there is none."""
+    """Returns the newest valid checkpoint of a step up to `step`, None where there is none."""
     return next(
         (
             path
@@ -153,10 +158,10 @@ def prune_checkpoints(
 ) -> list[Path]:
     """Removes all but the `keep` newest checkpoints and returns the removed ones.
 
-    The last valid checkpoint always remains. So does one whose manifest is corrupt: it is evidence, not a checkpoint.
-    One that cannot be removed is reported to `say` (default: a logged warning) and is no error, since the new
-    checkpoint is saved. Nothing is removed before a checkpoint that remains is known to be valid: `verified` (just
-    saved, so read back), or one that is verified here.
+    The newest valid checkpoint always remains. A checkpoint with a corrupt manifest remains too, as evidence of the
+    fault. A checkpoint that cannot be removed is reported to `say` (default: a logged warning). This is not an error,
+    since the new checkpoint is saved. Nothing is removed until a remaining checkpoint is known to be valid. That is
+    `verified`, which was just saved and read back, or a checkpoint that is verified here.
     """
     if keep < 1:
         raise InputError(Message("keep = {keep}: at least one checkpoint must stay", keep=keep))

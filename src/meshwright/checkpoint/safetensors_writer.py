@@ -1,8 +1,9 @@
 """Writes one file of tensors in the safetensors format: eight bytes of header length, a JSON header, then the data.
 
-This module does not use the library's writer for three reasons. Tensors leave their device one at a time. A full disk
-is an OSError with its number, where a mapped file would raise SIGBUS. The offset of every tensor is known. Any
-safetensors reader reads the result. Source: the description of the format, huggingface/safetensors README.
+This module does not use the library's writer for three reasons. Here tensors leave their device one at a time. A full
+disk raises an OSError with its errno, whereas a memory-mapped file would raise SIGBUS. The offset of every tensor is
+known. Any safetensors library can read the result. Source: the description of the format, huggingface/safetensors
+README.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
 }  # fmt: skip
 MAX_METADATA_BYTES = 4096
-"""Bytes at the beginning of a file that contain its metadata."""
+"""Size in bytes of the beginning of a file that contains its metadata."""
 
 _METADATA_PATTERN = re.compile(rb'\{"__metadata__":(\{[^{}]*\})')
 
 
 class PendingTensor(NamedTuple):
-    """A tensor to be written. Its data are requested when they are written."""
+    """A tensor to be written. Its data are requested only when they are written."""
 
     key: str
     dtype: str
@@ -49,7 +50,9 @@ class PendingTensor(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """The offset at which the data of a file begin, its bytes, the xxh3 of its header, and the offset of each key."""
+    """A written file: the offset at which its data begin, its size, the xxh3 of its header, and the offset of each
+    key.
+    """
 
     data: int
     size: int
@@ -67,12 +70,12 @@ def shard_name(rank: int) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a type as in manifests, such as 'float32'."""
+    """Returns the name that manifests use for a type, such as 'float32'."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of `tensor`. They are copied only from a device, or where they are not contiguous."""
+    """Returns the bytes of `tensor`. They are copied only if the tensor is on a device or not contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
@@ -83,7 +86,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def write_shard(path: Path, items: Iterable[PendingTensor], metadata: dict[str, str]) -> WrittenFile:
-    """Writes a new durable file of `items`. Wider types come first, so that every tensor is aligned."""
+    """Writes `items` to a new file and syncs it. Wider types come first, so that every tensor is aligned."""
     ordered = sorted(items, key=lambda item: (-DTYPE_BY_NAME[item.dtype].itemsize, item.key))
     header: dict[str, object] = {"__metadata__": metadata}
     offsets = {}

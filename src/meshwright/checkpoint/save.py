@@ -1,19 +1,19 @@
-"""Saves a checkpoint: every rank writes its own file into a temporary folder, which gets its final name when all is
-durable.
+"""Saves a checkpoint: every rank writes its own file into a temporary folder. The folder gets its final name when all
+files are durable.
 
-Order: the ranks agree on who writes what; each writes, flushes and reads back its file; rank 0 merges the manifest,
-renames the folder, flushes the parent folder, and then writes `latest`. Ranks communicate only through
-`RankExchange.all_gather` and small JSON files inside the temporary folder. A shard that several ranks have is written
-once, and the bytes are balanced over the ranks.
+A save has four stages. The ranks agree on which rank writes which shard. Each rank writes, syncs and reads back its
+file. Rank 0 merges the manifest, renames the folder and syncs the parent folder. Then it writes `latest`. Ranks
+communicate only through `RankExchange.all_gather` and small JSON files inside the temporary folder. A shard that
+several ranks have is written once, and the bytes are balanced over the ranks.
 
 Guarantees:
 - A failure on any rank is a failure on all ranks, with the same message. The temporary folder is removed and earlier
   checkpoints remain.
-- A checkpoint that has its name is durable and has been read back.
+- A checkpoint with its final name is durable and has been read back.
 
-[Note: read back] The xxh3 in the manifest is that of the live tensor, computed independently of writing. The file is
-read back from the disk and must have the same digest. A save that wrote an old buffer, or a faulty disk, is found at
-the save and not at the load.
+[Note: read back] The xxh3 in the manifest is computed from the live tensor, independently of the write. The file is
+read back from the disk and must have the same digest. So a write from an outdated buffer, or a faulty disk, is detected
+when the checkpoint is saved, not when it is loaded.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ ShardsByTensor = dict[TensorKey, list[SavedShard]]
 
 
 class SaveFailed(MeshwrightError):
-    """No rank saved this step. Earlier checkpoints are unchanged, and training may continue."""
+    """The save of this step failed on all ranks. Earlier checkpoints are unchanged, and training may continue."""
 
 
 class RankExchange(NamedTuple):
-    """This rank among `world`. `all_gather` returns the text of every rank in order of rank."""
+    """This rank among `world` ranks. `all_gather` returns the texts of all ranks in order of rank."""
 
     rank: int
     world: int
@@ -92,9 +92,9 @@ def save_checkpoint(
 ) -> Path:
     """Saves the `pieces` of all ranks as FOLDER/step-N and returns that path once it is durable and read back.
 
-    Collective: every rank calls it. `state` (JSON; that of rank 0 is saved) is the state of the trainer. `local` are
-    tensors of this rank alone (random states), which are loaded only by the same rank of the same plan. `world` is the
-    number of ranks that the pieces are of, where one process writes them for all.
+    Collective: every rank must call it. `state` is the JSON state of the trainer; that of rank 0 is saved. `local` are
+    tensors that only this rank has (random states). Only the same rank of the same plan loads them. `world` is the
+    number of ranks that the pieces belong to, for a single process that writes the pieces of all ranks.
 
     Raises:
         SaveFailed: any rank failed; raised on every rank.
@@ -128,7 +128,7 @@ def save_checkpoint(
 
 
 class _SaveOperation:
-    """One save on one rank. Each stage is a method; the ranks synchronise after each stage."""
+    """One save on one rank. Each stage is a method. The ranks synchronise after each stage."""
 
     def __init__(self, folder: Path, step: int, shards: list[LocalShard], ranks: RankExchange, plan: Plan) -> None:
         self.folder, self.step, self.shards, self.ranks, self.plan = folder, step, shards, ranks, plan
@@ -172,7 +172,7 @@ class _SaveOperation:
         return str(answers[0][0])
 
     def describe_error(self, error: Exception) -> str:
-        """Returns the error as one sentence."""
+        """Returns the message of the error as one sentence."""
         if isinstance(error, OSError):
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return self.out_of_space_message()
@@ -182,11 +182,11 @@ class _SaveOperation:
         return f"{type(error).__name__}: {error}"
 
     def out_of_space_message(self) -> str:
-        """Returns the message for a full disk, with the bytes that are needed and free."""
+        """Returns the message for a full disk, with the required and the free bytes."""
         needs = show_bytes(self.needs)
         try:
             free = show_bytes(storage.free_bytes(self.folder) + _folder_bytes(self.temporary))
-        except OSError:  # the free space is unknown
+        except OSError:  # the message then omits the free space
             return Message(
                 "no space left: the checkpoint needs {needs}, make room or keep fewer checkpoints", needs=needs
             )
@@ -196,7 +196,7 @@ class _SaveOperation:
             free=free,
         )
 
-    # Stages, in order.
+    # The stages of a save, in order.
 
     def open(self) -> str | None:
         """Removes leftovers of interrupted saves and makes the temporary folder (rank 0). Returns the save's id."""
@@ -209,7 +209,7 @@ class _SaveOperation:
         return self.id
 
     def begin(self, id: str) -> None:
-        """Sets the id of this save and the path of the temporary folder."""
+        """Sets the id of this save and the path of its temporary folder."""
         self.id, self.temporary = id, self.folder / f".{step_folder_name(self.step)}.{id}.tmp"
 
     def list_shards(self) -> None:
@@ -219,7 +219,9 @@ class _SaveOperation:
         self.write_note("offer", self.ranks.rank, [piece for piece, _ in self.shards])
 
     def assign(self) -> None:
-        """Assigns each distinct shard to the rank with the fewest bytes so far among those that have it (rank 0)."""
+        """On rank 0, assigns each distinct shard to one of the ranks that have it, the one with the fewest bytes so
+        far.
+        """
         if self.ranks.rank:
             return
         holders: dict[ShardMetadata, list[int]] = defaultdict(list)
@@ -336,12 +338,12 @@ class _SaveOperation:
                 storage.remove_if_possible(path)
 
     def abandon(self) -> None:
-        """Removes the temporary files after a failure. What cannot be removed now is removed by the next save."""
+        """Removes the temporary files after a failure. The next save removes those that cannot be removed now."""
         if self.ranks.rank == 0 and self.temporary is not None:
             for path in (self.temporary, self.folder / f".{LATEST_LINK}.{self.id}.tmp"):
                 storage.remove_if_possible(path)
 
-    # Notes between ranks.
+    # Notes: JSON files for communication between ranks.
 
     def temporary_folder(self) -> Path:
         """Returns the temporary folder."""
@@ -365,7 +367,7 @@ class _SaveOperation:
             raise self.not_shared_error(path) from None
 
     def not_shared_error(self, path: Path) -> _SaveRefused:
-        """Returns the error for a folder that this rank does not see."""
+        """Returns the error for a folder that is not visible to this rank."""
         return _SaveRefused(
             Message(
                 "rank {rank} does not see {path!r}: checkpoints must be on storage that all hosts share",
@@ -376,7 +378,7 @@ class _SaveOperation:
 
 
 class _SaveRefused(Exception):
-    """A failure with a message for all ranks."""
+    """A failure whose message is raised on all ranks."""
 
 
 def _parse_shard(fields: Iterable[Any]) -> ShardMetadata:
@@ -388,7 +390,7 @@ def _parse_shard(fields: Iterable[Any]) -> ShardMetadata:
 
 
 def _normalized_shard(piece: ShardMetadata) -> ShardMetadata:
-    """Returns the canonical form, in which two ranks that have the same elements list equal shards."""
+    """Returns the canonical form of a shard. Two ranks with the same elements then list equal shards."""
     return normalize_shard(_parse_shard(piece))
 
 
@@ -397,7 +399,7 @@ def _shard_bytes(piece: ShardMetadata) -> int:
 
 
 def _copy_to_host(tensor: torch.Tensor, key: str, live: dict[str, str]) -> torch.Tensor:
-    """Returns the tensor on the host. A tensor on a device is copied once, and digested here."""
+    """Returns the tensor on the host. A tensor on a device is copied once, and its digest is stored in `live`."""
     host = tensor.detach().cpu()
     if key not in live:
         live[key] = tensor_digest(host)
@@ -435,7 +437,7 @@ def _tensor_key(piece: ShardMetadata) -> TensorKey:
 
 
 def _tensor_entries(parts: ShardsByTensor) -> dict[str, TensorEntry]:
-    """Returns the entries by name. Refuses shards of one name that disagree about shape, type or split."""
+    """Returns the entries by name. Raises where shards with the same name differ in shape, type or split."""
     entries: dict[str, TensorEntry] = {}
     for (name, shape, dtype, split), listed in parts.items():
         if name in entries:
@@ -471,7 +473,7 @@ def _check_complete(pieces: Iterable[ShardMetadata]) -> None:
 
 
 def _json_round_trip(value: Any, where: str = "$") -> Any:
-    """Returns `value` if JSON preserves it (tuples become lists), else refuses it."""
+    """Returns `value` if JSON preserves it (tuples become lists), otherwise raises."""
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):

@@ -1,8 +1,11 @@
 """Reads shards and checks their digests; verifies whole checkpoints.
 
-Any flipped, truncated, swapped or stale file is reported with file and tensor. The checks of a file are in this order:
-it exists and is a regular file; its metadata name this rank and this save (this detects stale and swapped files); its
-size; the xxh3 of its header; the xxh3 of each shard that is read.
+Any flipped, truncated, swapped or stale file is reported with file and tensor. A file is checked in this order:
+- It exists and is a regular file.
+- Its metadata name this rank and this save, which detects stale and swapped files.
+- It has the recorded size.
+- Its header has the recorded xxh3.
+- Each shard that is read has the recorded xxh3.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 MAX_INLINE_FILE_BYTES = 2**20
-"""Bytes up to which a file system may store a file without data blocks, so that its block count means nothing."""
+"""File size in bytes up to which a file system may store data without blocks, so that the block count means nothing."""
 
 
 class CheckpointReader:
@@ -93,7 +96,7 @@ class CheckpointReader:
         return None
 
     def _foreign_file_problem(self, file: str, said: dict[str, str]) -> str | None:
-        """Returns how this is an intact file of another rank, step or save; None where it is not."""
+        """Returns from which other rank, step or save this intact file is; None where it is from none."""
         if not {"step", "id", "rank", "world"} <= set(said):
             return None
         if said["step"] != str(self.manifest.step):
@@ -119,7 +122,7 @@ class CheckpointReader:
         return None
 
     def _lost_tensors(self, file: str, end: int) -> str:
-        """Returns text that names the tensors of `file` that reach beyond byte `end`."""
+        """Returns text that names the tensors of `file` with data beyond byte `end`."""
         names = [
             name
             for name, entry in self.manifest.tensors.items()
@@ -137,7 +140,7 @@ class CheckpointReader:
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the elements of `part` of tensor `name` after checking their digest.
 
-        They are in `out` (flat, of the saved type, on the host) where given.
+        They are written to `out` (flat, of the saved type, on the host) where given.
 
         Raises:
             CorruptCheckpoint: the digest differs, or the file cannot be read.
@@ -161,7 +164,7 @@ class CheckpointReader:
         return result
 
     def check_digest(self, name: str, entry: TensorEntry, part: SavedShard, digest: str) -> None:
-        """Raises CorruptCheckpoint where `digest` is not that of the shard `part`."""
+        """Raises CorruptCheckpoint where `digest` differs from the recorded digest of the shard `part`."""
         if digest != part.xxh3:
             what = f" {[list(interval) for interval in part.intervals]}" if part.intervals else ""
             raise CorruptCheckpoint(
@@ -178,7 +181,7 @@ class CheckpointReader:
             )
 
     def verify(self) -> Iterator[str]:
-        """Yields every problem as a sentence. Takes no more memory than one chunk."""
+        """Yields every problem as a sentence. Has at most one chunk of data in memory."""
         broken = set()
         for file in self.manifest.files:
             try:
@@ -208,14 +211,14 @@ class CheckpointReader:
 
 
 def _read_metadata(handle: int, size: int) -> dict[str, str]:
-    """Returns the metadata at the beginning of the header."""
+    """Returns the metadata from the beginning of the header."""
     head = bytearray(min(size, MAX_METADATA_BYTES))
     storage.read_into(handle, 0, memoryview(head))
     return parse_metadata(bytes(head))
 
 
 def verify_checkpoint(path: Path | str) -> list[str]:
-    """Returns the problems of the checkpoint at `path`, a sentence each; empty where it is intact."""
+    """Returns the problems of the checkpoint at `path`, one sentence each; an empty list where it is intact."""
     try:
         return list(CheckpointReader(path).verify())
     except InputError as error:
