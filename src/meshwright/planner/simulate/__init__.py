@@ -1,1 +1,1 @@
-"""Discrete-event simulation: one step with stragglers and slow links, and months of a fleet with failures."""
+"""Simulates discrete events: one step with stragglers and slow links, and months of a fleet with failures."""

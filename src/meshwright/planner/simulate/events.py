@@ -1,17 +1,18 @@
-"""A discrete-event simulation: tasks that proceed at a rate, events that others wait for, and sequential processes.
+"""Implements a discrete-event simulation: tasks that proceed at a rate, events for which callbacks wait, and sequential
+processes.
 
-Guarantees: events occur in the order of their times, and those of one time in the order in which they were created, so
-a simulation is the same on every machine. Nothing here knows of training.
+Guarantees: events occur in the order of their times. Events at the same time occur in the order in which they were
+scheduled, so a simulation is the same on every machine. The module does not depend on training.
 
-A process is a generator. It yields a `SimEvent` and continues when that event has fired.
+A process is a generator. It yields a `SimEvent` and continues when this event has fired.
 
-Links are ports: a transfer leaves by the sender's port and enters by the receiver's. Transfers on one port share its
-bandwidth.
+A link is modelled by ports. A transfer uses the output port of the sender and the input port of the receiver. Transfers
+on one port share its bandwidth.
 
-    rate of a transfer = the least over its ports of (available fraction of the bandwidth) / (transfers on the port)
+    rate of a transfer = minimum over its ports of (available fraction of the bandwidth) / (transfers on the port)
 
-A collective is on the ports of all its members, in and out, from its start to its end. Each rank has two tiers of
-ports, to the devices of its own domain and to those outside, as in `cost.links`.
+A collective uses the input and output ports of all members from its start to its end. Each rank has two tiers of ports:
+to the devices of its own domain, and to all other devices, as in `cost.links`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class SimEvent:
         self.waiting = []
 
     def then(self, call: Callable[[], None]) -> None:
-        """Calls `call` when the event occurs, or at once if it has."""
+        """Calls `call` when the event occurs, or at once if it has occurred."""
         if self.fired:
             call()
         else:
@@ -49,7 +50,7 @@ class SimEvent:
 
 
 class SimTask:
-    """Seconds of undisturbed work, done at a rate that may change; `done` is called at its end."""
+    """A task of `seconds` of undisturbed work. Its rate may change. `done` is called at its end."""
 
     __slots__ = ("done", "left", "rate", "serial", "since")
 
@@ -70,7 +71,7 @@ class SimClock:
         self._agenda: list[tuple[float, int, SimTask]] = []
 
     def at(self, work: SimTask, rate: float) -> None:
-        """Continues `work` at `rate` from now on: seconds of work a second; 0 stops it."""
+        """Continues `work` at `rate` from now on, in seconds of work per second. Rate 0 stops it."""
         if rate == work.rate and work.serial >= 0:
             return
         if work.serial >= 0:
@@ -108,7 +109,7 @@ class SimClock:
 
 
 class LinkTier(StrEnum):
-    """Which link: inside a node or between nodes."""
+    """The tier of a link: inside a node or between nodes."""
 
     near = "near"
     far = "far"
@@ -125,8 +126,7 @@ class LinkPort:
 
 
 class LinkTransfer:
-    """A transfer, as the seconds that it takes without contention. `pace` slows it where it shares a device with
-    compute."""
+    """A transfer that takes `seconds` without contention. `pace` slows it if it shares a device with compute."""
 
     __slots__ = ("clock", "pace", "ports", "work")
 

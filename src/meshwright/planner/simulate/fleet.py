@@ -1,26 +1,25 @@
-"""Months of training on devices that fail: how much of the wall time is progress, and where the rest goes.
+"""Models months of training on devices that fail: the fraction of the wall time that is progress, and the fractions
+that are lost.
 
-Failures occur at random, one at a time, at a rate for each device. M is the mean time between failures over all
-devices. Work is saved every interval t. A save stops training for d and can be restored from w later. A failure loses
-the work since the last save that can be restored. Recovery takes R = detect + rebuild + restore; a failure during
-recovery restarts it. A failed node is repaired while a spare takes its place. Without a spare all devices wait.
+Failures occur at random, one at a time, with a rate per device. M is the mean time between failures of all devices
+together. Training is saved after every interval t. A save stops training for time d, and the checkpoint can be restored
+after a further time w. A failure loses the work since the last checkpoint that can be restored. Recovery takes R =
+detect + rebuild + restore; a failure during recovery restarts it. A failed node is repaired while a spare node replaces
+it. Without a spare all devices wait.
 
     interval       t = sqrt(2 d M) (1 + sqrt(d / 2 M) / 3 + d / 18 M) - d           for d < 2 M, else M
     progress       t e^(-w / M) / (M e^(R / M) (e^((t + d) / M) - 1))               of the wall time
 
-The first is Daly's optimum. The second is his efficiency (J. T. Daly, Future Generation Computer Systems 22, 2006,
-equations 37 and 20) times the probability that nothing fails between a save and the time from which it can be restored.
-It is exact for this model. `expected` has each term of the loss by the same reasoning. `simulate_fleet` simulates
-failure by failure, with spares.
+The interval is Daly's optimum. The progress is his efficiency (J. T. Daly, Future Generation Computer Systems 22, 2006,
+equations 37 and 20) times the probability that no failure occurs between a save and the time from which it can be
+restored. It is exact for this model. `expected_fractions` computes each kind of lost time in the same way.
+`simulate_fleet` simulates single failures, with spares.
 
-`--failures` says how often a device fails: a name of the catalog, failures per device hour (`2e-5`), or the time
+`--failures` is the failure rate of a device: a name of the catalog, failures per device hour (`2e-5`), or the time
 between two failures of one device (`5 y`).
 
 >>> round(optimal_save_interval(60.0, mean_time_between_failures(1.973e-5, 16384)))
 1116
-
-`--failures`: how often a device fails. A name of the catalog, failures per device hour (`2e-5`), or the time between
-two of one device (`5 y`).
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ SECONDS_PER_HOUR = 3600.0
 
 
 class RecoveryPolicy(StrictModel):
-    """How a run protects itself. The defaults are those of a careful run: asynchronous saves and ten minutes to
-    recover."""
+    """The parameters of saves and recovery. The defaults are those of a careful training run: asynchronous saves, and
+    ten minutes to recover."""
 
     save: Seconds = Field(default=1.0, description="that a save stops training")
     durable: Seconds = Field(default=60.0, description="from then until it can be restored")
@@ -63,7 +62,7 @@ class RecoveryPolicy(StrictModel):
 
 
 class FleetSpec(StrictModel):
-    """What fails. `spares` nodes wait in reserve; without a number there is always one."""
+    """A fleet of devices that fail. `spares` is the number of spare nodes; None means that there is always a spare."""
 
     devices: int = Field(ge=1)
     devices_per_node: int = Field(default=8, ge=1)
@@ -78,7 +77,7 @@ class FleetSpec(StrictModel):
 
 
 class WallTimeFractions(NamedTuple):
-    """Parts of the wall time; they add up to 1."""
+    """Fractions of the wall time by use. They add up to 1."""
 
     progress: float
     save: float
@@ -91,8 +90,8 @@ class WallTimeFractions(NamedTuple):
 
 @dataclass(frozen=True)
 class FleetOutcome:
-    """What came of it: the mean of `runs` plays of `seconds` each, the standard deviation of their progress, and the
-    formula."""
+    """The result for a fleet: the means over `runs` simulations of `seconds` each, the standard deviation of their
+    progress, and the expected fractions by formula."""
 
     fleet: FleetSpec
     policy: RecoveryPolicy
@@ -106,13 +105,13 @@ class FleetOutcome:
 
 
 def mean_time_between_failures(failures_per_device_hour: float, devices: int) -> float:
-    """Seconds between failures of all devices together."""
+    """Returns the mean seconds between failures of all devices together."""
     return SECONDS_PER_HOUR / (failures_per_device_hour * devices)
 
 
 def optimal_save_interval(save: float, mean: float) -> float:
-    """Returns Daly's optimum: seconds of training between saves of `save` seconds, with a mean of `mean` seconds
-    between failures."""
+    """Returns Daly's optimum: the seconds of training between saves of `save` seconds each, if the mean time between
+    failures is `mean` seconds."""
     if save >= 2.0 * mean:
         return mean
     ratio = save / (2.0 * mean)
@@ -120,7 +119,7 @@ def optimal_save_interval(save: float, mean: float) -> float:
 
 
 def save_interval(policy: RecoveryPolicy, mean: float) -> float:
-    """The policy's own interval, or the optimum."""
+    """Returns the interval of the policy, or Daly's optimum if the policy has none."""
     if policy.interval is not None:
         if policy.interval == 0.0:
             raise InputError(
@@ -135,7 +134,7 @@ def save_interval(policy: RecoveryPolicy, mean: float) -> float:
 
 
 def expected_fractions(policy: RecoveryPolicy, mean: float, interval: float) -> WallTimeFractions:
-    """Every part of the wall time by formula, with spares enough.
+    """Returns the fractions of the wall time by formula, with unlimited spares.
 
     >>> policy = RecoveryPolicy(save=60, durable=0, detect=1800, rebuild=0, restore=0)
     >>> mean = mean_time_between_failures(1.973e-5, 16384)
@@ -162,7 +161,8 @@ def expected_fractions(policy: RecoveryPolicy, mean: float, interval: float) -> 
 
 
 def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
-    """Spare nodes with which, at any moment, none is missing by that chance: failed nodes under repair are Poisson.
+    """Returns the number of spare nodes with which, at any time, no node is missing with probability `chance`. The
+    number of nodes under repair has a Poisson distribution.
 
     >>> spares_needed(FleetSpec(devices=16384, failures_per_device_hour=1.973e-5))
     18
@@ -182,7 +182,7 @@ def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
 def simulate_fleet(
     fleet: FleetSpec, policy: RecoveryPolicy, seconds: float, runs: int = 12, seed: int = 1
 ) -> FleetOutcome:
-    """`runs` plays of `seconds` of wall time each."""
+    """Simulates the fleet `runs` times, each for `seconds` of wall time."""
     mean = fleet.mean_between_failures
     interval = save_interval(policy, mean)
     formula = expected_fractions(policy, mean, interval)
@@ -196,7 +196,7 @@ def simulate_fleet(
 
 
 class _FleetSimulation:
-    """One fleet over its time."""
+    """One simulation of a fleet."""
 
     def __init__(
         self, fleet: FleetSpec, policy: RecoveryPolicy, interval: float, seconds: float, random: Random
@@ -222,7 +222,8 @@ class _FleetSimulation:
             self.now += seconds
 
     def _train(self, until_failure: float) -> None:
-        """Trains until the next failure or the end; `progress` only up to the last save that can be restored."""
+        """Trains until the next failure or the end. Only work up to the last checkpoint that can be restored counts as
+        progress."""
         interval, save = self.interval, self.policy.save
         ends = self.now + until_failure >= self.end
         run = min(until_failure, self.end - self.now)
@@ -239,7 +240,7 @@ class _FleetSimulation:
             self.now = self.end
 
     def _recover(self) -> bool:
-        """One try to go on; whether it came to its end without a failure."""
+        """Tries to recover. Returns whether recovery ended without a failure."""
         self._take_spare()
         until_failure = self.random.expovariate(1.0 / self.mean)
         limit = min(until_failure, max(self.end - self.now, 0.0))
@@ -252,7 +253,7 @@ class _FleetSimulation:
         return done
 
     def _take_spare(self) -> None:
-        """A node from the reserve; without one all wait until the next comes back."""
+        """Takes a spare node. Without a spare, all devices wait until a node is repaired."""
         if self.free is None:
             return
         heappush(self.repairs, self.now + self.fleet.repair)
@@ -267,7 +268,7 @@ class _FleetSimulation:
 
 
 class FleetTableCell(NamedTuple):
-    """One figure of the fleet table."""
+    """One cell of the fleet table."""
 
     policy: str
     devices: int
@@ -311,7 +312,7 @@ TABLE_DAYS, TABLE_RUNS = 54, 12
 def fleet_table(
     failures_per_device_hour: float, days: float = TABLE_DAYS, runs: int = TABLE_RUNS
 ) -> Iterator[FleetTableCell]:
-    """Progress by policy and number of devices."""
+    """Yields the results by policy and number of devices."""
     for name, policy in TABLE_POLICIES:
         for devices in TABLE_DEVICES:
             fleet = FleetSpec(devices=devices, failures_per_device_hour=failures_per_device_hour)
@@ -323,14 +324,15 @@ DAYS_PER_YEAR = 365.25
 
 
 class FailureRate(NamedTuple):
-    """Failures per device hour, and whose they are."""
+    """The failures per device hour, with a description of their source."""
 
     per_device_hour: float
     words: str
 
 
 def parse_failure_rate(text: str) -> FailureRate:
-    """
+    """Parses the value of `--failures`.
+
     >>> parse_failure_rate("2e-5").per_device_hour, round(parse_failure_rate("5 y").per_device_hour, 9)
     (2e-05, 2.2815e-05)
     """

@@ -1,10 +1,10 @@
-"""Times of the operations of a plan on an undisturbed device or link, from the cost model.
+"""Computes the times of the operations of a plan on an undisturbed device or link, from the cost model.
 
-A pass (forward or backward of one micro-batch on one virtual stage) is a list of segments. A segment ends where
-something else begins. At ZeRO 3 that is each layer, whose weights are gathered before it and whose gradients are
-reduced after its backward. At ZeRO 2 it is the end of a gradient bucket, in every backward; at most
-MAX_BUCKETS_SIMULATED buckets are simulated, with small ones merged. At lower stages the same holds for the last
-backward only. Everything else is one segment. Where the schedule splits backward, gradients are reduced after W.
+The forward or backward of one micro-batch on one virtual stage is a list of segments. A segment ends where
+communication begins. At ZeRO 3 each layer is a segment, because its weights are gathered before it and its gradients
+are reduced after its backward. At ZeRO 2 every backward has one segment for each gradient bucket. At most
+MAX_BUCKETS_SIMULATED buckets are simulated; small buckets are merged. At lower stages only the last backward has
+several segments. All other passes have one segment. If the schedule splits backward, gradients are reduced after W.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from meshwright.spec.schedules.schedule import stage_to_rank
 MAX_BUCKETS_SIMULATED = 8
 
 ComputeCommSeconds = tuple[float, float]
-"""Of compute, and of waiting for other ranks inside of it."""
+"""Seconds of compute, and of waiting for communication inside it."""
 
 
 class PassSegment(NamedTuple):
-    """Seconds that a rank computes and seconds of tensor, context and expert communication in between.
-
-    `unit` is the flat buffer that the segment needs or fills. `ahead`: at ZeRO 3 the weights of the unit are requested
-    when the previous segment begins.
+    """One segment of a pass: seconds of compute, and seconds of tensor, context and expert communication. `unit` is the
+    index of the parameter group that the segment needs or whose gradients it fills. If `ahead` is set, the weights of
+    the group are requested when the previous segment begins (ZeRO 3).
     """
 
     compute: float
@@ -51,8 +50,8 @@ PassSegments = tuple[PassSegment, ...]
 
 
 class StageOpTimes(NamedTuple):
-    """One virtual stage: its passes, the last backward (or W), and the seconds of a gather and a reduction of each
-    unit.
+    """The times of one virtual stage: its passes, the last backward (or W), and the seconds of a gather and of a
+    reduction of each parameter group.
 
     `weights` is W of a split backward; `backward` then excludes it.
     """
@@ -66,8 +65,8 @@ class StageOpTimes(NamedTuple):
 
 
 class EndOfStepTimes(NamedTuple):
-    """What a pipeline rank does after its passes: the reduction over replicas, the update on the device and on the
-    host, and the gather of new weights."""
+    """The times of a pipeline rank after its last backward: the reduction over replicas, the update on the device and
+    on the host, and the gather of new weights."""
 
     replicas: float
     update: float
@@ -76,7 +75,8 @@ class EndOfStepTimes(NamedTuple):
 
 
 class OpTimes(NamedTuple):
-    """All times that a simulation needs of a plan. `message` is the bytes from a pipeline rank to the next."""
+    """All times that a simulation of a plan needs. `message` is the bytes that a pipeline rank sends to the next
+    rank."""
 
     stages: tuple[StageOpTimes, ...]
     endings: tuple[EndOfStepTimes, ...]
@@ -86,8 +86,8 @@ class OpTimes(NamedTuple):
 
 
 class LayerOpTimes(NamedTuple):
-    """One layer: seconds (compute, exchange) of its passes and of its deferrable weight gradient, the elements of
-    its dense weights and of expert weights."""
+    """The times of one layer: seconds (compute, communication) of its forward and backward and of its deferrable weight
+    gradient, and the elements of its dense weights and of its expert weights."""
 
     forward: ComputeCommSeconds
     backward: ComputeCommSeconds
@@ -98,19 +98,19 @@ class LayerOpTimes(NamedTuple):
 
 
 class GroupCommCost(NamedTuple):
-    """The cost of reductions and gathers over one pair of groups. `holders` ranks shard a buffer, which is padded
-    for them."""
+    """The cost of reductions and gathers over one shard group and one replica group. `holders` ranks shard a buffer,
+    which is padded accordingly."""
 
     shard: CollectiveRates
     replicate: CollectiveRates
     holders: int
 
     def scatter(self, elements: int, size: int) -> float:
-        """A reduce-scatter over the shard group, or an all-gather."""
+        """Returns the seconds of a reduce-scatter or an all-gather over the shard group."""
         return float(self.shard.gather(align_numel(elements, self.holders * ALIGN_NUMEL) * size)) if elements else 0.0
 
     def reduce(self, elements: int, size: int) -> float:
-        """An all-reduce of a shard over the replicas."""
+        """Returns the seconds of an all-reduce of a shard over the replicas."""
         return (
             float(self.replicate.reduce(align_numel(elements, self.holders * ALIGN_NUMEL) * size / self.holders))
             if elements
@@ -119,8 +119,8 @@ class GroupCommCost(NamedTuple):
 
 
 class DataParallelCost(NamedTuple):
-    """The data ranks: of dense weights and of experts, bytes of an element at rest, on its way to a sum, and where it
-    is gathered."""
+    """The communication cost of data ranks, for dense weights and for experts. `size` is the bytes of a stored element,
+    `sent` in a reduction, and `fetched` in a gather."""
 
     dense: GroupCommCost
     experts: GroupCommCost
@@ -130,12 +130,12 @@ class DataParallelCost(NamedTuple):
     fetched: int
 
     def reduction(self, dense: Sequence[int], experts: int) -> float:
-        """Returns the seconds of the reductions of several buckets and of the experts, one after the other."""
+        """Returns the seconds of the reductions of several buckets and of the experts in sequence."""
         cost = GroupCommCost.reduce if self.zero == 0 else GroupCommCost.scatter
         return sum(cost(self.dense, each, self.sent) for each in dense) + cost(self.experts, experts, self.sent)
 
     def gather(self, dense: int, experts: int) -> float:
-        """Returns the seconds of the gathers of one unit."""
+        """Returns the seconds of the gathers of one parameter group."""
         opened = 0.0 if self.fetched else constants.SHARED_UNSHARD_SECONDS * ((dense > 0) + (experts > 0))
         return self.dense.scatter(dense, self.fetched) + self.experts.scatter(experts, self.fetched) + opened
 
@@ -188,13 +188,13 @@ def data_parallel_cost(setting: CostContext, box: PlanGrid) -> DataParallelCost:
 
 
 def _as_scalars(group: CollectiveRates) -> CollectiveRates:
-    """A group of arrays of one as numbers."""
+    """Converts rates that are arrays of one element to numbers."""
     return CollectiveRates(*(np.asarray(value).item() for value in group))
 
 
 def layer_op_times(pricer: CostModel, box: PlanGrid) -> list[tuple[LayerOpTimes, LayerOpTimes]]:
-    """Returns for each entry the times of one layer under the plan's recompute, and under that of the remaining
-    blocks."""
+    """Returns for each entry the times of one layer with the recompute of the plan, and with the recompute of the
+    remaining blocks."""
     entries = pricer.setting.entries
     classes = [_single_layer_class(at, len(entries)) for at in range(len(entries))]
     both = [
@@ -212,15 +212,15 @@ def layer_op_times(pricer: CostModel, box: PlanGrid) -> list[tuple[LayerOpTimes,
 
 
 def _single_layer_class(at: int, entries: int) -> RankClass:
-    """A rank that holds one layer of one entry."""
+    """Returns the class of a rank with one layer of entry `at`."""
     content = np.zeros((1, entries), dtype=np.int64)
     content[0, at] = 1
     return RankClass(at, 1, content, ((tuple(content[0].tolist()), 1),))
 
 
 def _split_pass(passes: PassTime, at: int) -> tuple[ComputeCommSeconds, ComputeCommSeconds, ComputeCommSeconds]:
-    """Returns forward and backward as compute and exchange, and the deferrable part of backward. Both passes
-    exchange for the same fraction of their time."""
+    """Returns forward, backward, and the deferrable part of backward, each as compute and communication. Communication
+    has the same fraction of the time in forward and backward."""
     forward, backward, compute, again, weights = (
         float(np.broadcast_to(part, passes.forward.shape)[at].item())
         for part in (passes.forward, passes.backward, passes.compute, passes.recompute, passes.weights)
@@ -236,7 +236,7 @@ def _split_pass(passes: PassTime, at: int) -> tuple[ComputeCommSeconds, ComputeC
 def stage_layers(
     table: Sequence[tuple[LayerOpTimes, LayerOpTimes]], content: Sequence[int], box: PlanGrid
 ) -> list[LayerOpTimes]:
-    """Returns the layers of a stage in forward order. Under partial recompute the first blocks recompute."""
+    """Returns the layers of a stage in forward order. With partial recompute the first blocks recompute."""
     found: list[LayerOpTimes] = []
     recomputing = box.recompute[0].blocks(box.orders[0])
     for (as_planned, plain), count in zip(table, content, strict=True):
@@ -281,8 +281,8 @@ def stage_op_times(
 ) -> StageOpTimes:
     """Returns the times of a virtual stage of `layers`, in forward order.
 
-    Its units end at `ends` elements. It waits `waits` seconds for its host in a micro-batch. `split_backward`: its
-    backward is two actions.
+    `ends` is the elements of its parameter groups. Each micro-batch waits `waits` seconds for transfers to and from the
+    host. `split_backward` means that backward is two actions.
     """
     if split_backward:
         without = [
@@ -331,17 +331,17 @@ def stage_op_times(
 
 
 def single_segment(parts: Sequence[ComputeCommSeconds]) -> PassSegments:
-    """Returns parts of a pass as one segment."""
+    """Returns the parts of a pass as one segment."""
     return (PassSegment(sum(compute for compute, _ in parts), sum(exchange for _, exchange in parts)),)
 
 
 def add_wait(pieces: PassSegments, seconds: float) -> PassSegments:
-    """Returns `pieces` with a wait at the start of the first."""
+    """Returns `pieces` with a wait at the beginning of the first segment."""
     return (pieces[0]._replace(exchange=pieces[0].exchange + seconds), *pieces[1:])
 
 
 def segments_by_layer(layers: Sequence[LayerOpTimes], way: str, units: int) -> PassSegments:
-    """Returns one segment a layer. The weights of a block are requested when the previous block begins."""
+    """Returns one segment per layer. The weights of a block are requested when the previous block begins."""
     pieces = []
     unit = -1 if way == "forward" else units
     before = False
@@ -355,8 +355,8 @@ def segments_by_layer(layers: Sequence[LayerOpTimes], way: str, units: int) -> P
 
 
 def merge_buckets(ends: Sequence[int]) -> list[list[int]]:
-    """Returns at most MAX_BUCKETS_SIMULATED groups of neighbours, with the last bucket single: nothing can overlap
-    it.
+    """Returns at most MAX_BUCKETS_SIMULATED groups of neighbouring buckets. The last bucket is a separate group,
+    because nothing overlaps with its reduction.
 
     >>> merge_buckets([4, 4, 1]), len(merge_buckets([1] * 100)), merge_buckets([1] * 100)[-1]
     ([[4], [4], [1]], 8, [1])
@@ -369,8 +369,8 @@ def merge_buckets(ends: Sequence[int]) -> list[list[int]]:
 
 
 def bucket_boundaries(elements: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """Returns after which layers, in backward order, the buckets of `ends` elements are full. A layer without
-    elements goes with its neighbour.
+    """Returns the numbers of layers, in backward order, after which the buckets of `ends` elements are full. A layer
+    without elements belongs to the bucket of its neighbour.
 
     >>> bucket_boundaries([10, 10, 0, 10, 0], [20, 10])
     [2, 5]
@@ -384,7 +384,7 @@ def bucket_boundaries(elements: Sequence[int], ends: Sequence[int]) -> list[int]
 
 
 def end_of_step_times(pricer: CostModel, box: PlanGrid, data: DataParallelCost) -> Iterator[EndOfStepTimes]:
-    """Yields the times after the passes for each pipeline rank."""
+    """Yields the times after the last backward for each pipeline rank."""
     seconds = pricer.price(box).seconds
     update, on_host = (values_by_rank(pricer, box, part) for part in (seconds.update, seconds.on_host))
     bucket = None if data.zero == 3 else max(-(-box.bucket // data.size), 1)

@@ -1,14 +1,14 @@
-"""Simulates one step of a job under a plan, with faults, and several steps in which ranks die.
+"""Simulates one step of a job under a plan, with faults, and several steps during which ranks die.
 
-`simulate` returns what a step takes, what each pipeline rank does and what it waits for, together with the estimate. On
-healthy steps it agrees with the estimate: to rounding for gpipe, and for 1f1b and interleaved with equal stages, where
-no communication overlaps compute. Reductions are simulated bucket by bucket on each rank, while the estimate adds up
-those of the slowest rank, so the simulation is finer there.
+`simulate` returns the time of a step, the actions and waits of each pipeline rank, and the estimate. Without faults the
+simulation agrees with the estimate. It agrees to rounding for gpipe, and for 1f1b and interleaved with equal stages, if
+no communication overlaps with compute. The simulation is finer for reductions: it simulates each bucket on each rank,
+while the estimate adds up the reductions of the slowest rank.
 
-A step in which a rank dies is lost, half of it on average. Then the failure is detected, processes restart and state is
-loaded (`RecoveryPolicy`). The state of a rank is also on ranks of other replicas: on all data ranks at ZeRO 0, on those
-of other shard groups from ZeRO 1 on. If one of these is alive, the same step begins again. Else the run returns to its
-last save and repeats the steps since then.
+If a rank dies during a step, on average half of the step is lost. Then the failure is detected, processes restart and
+the state is loaded (`RecoveryPolicy`). The state of a rank is also on ranks of other replicas: at ZeRO 0 on all data
+ranks, from ZeRO 1 on in other shard groups. If one of these ranks is alive, the same step begins again. Otherwise
+training resumes from the last checkpoint and repeats the steps since then.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from meshwright.spec.run import RunConfig
 from meshwright.spec.schedules.schedule_registry import schedule_orders
 
 LOST_STEP_FRACTION = 0.5
-"""The fraction of a step that is lost, on average, when a rank dies in it."""
+"""The fraction of a step that is lost on average if a rank dies during it."""
 
 
 class RankDeaths(NamedTuple):
     """Ranks that die together in `step`.
 
-    `holders` is the least number of other ranks with the state of one of them, `again` the number of whole steps that
-    are repeated.
+    `holders` is the smallest number of living ranks with the state of any of them. `again` is the number of whole steps
+    that are repeated.
     """
 
     step: int
@@ -62,7 +62,7 @@ class RankDeaths(NamedTuple):
 
 
 class RunSeconds(NamedTuple):
-    """The parts of the wall time of a run in seconds. They sum to the whole."""
+    """The wall time of several steps by use, in seconds."""
 
     progress: float
     save: float
@@ -75,7 +75,7 @@ class RunSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class RunWithFailures:
-    """`steps` steps with a save every `every` of them (0: none)."""
+    """The simulation of `steps` steps with a save after every `every` steps (0: no saves)."""
 
     steps: int
     every: int
@@ -91,7 +91,7 @@ class RunWithFailures:
 def simulate_failures(
     plan: Plan, step: float, kills: Sequence[KilledRank], steps: int, every: int, policy: RecoveryPolicy
 ) -> RunWithFailures:
-    """Simulates `steps` steps of `step` seconds; 0 steps end at the last death.
+    """Simulates `steps` steps of `step` seconds each. If `steps` is 0, the simulation ends after the last death.
 
     Raises: InputError for a death after the last step.
     """
@@ -133,7 +133,7 @@ def simulate_failures(
 
 
 def count_surviving_replicas(plan: Plan, rank: int, dead: set[int]) -> int:
-    """Returns how many living ranks have all the state of `rank`.
+    """Returns the number of living ranks that have the complete state of `rank`.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> failures = (("dp4.tp2", {0, 2}), ("dp4.tp2.z1", {0}), ("dp2x2.tp2.z3", {0}))
@@ -158,7 +158,8 @@ DEFAULT_RECOVERY_POLICY = RecoveryPolicy()
 
 @dataclass(frozen=True)
 class SimulatedRankTime:
-    """Seconds of one pipeline rank in one step, by activity. `replicas` replicas have an identical rank."""
+    """The seconds of one pipeline rank in one step, by activity. `replicas` is the number of replicas with an identical
+    rank."""
 
     rank: int
     pipeline_rank: int
@@ -178,8 +179,8 @@ class SimulatedRankTime:
 class SimulationResult:
     """One simulated step.
 
-    `healthy`: seconds of the same step without faults. `cells` contain every action and transfer, for traces.
-    `stretch`: several such steps in which ranks die.
+    `healthy` is the seconds of the same step without faults. `cells` contains every action and transfer, for traces.
+    `stretch` is the simulation of several steps during which ranks die.
     """
 
     job: Job
@@ -194,7 +195,7 @@ class SimulationResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """Returns the tokens a second of the simulated step."""
+        """Returns the tokens per second of the simulated step."""
         return self.job.workload.tokens / self.seconds
 
 
@@ -206,10 +207,9 @@ def simulate(
     every: int = DEFAULT_SAVE_EVERY_STEPS,
     policy: RecoveryPolicy = DEFAULT_RECOVERY_POLICY,
 ) -> SimulationResult:
-    """Simulates one step of `plan`, and `steps` of them (0: up to the last death) with a save after every `every`
-    steps.
+    """Simulates one step of `plan`, and `steps` steps (0: up to the last death) with a save after every `every` steps.
 
-    Raises: InputError when the plan cannot run, or a fault names a rank or a step that does not exist.
+    Raises: InputError if the plan cannot run, or if a fault names a rank or a step that does not exist.
     """
     plan = with_chosen_bucket(job, parse_plan(plan)) if isinstance(plan, str) else plan
     wrong = (faults or NO_FAULTS).check(plan.world)
@@ -225,7 +225,8 @@ def simulate(
 
 
 def check_equal_replicas(plan: Plan) -> None:
-    """Raises InputError for replicas with different work or states: one replica is simulated for all healthy ones."""
+    """Raises InputError for replicas with different work or states, because one replica is simulated for all healthy
+    replicas."""
     for field, code in (("micro_batch_sizes", "mb"), ("shares", "ga"), ("shard_weights", "zw")):
         if numbers := getattr(plan, field):
             raise InputError(
@@ -240,7 +241,7 @@ def check_equal_replicas(plan: Plan) -> None:
 
 
 def simulate_step(job: Job, plan: Plan, faults: Faults) -> list[SimulatedRank]:
-    """Returns the ranks of every replica class after one step."""
+    """Simulates one step. Returns the ranks of every replica class after it."""
     pricer = CostModel(job)
     box = grid_of_plan(plan, job.workload.batch, job.model.blocks)
     rows = replica_classes(plan, faults)
@@ -266,7 +267,7 @@ def simulate_step(job: Job, plan: Plan, faults: Faults) -> list[SimulatedRank]:
 
 
 def heterogeneous_op_times(job: Job, plan: Plan, box: PlanGrid) -> OpTimes:
-    """Returns the times with each pipeline rank at the speed of its own node group."""
+    """Returns the times of operations. Each pipeline rank has the speed of its node group."""
     each = {
         group: compute_op_times(pricer, plan, box)
         for group, pricer in heterogeneous.group_cost_models(job, plan.placement, plan.world).items()
@@ -280,7 +281,7 @@ def heterogeneous_op_times(job: Job, plan: Plan, box: PlanGrid) -> OpTimes:
 
 
 def link_speed(link: Link) -> LinkSpeed:
-    """Returns the rate and latency that a rank gets of a link."""
+    """Returns the bandwidth and the latency of a link for one rank."""
     return LinkSpeed(link.bandwidth * link.efficiency, link.latency + link.meeting)
 
 

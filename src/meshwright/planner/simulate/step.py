@@ -1,13 +1,13 @@
 """Simulates one step of a plan action by action.
 
-The simulation has every pass of every virtual stage in the order of the schedule, every message between stages, every
-gather and reduction of the data ranks, the reductions after them and the update.
+The simulation contains every forward and backward of every virtual stage in the order of the schedule, every message
+between stages, every gather and reduction of the data ranks, and the update.
 
-Rules in addition to those of the schedule: a rank posts its collectives in order, and each starts when all of its
-members have arrived and the one before has ended. A collective and compute on the same device slow each other by
-OVERLAP_SLOWDOWN; on a host device, whose cores do both, compute stops meanwhile. Transfers on one port share its
-bandwidth. At ZeRO 2 and 3 at most MAX_INFLIGHT_REDUCE reductions are in flight while another unit fills. Where
-gradients are clipped, no rank updates before all have reduced theirs.
+These rules apply in addition to those of the schedule. A rank posts its collectives in order. A collective starts when
+all members have arrived and their previous collectives have ended. A collective and compute on the same device slow
+each other by OVERLAP_SLOWDOWN. On a CPU, whose cores do both, compute stops during a collective. Transfers on one port
+share its bandwidth. At ZeRO 2 and 3 at most MAX_INFLIGHT_REDUCE reductions are in flight while backward fills the next
+parameter group. If gradients are clipped, no rank updates before all ranks have reduced their gradients.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WAIT_REASONS = (
     WAIT_HOST,
     WAIT_STEP_END,
 )
-"""What a rank waits for."""
+"""The reasons why a rank waits."""
 
 
 class TraceSpan(NamedTuple):
@@ -63,15 +63,15 @@ class TraceSpan(NamedTuple):
 
 
 class LinkSpeed(NamedTuple):
-    """A link between two tiers of ranks: bytes/s that a rank gets, and seconds of latency."""
+    """A link of one tier: the bytes/s for one rank, and the seconds of latency."""
 
     bandwidth: float
     latency: float
 
 
 class StepProgram(NamedTuple):
-    """The input of a simulation: the order of actions by pipeline rank, their times, the replica classes, the links
-    by tier, and which tier each group uses."""
+    """The input of a simulation: the order of actions by pipeline rank, their times, the replica classes, the links by
+    tier, and the tier that each group uses."""
 
     orders: RankOrders
     durations: OpTimes
@@ -129,7 +129,7 @@ COLLECTIVE_SCOPES: tuple[tuple[str, Callable[[SimulatedRank, int], bool]], ...] 
     ("tie", lambda cell, width: cell.pp in (0, width - 1)),
     ("all", lambda cell, width: True),
 )
-"""Kinds of groups, and which cells are in one."""
+"""The kinds of groups, with the ranks of each group."""
 
 
 class StepSimulator:
@@ -168,7 +168,7 @@ class StepSimulator:
         return self.cells
 
     def _faults(self, cell: SimulatedRank) -> None:
-        """Sets the bandwidth fractions of a rank's ports and schedules their changes."""
+        """Sets the bandwidth fractions of a rank's ports, and schedules their changes."""
         ports = [cell.ports[self.play.faulty, way] for way in ("out", "in")]
         links = cell.lane.mark(cell.pp).links
 
@@ -187,7 +187,7 @@ class StepSimulator:
         for moment in sorted(moments):
             self.clock.after(moment, set_share)
 
-    # --- what a rank does
+    # --- actions of a rank
     # ---------------------------------------------------------------------------------------------------------
 
     def _process(self, cell: SimulatedRank) -> SimProcess:
@@ -305,7 +305,7 @@ class StepSimulator:
         return done
 
     def _set_rate(self, cell: SimulatedRank) -> None:
-        """Slows compute while a collective overlaps it; on a host device compute stops."""
+        """Slows compute while a collective overlaps with it. On a CPU, compute stops."""
         if cell.computing is not None:
             rate = 0.0 if self.play.durations.on_host else self.pace
             self.clock.at(cell.computing, 1.0 if cell.running is None else rate)
@@ -319,7 +319,7 @@ class StepSimulator:
         collective.transfer.retime()
 
     def _send(self, cell: SimulatedRank, action: Action) -> None:
-        """Sends the output of `action` to the rank that reads it."""
+        """Sends the output of `action` to the rank that needs it."""
         neighbour = {ActionKind.F: action.stage + 1, ActionKind.B: action.stage - 1}.get(action.kind, -1)
         receiver = self.owner.get(neighbour, cell.pp)
         if receiver == cell.pp:
@@ -343,7 +343,7 @@ class StepSimulator:
         )
 
     def _post(self, cell: SimulatedRank, name: str, scope: str, seconds: float) -> SimEvent:
-        """Posts the next collective of `scope` and returns the event of its end."""
+        """Posts the next collective of `scope`. Returns the event of its end."""
         place = self._place(cell, scope)
         number = cell.posted.get((scope, place), 0)
         cell.posted[scope, place] = number + 1
@@ -357,7 +357,7 @@ class StepSimulator:
         return collective.done
 
     def _place(self, cell: SimulatedRank, scope: str) -> int:
-        """Returns a key that equals that of all members of the same collectives of `scope`."""
+        """Returns a key that is equal for all members of the same collectives of `scope`."""
         if scope == "data":
             return cell.pp if self.play.zero == 0 else cell.lane.group * self.width + cell.pp
         return {"replicas": cell.pp, "tie": cell.at - cell.pp, "all": 0}[scope]

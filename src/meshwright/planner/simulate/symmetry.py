@@ -1,10 +1,10 @@
-"""Chooses which ranks are simulated: one of each set of identical ranks.
+"""Selects the ranks to simulate: one of each set of identical ranks.
 
-Tensor and context ranks of one pipeline rank advance together, so they are one simulated rank, as slow as the slowest
-of them. A replica is a lane: one simulated rank for each pipeline rank. Healthy replicas are identical, so one lane
-represents them. A fault breaks the symmetry. The faulty replica has its own lane. One healthy lane represents its shard
-group, which waits for it in every collective of the group. Another represents all other groups, which meet the faulty
-one where gradients are reduced over replicas.
+The tensor and context ranks of one pipeline rank advance together. They are one simulated rank, as slow as the slowest
+of them. A lane is a replica with one simulated rank for each pipeline rank. Healthy replicas are identical, so one lane
+represents all of them. A fault breaks this symmetry. A faulty replica has a separate lane. A healthy lane represents
+the other replicas of its shard group, which wait for it in every collective of the group. A further lane represents all
+other shard groups, which synchronize with the faulty group when gradients are reduced over replicas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.spec.plan import Plan
 
 
 class RankFault(NamedTuple):
-    """The faults of one simulated rank: its slow-down, and what its links suffer from."""
+    """The faults of one simulated rank: its slowdown, and the faults of its links."""
 
     pp: int
     slow: float
@@ -28,7 +28,7 @@ class RankFault(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Returns the fraction of its bandwidth that is permanently left."""
+        """Returns the fraction of the bandwidth that remains permanently."""
         return min((link.share for link in self.links if link.seconds is None), default=1.0)
 
 
@@ -36,8 +36,8 @@ ReplicaFaults = tuple[RankFault, ...]
 
 
 class ReplicaClass(NamedTuple):
-    """`replicas` identical replicas: the first rank of each pipeline rank, their faults, and the kind of shard
-    group."""
+    """A class of `replicas` identical replicas. `ranks` is the first rank of each pipeline rank, `marks` their faults,
+    and `group` the class of shard group."""
 
     replicas: int
     group: int
@@ -50,7 +50,7 @@ class ReplicaClass(NamedTuple):
 
 
 def replica_classes(plan: Plan, faults: Faults) -> list[ReplicaClass]:
-    """Returns one lane for every class of identical replicas, those with faults first.
+    """Returns one lane for every class of identical replicas. Lanes with faults are first.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> [(lane.replicas, lane.ranks) for lane in replica_classes(parse_plan("dp4.tp2.pp2"), Faults(slow=[(5, 2.0)]))]
@@ -73,7 +73,7 @@ def replica_classes(plan: Plan, faults: Faults) -> list[ReplicaClass]:
 
 
 def _faults_by_replica(plan: Plan, faults: Faults) -> dict[tuple[int, int], ReplicaFaults]:
-    """Returns the faults of each replica that has any."""
+    """Returns the faults of each replica with faults."""
     slow: dict[Coords, list[float]] = {}
     links: dict[Coords, list[SlowLink]] = {}
     for fault in faults.slow:
@@ -90,7 +90,7 @@ def _faults_by_replica(plan: Plan, faults: Faults) -> dict[tuple[int, int], Repl
 
 
 def rank_at_coords(plan: Plan, place: Coords) -> int:
-    """Returns the rank at `place`, with the axes in the order of the plan.
+    """Returns the rank at the coordinates `place`, with the axes in the order of the plan.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> rank_at_coords(parse_plan("dp4.tp2.pp2"), Coords(pp=1, dp_replicate=2, dp_shard=0, cp=0, tp=1))
@@ -107,5 +107,5 @@ def coords_of_rank(plan: Plan, rank: int) -> Coords:
 
 
 def link_tier(ranks: Sequence[int], domain: int) -> LinkTier:
-    """Returns the near tier when all of `ranks` are in one domain, else the far tier."""
+    """Returns the near tier if all of `ranks` are in one domain, otherwise the far tier."""
     return LinkTier.near if len({rank // domain for rank in ranks}) == 1 else LinkTier.far

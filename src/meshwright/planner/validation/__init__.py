@@ -1,2 +1,2 @@
-"""The cost model held against published measurements: rows to jobs and plans, predicted to measured, scores by
-family."""
+"""Compares the cost model with published measurements: converts rows to jobs and plans, compares predicted with
+measured values, and scores them by family."""

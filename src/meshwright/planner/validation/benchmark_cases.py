@@ -1,8 +1,8 @@
-"""A row of the tables as a job, the plans that it can mean, and what was measured; or the reason why it cannot be
-predicted.
+"""Converts a row of the tables to a job, the plans that the row can mean, and the measured values, or to the reason why
+it cannot be predicted.
 
-What the source leaves out (micro-batch, virtual stages, recompute) is chosen as its authors would have: the fastest
-plan that fits.
+Choices that the source omits (micro-batch, virtual stages, recompute) are made as the authors would: the fastest plan
+that fits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VOCABULARY_SIZES = (
 
 
 class MemoryMeter(StrEnum):
-    """What a source's memory figure means."""
+    """The meaning of a source's memory figure."""
 
     first = "peak allocated on rank 0"
     last = "peak allocated on the last rank"
@@ -54,7 +54,8 @@ class MemoryMeter(StrEnum):
 
 
 class BenchmarkCase(NamedTuple):
-    """`plans`: one where the source states all of it. `seconds`, `memory` (bytes): None where not measured."""
+    """A row with its job and plans. There is one plan if the source states all of it. `seconds` and `memory` (bytes)
+    are None if they were not measured."""
 
     row: MeasurementRow
     job: Job
@@ -71,7 +72,7 @@ class BenchmarkCase(NamedTuple):
 
 
 def benchmark_case(row: MeasurementRow) -> BenchmarkCase | str:
-    """The case, or why there is none."""
+    """Returns the case of a row, or the reason why the row cannot be used."""
     system = identify_framework(row)
     reason = _unsupported_reason(row, system)
     if reason:
@@ -98,7 +99,7 @@ def benchmark_case(row: MeasurementRow) -> BenchmarkCase | str:
 
 
 def _unsupported_reason(row: MeasurementRow, system: Framework) -> str:
-    """Why `row` is out of the question."""
+    """Returns the reason why `row` cannot be used; empty if it can."""
     task = row.text("task")
     if row.text("status") == "analytic":
         return "a formula, no measurement"
@@ -122,7 +123,7 @@ def _unsupported_reason(row: MeasurementRow, system: Framework) -> str:
 
 
 def case_sizes(row: MeasurementRow, system: Framework) -> ArchitectureSizes:
-    """The architecture that the columns state; experts from the catalog's row of the same shape."""
+    """Returns the architecture that the columns state. Expert sizes come from the catalog row with the same shape."""
     shape = {name: row.count(name) for name in ("layers", "hidden", "heads", "seq")} | {"vocab": vocabulary_size(row)}
     shape["kv_heads"] = row.count("kv_heads", shape["heads"])
     experts = row.count("experts", 0)
@@ -148,7 +149,8 @@ def case_sizes(row: MeasurementRow, system: Framework) -> ArchitectureSizes:
 
 
 def vocabulary_size(row: MeasurementRow) -> int:
-    """As stated; else that of the tokenizer that every model of that name has; 0 where there is none."""
+    """Returns the vocabulary size that the row states, or else that of the tokenizer common to all models of this name.
+    Returns 0 if neither is known."""
     name = row.text("model").lower()
     return row.count("vocab", 0) or next((size for word, size in VOCABULARY_SIZES if word in name), 0)
 
@@ -168,7 +170,7 @@ def _case_model_spec(name: str, sizes: ArchitectureSizes, kernels: FrameworkKern
 
 
 def case_cluster(row: MeasurementRow) -> Cluster:
-    """Nodes of the stated device, with the stated network where it says a rate."""
+    """Returns a cluster of the stated device, with the stated network if its rate is known."""
     per_node = min(row.count("gpus_per_node", 8), row.count("gpus"))
     nodes, rest = divmod(row.count("gpus"), per_node)
     if rest:
@@ -187,7 +189,8 @@ def _build_cluster(nodes: int, devices: int, device: str, network: str) -> Clust
 
 
 def device_name(row: MeasurementRow) -> str:
-    """`A100` with 80 GB is a100-80gb; parts with one memory size have their plain name."""
+    """Returns the name of a device in the catalog. `A100` with 80 GB is a100-80gb; devices with only one memory size
+    have no suffix."""
     name, memory = row.text("gpu").lower().rstrip("?").replace(" ", "-"), row.text("gpu_mem_gb").split(".")[0]
     rows = catalog.devices()
     for word in (f"{name}-{memory}gb", name, name.replace("rtx", "rtx-"), f"rtx-{name}"):
@@ -197,7 +200,8 @@ def device_name(row: MeasurementRow) -> str:
 
 
 def case_network(row: MeasurementRow) -> str:
-    """`4x Omni-Path 100Gb/s per node` is 4x100Gb; a rate per node or per device; '' where the source says none."""
+    """Returns the network in the notation of `--cluster`: `4x Omni-Path 100Gb/s per node` is 4x100Gb. The rate is per
+    node or per device. Returns an empty text if the source states none."""
     text = row.text("inter_link")
     if "EFA" in text:
         return EFA_LINK if "3200" in text else "efa-p4d"
@@ -218,7 +222,7 @@ def case_workload(row: MeasurementRow) -> Workload:
 
 
 def case_plans(row: MeasurementRow, system: Framework) -> list[Plan]:
-    """Every plan that the row can mean."""
+    """Returns every plan that the row can mean."""
     batch = case_workload(row).batch
     dp, pp, tp = row.count("dp"), row.count("pp"), row.count("tp")
     micro = (
@@ -272,10 +276,9 @@ def case_plan(
 
 
 def nanotron_stage_split(row: MeasurementRow, pp: int) -> tuple[int, ...]:
-    """Blocks of each stage by nanotron's rule: a stage ends with the layer at which the running sum of costs passes its
-    share.
-
-    Costs are those of its Llama: products of a block, the vocabulary for the head, nothing for the embedding.
+    """Returns the blocks of each stage by nanotron's rule: a stage ends with the layer at which the cumulative cost
+    exceeds an even part per stage. Costs are those of nanotron's Llama: the matrix products of a block, the vocabulary
+    for the head, and 0 for the embedding.
     """
     layers, hidden = row.count("layers"), row.count("hidden")
     block = hidden * (4 * hidden + 3 * row.count("ffn"))
@@ -290,8 +293,8 @@ def nanotron_stage_split(row: MeasurementRow, pp: int) -> tuple[int, ...]:
 
 
 def fill_empty_stages(found: list[int]) -> tuple[int, ...]:
-    """Our stages hold a block each: a last one with the head alone takes one from the stage before. InputError where
-    more are empty."""
+    """Moves blocks so that every stage has a block, as this project requires. A last stage with only the head takes one
+    block from the stage before it. Raises InputError if further stages are empty."""
     if found[-1] == 0 and found[-2] > 1:
         found = [*found[:-2], found[-2] - 1, 1]
     if not min(found):
@@ -300,7 +303,7 @@ def fill_empty_stages(found: list[int]) -> tuple[int, ...]:
 
 
 def memory_meter(row: MeasurementRow) -> MemoryMeter | None:
-    """What the figure in `mem_gb` means."""
+    """Returns the meaning of the figure in `mem_gb`."""
     kind = row.text("mem_kind").lower()
     if not kind or "analytic" in kind or "formula" in kind:
         return None

@@ -1,10 +1,11 @@
-"""What the kernels of a framework keep for backward and move through memory, in place of those of our own runtime.
+"""Describes what the kernels of other frameworks save for backward and move through memory.
 
-Elements a token of the compute type. Sources: Korthikanti et al. (arXiv 2205.05198), table 2, for fused kernels with
-dropout: 10 and 24 bytes s b h a layer and 5 a s^2 b of unfused attention; autograd's own rules for the rest (see
-`intake.activations`).
+The table is in elements of the compute type per token. Sources: Korthikanti et al. (arXiv 2205.05198), table 2, for
+fused kernels with dropout: 10 and 24 bytes s b h per layer, and 5 a s^2 b for attention that is not fused (s tokens,
+batch b, hidden size h, a heads). All other operations follow the rules of autograd
+(planner/inputs/activation_formulas.py).
 
-| operation | fused: keeps, moves | operation by operation: keeps, moves |
+| operation | fused: saves, moves | not fused: saves, moves |
 |---|---|---|
 | norm of width h | h, 2 h | as our runtime |
 | rotation of q and k | 0, 2 (q + k) | 0, 10 (q + k) |
@@ -25,7 +26,8 @@ from meshwright.spec.model import LayerSpec, ModelSpec
 
 
 class FrameworkKernels(NamedTuple):
-    """How a framework computes. `flash`: attention in one kernel; `loss`: elements that a logit moves forward."""
+    """The kernels of a framework. `flash` means that attention is one kernel. `loss` is the elements per logit that the
+    forward of the loss moves."""
 
     norm: bool = True
     rotation: bool = True
@@ -35,25 +37,28 @@ class FrameworkKernels(NamedTuple):
     dropout: bool = False
     loss: float = 8.0
     operand: float = 1.0
-    """What an operand of an 8-bit product keeps, over the compute type: Transformer Engine keeps its 8-bit copy, others
-    the original."""
+    """Elements that an operand of an 8-bit product saves, relative to the compute type. Transformer Engine saves its
+    8-bit copy; other frameworks save the original."""
     passing: float = 1.0
-    """Additional elements of the compute type that a logit takes while the loss runs: 4 where it is made float32 first
-    (8 bytes of 12)."""
+    """Additional elements of the compute type per logit while the loss runs. The value is 4 if logits are first
+    converted to float32 (8 of 12 bytes)."""
     chunked: bool = False
-    """Logits stay in the compute type and become float32 a chunk at a time."""
+    """Whether logits stay in the compute type and are converted to float32 chunk by chunk."""
     logits: float = 0.0
-    """Additional bytes saved for a logit, in copies that the loss makes."""
+    """Additional bytes saved per logit, for copies that the loss makes."""
     gathered: int = 1
-    """Tensor ranks of a plan that keeps the gathered inputs of its column products: each holds them whole."""
+    """Number of tensor ranks if the plan saves the gathered inputs of column-parallel products, which every rank then
+    has completely; otherwise 1."""
     again: bool = False
-    """Recompute by operation: kept are the block's input, attention, and the output of every second product."""
+    """Whether selective recompute is used. It saves the block's input, attention, and the output of every second matrix
+    product."""
     labelled: float = 1.0
-    """Part of the tokens whose logits are computed (masked language models with a head on masked places only)."""
+    """Fraction of the tokens whose logits are computed. It is below 1 for masked language models whose head reads only
+    masked positions."""
 
 
 def framework_model_spec(name: str, sizes: ArchitectureSizes, kernels: FrameworkKernels) -> ModelSpec:
-    """The model as the framework runs it."""
+    """Returns the model spec with the kernels of the framework."""
     spec = model_spec(name, sizes)
     return spec.but(layers=tuple(_framework_layer(layer, sizes, kernels) for layer in spec.layers))
 

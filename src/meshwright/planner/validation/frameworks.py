@@ -1,9 +1,7 @@
-"""What the framework behind a row does: facts of its code, stated here once with their source; no number is fitted to a
-row.
+"""Describes the frameworks behind the rows by properties of their code, with sources. No number is fitted to a row.
 
-The first entry whose pattern is found in the row's `system` counts. What the row itself says (attention kernel,
-recompute, compiled or not,
-sequence parallelism) beats the entry.
+The first entry whose pattern matches the row's `system` applies. Properties that the row states (attention kernel,
+recompute, compilation, sequence parallelism) take precedence.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from meshwright.planner.validation.tables import MeasurementRow
 
 
 class Framework(NamedTuple):
-    """A framework. `bias`, `positions`: of models that only it names; `shape`: biases and learned positions of a plain
-    GPT."""
+    """A framework. `bias` and `learned` are set if plain GPT models of this framework have biases and learned
+    positions."""
 
     name: str
     pattern: str
@@ -28,22 +26,23 @@ class Framework(NamedTuple):
     bias: bool = False
     learned: bool = False
     balanced: bool = False
-    """Stages cut by FLOPs, the head counted in; else by blocks."""
+    """Whether stages are split by FLOPs, including the head. If not, they are split by number of blocks."""
     selective: str = "core"
-    """What `selective` recompute means: the attention core, every second product and the operations around (`op`), gelu
-    alone (`gelu`)."""
+    """The meaning of `selective` recompute: the attention core (`core`), every second product and the operations around
+    it (`op`), or only gelu (`gelu`)."""
 
 
 CUDNN_ATTENTION_SPEEDUP = 1.5
-"""Rate of cuDNN's attention on Hopper over that of FlashAttention-2 (arXiv 2407.08608, figure 5: 500 to 550 over 350
-TFLOP/s forward)."""
+"""Rate of cuDNN's attention on Hopper divided by that of FlashAttention-2 (arXiv 2407.08608, figure 5: 500 to 550 and
+350 TFLOP/s forward)."""
 
 CHUNKED_LOSS_PATTERN = r"chunked cross entropy|activation checkpointing \(cumulative\)"
-"""Torchtune's table adds one thing a row: the chunked loss precedes recompute."""
+"""Matches the configurations of torchtune's table that use the chunked loss. Each row of the table adds one option, and
+the chunked loss comes before recompute."""
 
 FLASH1_ATTENTION_SPEED = 0.55
-"""Rate of the first FlashAttention over that of the second (arXiv 2307.08691: about twice as fast). `flash-attn`
-without a number is the first."""
+"""Rate of the first FlashAttention divided by that of the second version (arXiv 2307.08691: the second is about twice
+as fast). `flash-attn` without a number is the first version."""
 
 EAGER_KERNELS = FrameworkKernels(norm=False, rotation=False, product=False, residual=False, loss=7.0, passing=4.0)
 MEGATRON_RUNTIME = RuntimeModel(gradient=4, reduced=4, reduce_hidden=False)
@@ -195,8 +194,8 @@ FRAMEWORKS = (
 
 
 def _megatron_transformer_engine(flags: dict[str, Any]) -> Framework:
-    """Megatron-LM on Transformer Engine, by its command line; what it leaves out has Megatron's defaults (dropout 0.1,
-    biases, no overlap)."""
+    """Returns Megatron-LM with Transformer Engine, by its command line. Options that the row omits have Megatron's
+    defaults (dropout 0.1, biases, no overlap)."""
     return Framework(
         "Megatron-Core",
         "",
@@ -226,7 +225,8 @@ EAGER_TORCH = Framework(
 
 
 def identify_framework(row: MeasurementRow) -> Framework:
-    """The framework of `row`, with what the row says of its kernels; PLAIN where it is not known."""
+    """Returns the framework of `row` with the kernels that the row states, or EAGER_TORCH if the framework is not
+    known."""
     word = row.text("system")
     found = next((system for system in FRAMEWORKS if re.search(system.pattern, word)), EAGER_TORCH)
     if (flags := row.flags).get("transformer-impl") == "transformer_engine":

@@ -1,6 +1,6 @@
 """Predicts published measurements with the cost model and scores the predictions by family of rows.
 
-`meshwright validate` prints the scores and a test freezes them. Memory is predicted in the terms of the source's meter:
+`meshwright validate` prints the scores, and a test freezes them. Memory is predicted as the source's meter measures it:
 
 | meter | what it is | predicted as |
 |---|---|---|
@@ -12,17 +12,18 @@
 The scores:
 
 - error: |predicted / measured - 1| of the seconds of a step, on rows with `core` 1; median and 90th percentile.
-- scaling: the error of the ratio of tokens a second a device at the most devices to that at the fewest, of one model
-  and micro-batch.
-- correlation: Spearman's rank correlation of predicted and measured seconds, among plans for one model, number of
+- scaling: for one model and micro-batch, the error of the ratio of tokens per second and device between the largest and
+  the smallest number of devices.
+- correlation: Spearman's rank correlation of predicted and measured seconds, among plans for the same model, number of
   devices and batch.
-- regret: measured seconds of the plan predicted fastest over those of the best measured plan of the group, less 1.
-- memory: the error by the source's meter on rows of trust A; plans that ran and are refused; plans that ran out of
-  memory and are accepted.
+- regret: measured seconds of the plan that is predicted to be fastest, divided by those of the best measured plan of
+  the group, minus 1.
+- memory: the error by meter on rows of trust A; the number of plans that ran but are predicted not to fit; the number
+  of plans that ran out of memory but are predicted to fit.
 
-Groups have at least MIN_GROUP_PLANS plans. Errors of different sources are never mixed: a figure belongs to one family
-or meter. Measured collectives are compared with `cost.links`: errors of seconds by operation, in one node and across
-nodes, small and large.
+Groups have at least MIN_GROUP_PLANS plans. Errors of different sources are not mixed: each figure belongs to one family
+or meter. Measured collectives are compared with `cost.links`. Their errors are reported by operation, in one node and
+across nodes, for small and large messages.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from meshwright.spec.plan import Plan
 
 
 class StepPrediction(NamedTuple):
-    """Of one case. `memory` in the words of its meter; `fits`: whether the planner would have let it run."""
+    """The prediction for one case. `memory` is in terms of the case's meter. `fits` is the planner's decision."""
 
     case: BenchmarkCase
     plan: Plan
@@ -83,8 +84,8 @@ class StepPrediction(NamedTuple):
 
 
 def predict_case(case: BenchmarkCase) -> StepPrediction | str:
-    """The fastest plan of `case` whose allocated bytes fit (where none do: the smallest), or why it cannot be
-    priced."""
+    """Predicts a case. Returns the fastest plan whose allocated bytes fit, or the plan with the least memory if none
+    fits. Returns the reason if no plan can be estimated."""
     pricer = CostModel(case.job, case.practice)
     found = []
     for plan in case.plans:
@@ -108,11 +109,11 @@ def predict_case(case: BenchmarkCase) -> StepPrediction | str:
 
 
 MIN_GROUP_PLANS = 5
-"""Plans that a group needs, for a rank to say something."""
+"""Minimum number of plans of a group, so that their ranking is meaningful."""
 
 
 class RelativeErrors(NamedTuple):
-    """Of relative errors. `signed` is the median with its sign."""
+    """Statistics of relative errors. `signed` is the median with its sign."""
 
     rows: int
     median: float
@@ -121,7 +122,7 @@ class RelativeErrors(NamedTuple):
 
 
 class FamilyScore(NamedTuple):
-    """Scores of the rows of one source."""
+    """The scores of the rows of one source."""
 
     name: str
     rows: int
@@ -134,7 +135,7 @@ class FamilyScore(NamedTuple):
 
 
 class MemoryScore(NamedTuple):
-    """Scores of one meter of one source."""
+    """The scores of one meter of one source."""
 
     family: str
     meter: str
@@ -144,7 +145,7 @@ class MemoryScore(NamedTuple):
 
 
 class ValidationReport(NamedTuple):
-    """Everything that `validate` found. `left` says how many rows could not be predicted, by family and reason."""
+    """The result of `validate`. `left` counts the rows that could not be predicted, by family and reason."""
 
     families: tuple[FamilyScore, ...]
     memory: tuple[MemoryScore, ...]
@@ -157,7 +158,7 @@ class ValidationReport(NamedTuple):
 
 
 def validation_report(rows: Iterable[MeasurementRow]) -> ValidationReport:
-    """Scores of all rows that can be predicted."""
+    """Returns the scores of all rows that can be predicted."""
     found, left = predict_rows(rows)
     families = tuple(_family_score(name, each) for name, each in sorted(found.items()))
     memory = tuple(_memory_scores(found))
@@ -178,7 +179,8 @@ def validation_report(rows: Iterable[MeasurementRow]) -> ValidationReport:
 
 
 def predict_rows(rows: Iterable[MeasurementRow]) -> tuple[dict[str, list[StepPrediction]], Counter[tuple[str, str]]]:
-    """Every row that can be predicted, by family, and how many cannot, by family and reason."""
+    """Returns the predictions of all rows by family, and the number of rows without a prediction by family and
+    reason."""
     found: dict[str, list[StepPrediction]] = defaultdict(list)
     left: Counter[tuple[str, str]] = Counter()
     for row in rows:
@@ -193,7 +195,7 @@ def predict_rows(rows: Iterable[MeasurementRow]) -> tuple[dict[str, list[StepPre
 
 
 def _core_rows(found: Sequence[StepPrediction]) -> list[StepPrediction]:
-    """Rows that count for errors. A table without the column counts whole."""
+    """Returns the rows that count for errors. In a table without the column `core` all rows count."""
     return [each for each in found if each.case.row.text("core") in ("1", "") and each.case.ran]
 
 
@@ -215,7 +217,8 @@ def _family_score(name: str, found: Sequence[StepPrediction]) -> FamilyScore:
 
 
 def relative_errors(signed: Sequence[float]) -> RelativeErrors:
-    """
+    """Returns the statistics of signed relative errors.
+
     >>> relative_errors([0.1, -0.2, 0.4])
     RelativeErrors(rows=3, median=0.2, ninetieth=0.36, signed=0.1)
     """
@@ -236,7 +239,7 @@ def _memory_scores(found: dict[str, list[StepPrediction]]) -> Iterable[MemorySco
 
 
 def _certain_predictions(found: Sequence[StepPrediction]) -> list[StepPrediction]:
-    """Timed rows that ran, without those whose source prints two outcomes for one plan."""
+    """Returns the predictions of timed rows that ran, without rows whose source has two results for one plan."""
     return [
         each
         for each in found
@@ -255,7 +258,7 @@ def _group_by(found: Sequence[StepPrediction], key: Callable[[StepPrediction], A
 
 
 def _comparable_groups(found: Sequence[StepPrediction]) -> list[list[StepPrediction]]:
-    """Different plans for one model, number of devices and batch."""
+    """Returns groups of different plans for the same model, number of devices and batch."""
     columns = ("model", "layers", "hidden", "seq", "gpu", "gpus", "global_batch", "prec_class")
     groups = _group_by(_certain_predictions(found), lambda each: tuple(each.case.row.text(name) for name in columns))
     return [group for group in groups if len({each.plan.name for each in group}) >= MIN_GROUP_PLANS]
@@ -271,13 +274,14 @@ def _ranking_regrets(found: Sequence[StepPrediction]) -> list[float]:
 
 
 def _planner_key(each: StepPrediction) -> tuple[bool, float]:
-    """How the planner ranks: what does not fit last; a plan that is not certain must be TIGHT_GAIN faster."""
+    """Returns the sort key with which the planner ranks: plans that do not fit are last, and an uncertain plan must be
+    faster by RISK_MARGIN."""
     doubts = (each.estimate.verdict == FitStatus.tight) + uses_unmeasured_link(each.case.job.cluster, each.plan.offload)
     return not each.fits, each.seconds * (1.0 + RISK_MARGIN) ** doubts
 
 
 def _rank_correlation(group: Sequence[StepPrediction]) -> float:
-    """Spearman's, without ties."""
+    """Returns Spearman's rank correlation, without handling of ties."""
     predicted, measured = (
         np.argsort(np.argsort(values))
         for values in zip(*((each.seconds, each.case.seconds) for each in group), strict=True)
@@ -286,7 +290,8 @@ def _rank_correlation(group: Sequence[StepPrediction]) -> float:
 
 
 def _scaling_errors(found: Sequence[StepPrediction]) -> list[float]:
-    """Of plans that differ in their data ranks alone: error of the ratio between the most and the fewest devices."""
+    """Returns the errors of the speed ratio between the largest and the smallest number of devices, for plans that
+    differ only in their data ranks."""
     columns = (
         "model",
         "layers",
@@ -324,14 +329,15 @@ def _measured_speed(one: StepPrediction) -> float:
 
 
 LARGE_MESSAGE_BYTES = 2**24
-"""Bytes from which a message counts as large."""
+"""Minimum bytes of a large message."""
 
 EQUIVALENT_DEVICES = {"n/s (A100-class NVLink node)": "a100-80gb"}
-"""Devices that a source does not name but describes."""
+"""Devices that a source describes but does not name."""
 
 
 def score_collectives(rows: Iterable[MeasurementRow]) -> dict[str, RelativeErrors]:
-    """By operation, place and size. Rows without a size, a time or a known device are left out."""
+    """Returns the errors by operation, number of nodes and size. Omits rows without a size, a time or a known
+    device."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         seconds, size = row.number("time_us"), row.number("payload_bytes")
@@ -344,7 +350,7 @@ def score_collectives(rows: Iterable[MeasurementRow]) -> dict[str, RelativeError
 
 
 def predict_collective(row: MeasurementRow, size: float) -> float | None:
-    """Seconds, or None where the row does not say on what."""
+    """Returns the predicted seconds, or None if the row does not state the hardware."""
     ranks, nodes = row.count("gpus"), row.count("nodes")
     found = catalog.find_entry(catalog.devices(), EQUIVALENT_DEVICES.get(row.text("gpu"), row.text("gpu")))
     if found is None or ranks % nodes or (nodes > 1 and not row.text("inter")):
@@ -368,7 +374,7 @@ def predict_collective(row: MeasurementRow, size: float) -> float | None:
 
 
 def link_text(text: str) -> str:
-    """The network as `@LINK` says it."""
+    """Returns the network in the notation of `@LINK`."""
     if "EFA" in text:
         return EFA_LINK if "v2" in text else "efa-p6"
     ports = re.search(r"(\d+)x(\d+)\s*Gb/s", text)

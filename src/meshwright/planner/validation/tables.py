@@ -1,7 +1,7 @@
 """Reads the published tables of the package, and users' tables with the same columns.
 
-`measurements.csv.gz` has training steps and memory as their sources printed them, each with its source.
-`collectives.csv.gz` has collectives by size. An empty cell is not stated by the source.
+`measurements.csv.gz` has the published times and memory of training steps, each with its source. `collectives.csv.gz`
+has collectives by size. If a cell is empty, the source does not state the value.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _TABLES_FOLDER = Path(__file__).parent / "tables"
 
 
 class MeasurementRow:
-    """One measurement, by column."""
+    """One row of a table, with access to its cells by column."""
 
     def __init__(self, cells: dict[str, str]) -> None:
         self.cells = cells
 
     def text(self, name: str) -> str:
-        """Returns a cell; empty when it is absent."""
+        """Returns a cell, or an empty text if it is absent."""
         return self.cells.get(name) or ""
 
     def number(self, name: str) -> float | None:
-        """None where the cell is empty or no number."""
+        """Returns a cell as a number, or None if it is empty or not a number."""
         try:
             return float(self.text(name))
         except ValueError:
@@ -44,7 +44,7 @@ class MeasurementRow:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Options of the command line that the notes quote: `flags {...}`."""
+        """Returns the options of the command line that the notes quote as `flags {...}`."""
         found = re.search(r"flags (\{.*?\})", self.text("notes"))
         try:
             given = json.loads(found[1]) if found else {}
@@ -58,7 +58,7 @@ class MeasurementRow:
 
 
 def read_measurements(path: Path | None = None) -> list[MeasurementRow]:
-    """Rows of `path`, or those that come with the package."""
+    """Returns the rows of `path`, by default those of the package."""
     return list(_read_rows(path or _TABLES_FOLDER / "measurements.csv.gz"))
 
 
