@@ -1,7 +1,8 @@
-"""Builds the application from the commands: the files of this package whose docstring begins with their command.
+"""Builds the application from its commands. A file of this package is a command if its docstring begins with the name
+of the command.
 
-A new command is one new file NAME.py with a function NAME. The first line of its docstring is: `meshwright NAME`, a
-colon, and what the overview of the commands says about it.
+A new command is one new file NAME.py with a function NAME. The first line of its docstring is `meshwright NAME`, a
+colon, and the description for the overview of commands.
 
 Guarantees: no command is imported before it runs.
 """
@@ -26,13 +27,13 @@ FIRST_LINE = re.compile(r'"""`meshwright (?P<name>[a-z]+)`: (?P<line>.+?)\.?("""
 
 
 def command_lines() -> dict[str, str]:
-    """Returns the line of the overview about each command, in alphabetical order."""
+    """Returns the overview line of each command, in alphabetical order."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return {file.stem: line for file in files if (line := _command_line(file)) is not None}
 
 
 def _command_line(file: Path) -> str | None:
-    """Returns the line of the overview about the command in `file`, or None if it contains none."""
+    """Returns the overview line of the command in `file`, or None if the file is not a command."""
     with file.open(encoding="utf-8") as text:
         found = FIRST_LINE.match(text.readline().rstrip())
     return found["line"] if found is not None and found["name"] == file.stem else None

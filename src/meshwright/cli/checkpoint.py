@@ -232,8 +232,8 @@ def run_extra_files(one: Path) -> dict[str, bytes]:
 
 
 def run_template(one: Path) -> HfTemplate | None:
-    """Returns what the run folder around a checkpoint records of its model: the sizes of a reference model, or the
-    source folder."""
+    """Returns the model that the run folder around a checkpoint records: the sizes of a reference model, or the source
+    folder."""
     from meshwright.checkpoint.hf_extra_files import HfTemplate, hf_template
     from meshwright.core.codec import parse_text, read_text_file
 

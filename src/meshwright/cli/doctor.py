@@ -120,8 +120,8 @@ def torch_facts() -> dict[str, Any]:
 
 
 def measure_all_reduce(backends: list[str]) -> dict[str, float]:
-    """Measures two ranks over gloo and loopback: the bus bandwidth of a 16 MiB all-reduce, and the seconds of a
-    4-byte one. Returns nothing if ranks cannot fork or connect."""
+    """Measures two ranks over gloo and loopback: the bus bandwidth of a 16 MiB all-reduce, and the seconds of a 4-byte
+    all-reduce. Returns nothing if ranks cannot fork or connect."""
     if "gloo" not in backends or not hasattr(os, "fork"):
         return {}
     with tempfile.TemporaryDirectory() as folder:

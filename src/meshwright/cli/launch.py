@@ -160,8 +160,8 @@ def launch(
 
 
 def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Callable[[JobSubmission, str, str], str]:
-    """Returns a function that makes the text of the file for `on` from a submission, the path of the job file, and
-    its text. Options are checked here, before the plan search."""
+    """Returns a function that generates the launch file for `on`. Its arguments are a submission, the path of the job
+    file, and the text of the job file. The options are checked at once, before the plan search."""
     from meshwright.core.errors import InputError
     from meshwright.elastic.launch import kubernetes, slurm, torchrun
     from meshwright.elastic.launch.quoting import to_yaml
@@ -190,8 +190,8 @@ def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Calla
 def build_submission(
     file: JobFile, options: NodeOptions, language: str = "en", remark: Callable[[str], None] = lambda line: None
 ) -> JobSubmission:
-    """Builds the submission of a job. The plan is searched here and the model is built on the meta device, so that
-    nothing is queued that cannot run."""
+    """Builds the submission of a job. It searches the plan and builds the model on the meta device, so that no job is
+    queued that cannot run."""
     from meshwright.cli.launch_plan import build_launch, build_model_source, choose_plan, run_folder_of
     from meshwright.elastic.launch.submission import JobSubmission, NodeRequest, network_settings, node_sets
     from meshwright.planner.inputs.job import resolve_cluster
@@ -218,8 +218,8 @@ def build_submission(
 def check_model_builds(file: JobFile, source: ModelSource, remark: Callable[[str], None]) -> None:
     """Builds the model on the meta device, with one block of it if the sizes give the number of blocks.
 
-    Raises: InputError if the ranks could not build it either. Without torch on this machine a remark says that nothing
-    was checked.
+    Raises: InputError if the model cannot be built. Without torch on this machine, `remark` receives a note that
+    nothing was checked.
     """
     if find_spec("torch") is None:
         remark(Message("torch is not installed here: whether the ranks can build the model was not checked"))

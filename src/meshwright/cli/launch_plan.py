@@ -74,7 +74,7 @@ def build_model_source(file: JobFile) -> ModelSource:
 
 
 def run_folder_of(file: JobFile, source: ModelSource) -> Path:
-    """Returns the run folder: the one that the job names, else runs/ and the name of the model."""
+    """Returns the run folder of the job. Its default is runs/ followed by the name of the model."""
     return Path(
         file.run.folder or "runs/" + (re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.") or "model")
     ).expanduser()
@@ -131,8 +131,8 @@ def choose_plan(
 
 
 def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan | None:
-    """Returns the plan that the user gave. Without a bucket size it takes the bucket size of the run, if the plan is
-    the run's, or of the search."""
+    """Returns the plan that the user gave. If this plan has no bucket size, it gets that of the plan of the run folder
+    if both plans are otherwise equal. If not, it gets the bucket size of the search."""
     from meshwright.planner.cost.overlap import with_chosen_bucket
 
     plan = file.given_plan()
@@ -153,7 +153,8 @@ def _memory_warnings(estimate: Estimate) -> list[Message]:
 
 
 def _warn_slow_group(question: Job, step: float) -> list[Message]:
-    """Warns if a plan without a slow group of ranks would be faster. Started ranks always take part."""
+    """Returns a warning if a plan without a slow group of ranks would be faster. Ranks that have been started are
+    always used."""
     from meshwright.planner.search.heterogeneous import heterogeneous_plans
 
     score, plan = next(iter(heterogeneous_plans(question, 1)), (step, None))
@@ -220,7 +221,7 @@ def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
 
 
 def _scale_to_world(question: Job, world: int) -> Job:
-    """Returns the job with as many copies of the machine as `world` ranks need."""
+    """Returns the job with as many nodes like this machine as `world` ranks need."""
     from meshwright.core.errors import InputError
 
     cluster = question.cluster
@@ -241,8 +242,8 @@ def _scale_to_world(question: Job, world: int) -> Job:
 
 
 def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> PlanChoice:
-    """Returns the plan of a model that only a real run can size. The user must give a plan; the default is data
-    parallel."""
+    """Returns the plan of a model that cannot be estimated. The user must give a plan; the default is data
+    parallelism."""
     from meshwright.core.errors import InputError
     from meshwright.planner.inputs.job import resolve_cluster
     from meshwright.spec.plan import Plan
@@ -304,9 +305,9 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
     """Returns a warning if the swap files of the plan's ranks may not fit in the `free` bytes of `folder`; else an
     empty string.
 
-    The warning names the offload fractions that would fit, or, for activations, how many of the model's `blocks` of
-    each stage. The plan is not rejected: ranks with less than the peak need less, and the first step reports what is
-    missing.
+    The warning names the offload fractions that would fit. For activations it names the number of blocks of each stage,
+    of the model's `blocks`. The plan is not rejected: ranks below the peak need less, and the first step reports
+    missing disk space.
     """
     from meshwright.core.units import show_bytes
     from meshwright.spec.enums import ACTIVATION_OFFLOADS, DISK_OFFLOADS
@@ -365,7 +366,8 @@ def cluster_mismatches(question: Job) -> list[str]:
 def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> str:
     """Writes the specs of a run to its folder, each atomically. Returns the note to print.
 
-    More steps than the run began with are the same job: the effects of the extension are reported and recorded.
+    A launch with more steps than the run began with is the same job. The effects of the extension are reported and
+    recorded.
 
     Raises: InputError if the folder belongs to another job.
     """

@@ -1,19 +1,19 @@
-"""Decides the role of this node in a run on several machines: it leads, or it serves the leader.
+"""Decides the role of this node in a training run on several machines: it leads, or it serves the leader.
 
 Each node is started once, by any process launcher. `meshwright train` is a node, not a rank, if MESHWRIGHT_NODE is 1.
 It is also a node if the number of started processes is the number of nodes, and the nodes have several devices each.
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or Slurm's variables) give the number of the node and the address of the
-first one.
+first node.
 
 The leader owns the lease of the run folder (train/run_lock.py). The kernel or the file server frees the lease when its
 owner dies, so that there are never two leaders. The leader writes its number and address to RUN/leader. The file is
 removed when the run ends, with or without an error; it remains if its writer is killed.
 
-A node that has lost its leader, and with it its ranks,
+The ranks of a node end when the node loses its leader. The node then does the first of the following that applies.
 
-1. ends if RUN/leader does not exist, or if the run must not recover (`run.retries` 0); 2. leads if the lease is free
-and its turn has come: `TURN_SECONDS` for each other node of a lower number; 3. else joins the current leader, the
-former one or a new one, until `JOIN_SECONDS` are over.
+1. It ends if RUN/leader does not exist, or if the run must not recover (`run.retries` 0).
+2. It leads if the lease is free and its turn has come: `TURN_SECONDS` for each other node with a lower number.
+3. It joins the current leader, which may be the former one or a new one, until `JOIN_SECONDS` are over.
 
 A restarted first node joins another leader if there is one. If it leads again, nodes that have lost their leader join
 it, and it waits for the others as long as for a lost node. A new leader starts from the newest checkpoint on disk, with
@@ -105,8 +105,8 @@ def has_other_leader(place: NodeRole, folder: Path) -> bool:
 
 
 def has_lost_election(place: NodeRole, folder: Path) -> bool:
-    """Returns whether another node owns the lease, after this node was refused it. Reads the lease itself, because
-    its owner may need long until it writes RUN/leader."""
+    """Returns whether another node owns the lease, after this node could not acquire it. Reads the lease itself,
+    because its owner may write RUN/leader much later."""
     from meshwright.train.run_lock import is_locked, locking_node
 
     end = time.monotonic() + TURN_SECONDS  # the owner writes its number shortly after it takes the lease

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PROBE_MODULE = "meshwright.train.probe_main"
 RANK_TIMEOUT_SECONDS = 45.0
-"""Seconds after which a rank that others wait for counts as lost. No measurement takes as long."""
+"""Seconds after which a rank for which other ranks wait counts as lost. Every measurement takes less time."""
 
 INTERRUPTED_TEXT = Message("before all was measured")
 

@@ -70,8 +70,8 @@ class Replanner:
         return lower_memory_hint(self.chosen(now.world)[0], now)
 
     def predict(self, name: str, world: int) -> tuple[float, float]:
-        """Returns the seconds of a step under the plan `name`, and of one on `world` ranks. If there is no estimate,
-        the time is divided by the number of ranks."""
+        """Returns the seconds of a step under the plan `name`, and of a step on `world` ranks. Without an estimate, the
+        time is assumed to be inversely proportional to the number of ranks."""
         from meshwright.planner.cost.step import estimate
         from meshwright.spec.plan import parse_plan
 

@@ -118,7 +118,7 @@ def train(
 
 
 def _run_node(node: NodeRole, job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole) -> Path:
-    """Runs this node. The first node leads unless another one does; a follower leads when its turn comes
+    """Runs this node. The first node leads unless another node already leads; a follower leads when its turn comes
     (node_role.py). Ends the process of a node that has not led."""
     from meshwright.cli.launch_plan import build_model_source, read_job_file, run_folder_of
     from meshwright.cli.node_role import LeaderAddress, has_lost_election, has_other_leader, read_leader, serve_leader
@@ -219,7 +219,8 @@ def _supervise(
 
 
 def _remove_partial_saves(folder: Path) -> None:
-    """Removes the partial save that a second stop request left. The next save removes what cannot be removed now."""
+    """Removes the partial save that a second stop request left. Files that cannot be removed now are removed by the
+    next save."""
     from meshwright.core.storage import remove_leftovers
 
     with suppress(OSError):

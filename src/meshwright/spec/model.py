@@ -1,11 +1,11 @@
-"""Describes a model for the planner: layers in forward order, their parameters, work and saved activations.
+"""Describes a model for the planner: its layers in forward order, with their parameters, FLOPs and saved activations.
 
-A `ModelSpec` is filled from sizes, from a Hugging Face configuration or from a live module; afterwards the model is not
-needed. Values are per token, so that batch, sequence and every degree of parallelism scale them. They are elements, not
-bytes, where the precision determines the bytes.
+A `ModelSpec` is made from sizes, from a Hugging Face configuration or from an nn.Module. The planner does not need the
+model itself. Values are per token and scale with batch, sequence and parallel degrees. If the precision determines the
+bytes, values are in elements.
 
-A `TpRule` is the user's hint for a model whose layers could not be analysed: which layers of a block tensor ranks
-shard.
+A `TpRule` is a hint of the user for a model whose layers could not be analysed. It names the layers of a block that
+tensor parallelism shards.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from meshwright.core.codec import StrictModel, TranslatableText
 
 
 class ParameterSpec(StrictModel):
-    """One tensor. `split` is the dimension that tensor parallelism shards (None: every tensor rank has all of it).
-
-    The local size along `split` is ceil(size / tp), as in an uneven vocabulary. Sizes that must be divisible are in
-    `ModelSpec.divisible`.
+    """One parameter tensor. `split` is the dimension that tensor parallelism shards; None means that every tensor rank
+    has the full tensor. The local size along `split` is ceil(size / tp), so that a vocabulary may be uneven. Sizes that
+    must be divisible are in `ModelSpec.divisible`.
     """
 
     name: str
@@ -49,11 +48,12 @@ class ParameterSpec(StrictModel):
         return math.prod(self.shape)
 
     def overlaps(self, tp: int) -> bool:
-        """Returns whether some of `tp` tensor ranks use the same part. Then every rank has the full tensor."""
+        """Returns whether several of `tp` tensor ranks use the same part of the tensor. Every rank then has the full
+        tensor."""
         return any(0 < way < tp for way in self.ways)
 
     def local_numel(self, tp: int) -> int:
-        """Returns the elements on the tensor rank with the most, of `tp` ranks.
+        """Returns the number of elements on the rank with the most elements, with `tp` tensor ranks.
 
         >>> keys = ParameterSpec(name="k", shape=(256, 1024), split=0, ways=(2,))
         >>> [(keys.local_numel(tp), keys.used_numel(tp)) for tp in (2, 4)]
@@ -62,7 +62,7 @@ class ParameterSpec(StrictModel):
         return self.numel if self.overlaps(tp) else self.used_numel(tp)
 
     def used_numel(self, tp: int) -> int:
-        """Returns the elements that the busiest of `tp` tensor ranks computes with."""
+        """Returns the number of elements that a tensor rank computes with, for the rank with the most of `tp` ranks."""
         if self.split is None:
             return self.numel
         size = self.shape[self.split]
@@ -75,9 +75,9 @@ class ParameterSpec(StrictModel):
 class SavedActivations(StrictModel):
     """The activations that a layer saves for backward, per token.
 
-    Fields `derived_*` are the part that is recomputable from the rest by cheap operations, minus what must be saved for
-    that. Fields `fused_*` are the part that a compiled block does not save, because no matrix product or attention
-    reads it.
+    The fields `derived_*` are the part that cheap operations can recompute from other saved tensors, minus what must be
+    saved for the recompute. The fields `fused_*` are the part that a compiled block does not save, because no matrix
+    product or attention reads it.
     """
 
     saved_split: float = Field(
@@ -123,7 +123,8 @@ class SavedActivations(StrictModel):
 
 
 class LayerSpec(SavedActivations):
-    """A run of `repeat` equal layers: the unit of pipeline cuts, recompute and ZeRO-3 all-gathers."""
+    """`repeat` consecutive equal layers. Pipeline stages, recompute and ZeRO-3 all-gathers divide a model between
+    layers."""
 
     name: str = Field(description="'embedding', 'block', 'norm', 'head', ...: the role; blocks are what pipelines cut")
     repeat: int = Field(default=1, ge=1)
@@ -154,17 +155,18 @@ class LayerSpec(SavedActivations):
 
     @property
     def key_value_heads(self) -> int:
-        """The number of tensor ranks above which some have the same keys and values; 0 means the number of heads."""
+        """The number of tensor ranks above which several ranks have the same keys and values; 0 means the number of
+        heads."""
         return min((way for parameter in self.parameters for way in parameter.ways if way), default=0)
 
     @property
     def numel(self) -> int:
-        """Parameters of one of the `repeat` layers. A tied weight counts where it is first used."""
+        """The parameters of one of the `repeat` layers. A tied weight counts in the layer that uses it first."""
         return sum(parameter.numel for parameter in self.parameters)
 
 
 class ModelSpec(StrictModel):
-    """A model as the planner sees it."""
+    """The description of a model that the planner uses."""
 
     name: str
     layers: tuple[LayerSpec, ...]
@@ -197,13 +199,13 @@ class ModelSpec(StrictModel):
 
     @property
     def shared_vocabulary(self) -> int:
-        """The size of the vocabulary if tensor ranks shard it; 0 if every rank has all of it."""
+        """The size of the vocabulary if tensor ranks shard it; 0 if every rank has the full vocabulary."""
         tables = (each for layer in self.layers if layer.name in ("embedding", "head") for each in layer.parameters)
         return self.vocabulary if any(each.split is not None for each in tables) else 0
 
     @property
     def experts(self) -> int:
-        """The number of experts of a layer, which ep must divide; 0 in a dense model."""
+        """The number of experts of a layer; 0 in a dense model. ep must divide this number."""
         return max((parameter.experts for layer in self.layers for parameter in layer.parameters), default=0)
 
     def trained(self, tp: int = 1) -> float:
@@ -219,7 +221,7 @@ class ModelSpec(StrictModel):
 
     @property
     def parameters(self) -> int:
-        """Parameters of the full model. Tied weights count once."""
+        """The number of parameters of the full model. Tied weights count once."""
         return sum(layer.repeat * layer.numel for layer in self.layers if layer.tied is None) + sum(
             layer.numel - layer.parameters[0].numel for layer in self.layers if layer.tied is not None
         )

@@ -1,4 +1,4 @@
-"""Checks the fields of a plan against each other. A plan runs these checks on construction."""
+"""Checks the fields of a plan against each other. `Plan` runs these checks on construction."""
 
 from __future__ import annotations
 

@@ -13,15 +13,16 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 ProofMode = Annotated[int, Field(ge=1)] | Literal["auto", "start", "never"]
-"""`start`: before the first update and on a sparse schedule after it. `auto`: the same if that is cheap. A number:
-also every so many steps."""
+"""When proofs run. `start`: before the first update, and on a sparse schedule after it. `auto`: like `start`, if a
+proof is cheap. A number n: also every n steps."""
 
 CHEAP_PROOF_SECONDS, CHEAP_PROOF_FRACTION, CHEAP_PROOF_STEPS = 5.0, 0.01, 1000
-"""A proof is cheap if it takes less than this many seconds, or less than this fraction of this many steps."""
+"""A proof is cheap if it takes at most CHEAP_PROOF_SECONDS, or at most CHEAP_PROOF_FRACTION of the time of
+CHEAP_PROOF_STEPS steps."""
 
 
 def is_proof_cheap(seconds: float, step: float) -> bool:
-    """Returns whether `auto` runs a proof of `seconds` in a run whose steps take `step` seconds.
+    """Returns whether a proof of `seconds` seconds is cheap in a training run whose steps take `step` seconds.
 
     >>> is_proof_cheap(4.0, 0.01), is_proof_cheap(60.0, 10.0), is_proof_cheap(60.0, 1.0)
     (True, True, False)
@@ -30,7 +31,7 @@ def is_proof_cheap(seconds: float, step: float) -> bool:
 
 
 class ProofCost(StrictModel):
-    """The planner's estimate of a proof; all 0 without an estimate."""
+    """The planner's estimate of a proof. All values are 0 without an estimate."""
 
     seconds: float = 0.0
     step: float = Field(default=0.0, description="seconds of a training step")
@@ -38,8 +39,8 @@ class ProofCost(StrictModel):
 
 
 class ProofResult(StrictModel):
-    """The result of a proof. A difference is the norm of the difference over the norm of one device's value. `first`
-    names the module where the differences begin."""
+    """The result of a proof. A relative difference is the norm of the difference divided by the norm of the value on
+    one device. `first` names the first module that differs."""
 
     plan: str
     precision: str
@@ -64,7 +65,7 @@ class ProofResult(StrictModel):
 
     @property
     def line(self) -> str:
-        """The differences, in one line."""
+        """The differences as one line."""
         loss_limit, gradient_limit = self.tolerance
         said = [f"loss by {self.loss:.2g}"] if not self.loss <= loss_limit else []
         if not self.gradient <= gradient_limit:
@@ -81,21 +82,20 @@ class ProofResult(StrictModel):
 
 
 class RecordedProof(NamedTuple):
-    """A proof as a run records it, in one line of JSON. A resumed run needs no further proof.
-
-    `sizes`: the smallest and largest sizes of batches that proofs of this run have had, by their keys and dimensions.
+    """A proof as a training run records it, in one line of JSON. A resumed run reads it and needs no further proof.
+    `sizes` is the smallest and largest batch sizes of all proofs of the run, by key and dimension.
     """
 
     result: ProofResult
     sizes: dict[str, tuple[tuple[int, int], ...]]
 
     def to_json(self) -> str:
-        """Returns the line: the fields of the result, then `sizes`."""
+        """Returns one line with the fields of the result and `sizes`."""
         return json.dumps(self.result.model_dump() | {"sizes": self.sizes}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str) -> RecordedProof:
-        """Reads a line. Raises ValueError if it is damaged."""
+        """Parses a line. Raises ValueError if it is corrupt."""
         data = json.loads(line)
         sizes = data.pop("sizes", {}) if isinstance(data, dict) else {}
         known = TypeAdapter(dict[str, tuple[tuple[int, int], ...]]).validate_json(json.dumps(sizes))

@@ -1,19 +1,19 @@
-"""Models the traffic of data-parallel ranks: gradient reductions during backward, weight gathers, and their exposed
-time.
+"""Models data-parallel communication: gradient reductions during backward, weight gathers, and their exposed time.
 
 The overlap follows the order of the runtime:
 
     ZeRO 0  All-reduce of each bucket during the backward of the last micro-batch.
     ZeRO 1  Reduce-scatter during the same backward; then all-reduce over the replicas; then, after the update, an
             exposed all-gather of the weights.
-    ZeRO 2  Reduce-scatter during every backward; the rest as ZeRO 1.
-    ZeRO 3  All-gather before use, in forward and backward, one block ahead. Ranks of one host synchronise and move
-            nothing. Reduce-scatter during every backward; replicas as above.
+    ZeRO 2  Reduce-scatter during every backward; otherwise as ZeRO 1. ZeRO 3  All-gather in forward and backward,
+    prefetched by one block. Ranks of one host only synchronise and move no data. Reduce-scatter during every backward;
+    all-reduce over the replicas as ZeRO 1.
 
-On a CPU communication uses the same cores as compute, so nothing is hidden. On other devices communication C overlapped
-with compute K adds max(C - K, 0) and slows both (Galvatron's two-stream form). The last bucket has no compute to
-overlap with. Experts that only some ranks hold are reduced among the data ranks that hold the same ones. Volumes:
-Rajbhandari et al., ZeRO, section 7: 2 S a step below ZeRO 3, 3 S with it.
+On a CPU, communication uses the same cores as compute, so nothing overlaps. On other devices, communication of C
+seconds that overlaps with compute of K seconds adds max(C - K, 0), and each slows the other (Galvatron's two-stream
+model). The last bucket has no compute to overlap with. Expert gradients are reduced among the data ranks that have the
+same experts. With S bytes of gradients, the volume per step is 2 S below ZeRO 3 and 3 S at ZeRO 3 (Rajbhandari et al.,
+ZeRO, section 7).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 
 
 class DpTraffic(NamedTuple):
-    """Stores exposed seconds over AXES, for each micro-batch and once a step; and the seconds overlapped with the
+    """Exposed seconds over GRID_AXES, for each micro-batch and once per step, and the seconds that overlap with the
     forward and the backward of a micro-batch."""
 
     each: Array
@@ -44,8 +44,8 @@ class DpTraffic(NamedTuple):
 
 
 class ReductionVolume(NamedTuple):
-    """Stores the flat buffers that one pair of groups reduces, over AXES: bytes, units, bytes without prefetch, and
-    bytes of the last unit."""
+    """The flat buffers that one shard group and one replica group reduce, over GRID_AXES: bytes, number of parameter
+    groups, bytes without prefetch, and bytes of the last group."""
 
     whole: Array
     units: Array
@@ -59,8 +59,8 @@ class ReductionVolume(NamedTuple):
 def dp_group_rates(
     setting: CostContext, box: PlanGrid, wire: CompressionRatio = UNCOMPRESSED
 ) -> tuple[CollectiveRates, CollectiveRates]:
-    """Returns the rates of the shard group and the replica group of each z, over AXES. Context ranks outside the shard
-    group are replicas."""
+    """Returns the rates of the shard group and the replica group for each choice along z, over GRID_AXES. Context ranks
+    outside the shard group are replicas."""
     inner, holders = box.strides["dp"], [shards.holders for shards in box.shards]
     replicas, separate = [shards.replicas for shards in box.shards], [inner * count for count in holders]
     return _rates_by_choice(setting, holders, [inner] * len(holders), wire), _rates_by_choice(
@@ -71,8 +71,8 @@ def dp_group_rates(
 def expert_group_rates(
     setting: CostContext, box: PlanGrid, wire: CompressionRatio = UNCOMPRESSED
 ) -> tuple[CollectiveRates, CollectiveRates]:
-    """Returns the same for experts: the rest of the shard group and its tensor ranks where each expert has separate
-    ranks."""
+    """Returns the rates of the shard group and the replica group for experts. If experts are distributed over ranks,
+    the shard group of an expert has fewer data ranks."""
     inner, separate = expert_stride(box) * box.layout.ep, box.layout.ep * box.layout.expert_tp
     replicas = [
         shards.replicas if shards.zero else max(shards.replicas * box.tp // separate, 1) for shards in box.shards
@@ -93,8 +93,8 @@ def _rates_by_choice(
 
 
 def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward: Array, backward: Array) -> DpTraffic:
-    """Returns the data-parallel traffic. `forward` and `backward` are the seconds of one micro-batch on each kind of
-    rank, which communication can overlap with."""
+    """Returns the data-parallel communication. `forward` and `backward` are the seconds of one micro-batch on each rank
+    class, with which communication can overlap."""
     practice, zero, local = setting.practice, box.zero, setting.job.workload.local
     if setting.on_host:
         forward, backward = forward * 0.0, backward * 0.0
@@ -105,7 +105,7 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
         each.replicate.reduce(each.whole * sent / each.shard.ranks, each.units) for each in volumes
     )
     if local is not None:
-        over_replicas = over_replicas / local.steps  # once in so many steps, overlapped with nothing
+        over_replicas = over_replicas / local.steps  # once in `steps` steps, without overlap
     share, fetched_separately = _unshard_seconds(setting, box, volumes, scatter)
     ahead = share - fetched_separately
     at_three = fetched_separately * 2.0 + overlapped(ahead, forward) + overlapped(ahead + scatter, backward)
@@ -134,9 +134,10 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
 
 
 def reduction_volumes(setting: CostContext, box: PlanGrid, states: StateSizes) -> list[ReductionVolume]:
-    """Returns the flat buffers that are reduced: those of dense weights, then those of experts with separate ranks."""
+    """Returns the flat buffers that are reduced: first those of dense weights, then those of experts with separate
+    ranks."""
     size = setting.recipe.size
-    dense = size * box.weight  # of uneven shards the largest determines the time
+    dense = size * box.weight  # the largest of uneven shards determines the time
     coded = dp_group_rates(setting, box, setting.wire)
     plain = coded if setting.wire == UNCOMPRESSED else dp_group_rates(setting, box)
     volumes = [
@@ -151,14 +152,14 @@ def reduction_volumes(setting: CostContext, box: PlanGrid, states: StateSizes) -
 
 
 def _sent_fraction(setting: CostContext) -> float:
-    """Returns the bytes of a reduced gradient over those of a weight."""
+    """Returns the bytes of a gradient element in a reduction, divided by those of a weight."""
     return (setting.practice.reduced or setting.recipe.gradient_size) / setting.recipe.size
 
 
 def _unshard_seconds(
     setting: CostContext, box: PlanGrid, volumes: Sequence[ReductionVolume], scatter: Array
 ) -> tuple[Array, Array]:
-    """Returns the seconds to gather all weights, and those of this that no prefetch hides. `scatter`: the seconds of a
+    """Returns the seconds to gather all weights, and the part of them without prefetch. `scatter` is the seconds of a
     reduce-scatter of all gradients."""
     once = shared_on_host(setting, box) if setting.shares_memory else 0.0
     moved = [each._replace(whole=each.whole * (1 - once), lone=each.lone * (1 - once)) for each in volumes]
@@ -179,8 +180,8 @@ def _shared_unshard_seconds(once: Array | float, units: Array) -> Array:
 
 
 def replicated_kv_reduce_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:
-    """Returns the seconds in which tensor ranks sum the gradients of replicated keys and values, once a step, each rank
-    its shard; `layers` (r, o, entry)."""
+    """Returns the seconds once per step in which tensor ranks sum the gradients of replicated keys and values. Each
+    rank sums its shard. `layers` is the layers (r, o, entry)."""
     whole = [
         sum(each.numel for each in entry.own if each.overlaps(box.tp) and not each.frozen) for entry in setting.entries
     ]
@@ -195,8 +196,8 @@ def replicated_kv_reduce_seconds(setting: CostContext, box: PlanGrid, layers: Ar
 
 
 def fixed_point_seconds(setting: CostContext, states: StateSizes) -> Array:
-    """Returns the seconds to convert the gradients of a micro-batch to integers where sums are exact: two reads, one
-    write, and one addition."""
+    """Returns the seconds to convert the gradients of a micro-batch to integers for exact sums: two reads, one write,
+    and one addition."""
     if not setting.recipe.exact:
         return 0.0 * states.numel
     moved = 2 * setting.recipe.size + 4 * setting.gradient
@@ -206,8 +207,8 @@ def fixed_point_seconds(setting: CostContext, states: StateSizes) -> Array:
 
 
 def update_seconds(setting: CostContext, box: PlanGrid, states: StateSizes) -> Array:
-    """Returns the seconds of the optimizer on each kind of rank. It reads and writes main weights and states, reads
-    gradients, and writes weights."""
+    """Returns the seconds of the optimizer update on each rank class. The update reads and writes main weights and
+    states, reads gradients, and writes weights."""
     recipe = setting.recipe
     master = recipe.state_size + optimizer_state_bytes(setting)
     moved = constants.OPTIMIZER_STATE_PASSES * (master + recipe.gradient_size) + (recipe.size if recipe.master else 0)

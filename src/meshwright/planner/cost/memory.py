@@ -1,15 +1,14 @@
-"""Computes the bytes on each kind of pipeline rank, by kind of memory.
+"""Computes the bytes on each class of pipeline ranks, by kind of memory.
 
-    parameters   flat weights in the compute dtype: full, at ZeRO 3 a shard
-    gradients    the same length: full, from ZeRO 2 on a shard
-    optimizer    main weights and states: full, from ZeRO 1 on a shard
-    activations  saved activations of all micro-batches in flight, plus the transient peak of a backward
-    host         the offloaded part of these; two layers of it are resident on the device
-    buffers      full gradients before their reduction to shards (ZeRO 2, 3), gathered weights (ZeRO 3), and the float32
+    parameters   flat weights in the compute dtype: full; at ZeRO 3 a shard gradients    flat gradients of the same
+    length: full; from ZeRO 2 on a shard optimizer    main weights and states: full; from ZeRO 1 on a shard activations
+    saved activations of all micro-batches in flight, plus the transient peak of a backward host         the offloaded
+    part of these kinds; two layers of offloaded activations are resident on the device buffers      full gradients
+    before their reduction to shards (ZeRO 2, 3), gathered weights (ZeRO 3), and the float32
                  gradient of an update
 
-Also computes the flat buffers of pipeline ranks for a whole plan grid at once: the number of units of each length, and
-the length of their shards.
+The module also computes the flat buffers of pipeline ranks for a whole plan grid at once: the number of parameter
+groups of each length, and the length of their shards.
 
 Sources: Rajbhandari et al., ZeRO, section 3; Korthikanti et al., arXiv 2205.05198, for activations under tensor and
 sequence parallelism.
@@ -48,12 +47,13 @@ from meshwright.spec.layout import ALIGN_NUMEL, resident_numel, shard_numel
 
 
 class StateSizes(NamedTuple):
-    """Stores the elements of the flat buffers of each kind of rank, over AXES. The fields are those of `StageBuckets`,
-    summed over all stages of a rank.
+    """The elements of the flat buffers of each rank class, over GRID_AXES. Fields of `StageBuckets` are summed over all
+    stages of a rank, or are their maximum, as in `RankBuckets`.
 
-    Experts with different data-parallel groups form separate units, one a layer: `experts` is their elements,
-    `expert_units` their number, `expert` the largest. `shard` is the local shard of a rank. `states_offloaded` and
-    `weights_offloaded` are its offloaded parts.
+    Experts with other data-parallel groups than the dense weights form separate parameter groups, one per layer.
+    `experts` is their elements, `expert_units` their number, and `expert` the largest of them. `shard` is the local
+    shard of a rank. `states_offloaded` and `weights_offloaded` are the elements of the shard whose states or weights
+    are offloaded.
     """
 
     numel: Array
@@ -77,7 +77,7 @@ class StateSizes(NamedTuple):
 
 
 class MemoryFootprint(NamedTuple):
-    """Stores bytes over AXES, kinds of ranks first: on the device by kind, offloaded to host memory, offloaded to
+    """Bytes over GRID_AXES, with rank classes first: on the device by kind, offloaded to host memory, and offloaded to
     files."""
 
     parameters: Array
@@ -97,7 +97,7 @@ class MemoryFootprint(NamedTuple):
 def memory_footprint(
     setting: CostContext, box: PlanGrid, states: StateSizes, alive: ActivationPeak, tokens: Array
 ) -> MemoryFootprint:
-    """Returns all bytes on each kind of rank."""
+    """Returns all bytes of each rank class."""
     where = offload_fractions(box)
     parameters, gradients, stored = persistent_bytes(setting, box, states)
     weights_offloaded_bytes, sums_offloaded_bytes, states_offloaded_bytes = offloaded_bytes(
@@ -129,7 +129,7 @@ def memory_footprint(
 
 
 def persistent_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) -> tuple[Array, Array, Array]:
-    """Returns the bytes of parameters, gradients and optimizer states of each kind of rank, offloaded ones included."""
+    """Returns the bytes of parameters, gradients and optimizer states of each rank class, including offloaded bytes."""
     recipe, zero = setting.recipe, box.zero
     whole, shard = states.numel + states.experts, states.shard
     parameters = np.where(zero == 3, shard, whole) * recipe.size
@@ -148,7 +148,8 @@ def persistent_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) ->
 def offloaded_bytes(
     setting: CostContext, box: PlanGrid, states: StateSizes, gradients: Array
 ) -> tuple[Array, Array, Array]:
-    """Returns the offloaded part of these bytes, on the host or in files, given the bytes of `gradients`."""
+    """Returns the offloaded bytes of parameters, gradients and optimizer states, in host memory or in files.
+    `gradients` is the bytes of gradients."""
     if not any(box.offload):
         return (broadcast_to_axis(0.0, ""),) * 3
     weights, sums, optimizer = (removed > 0 for removed in offload_fractions(box).offloaded)
@@ -161,8 +162,8 @@ def offloaded_bytes(
 
 
 def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) -> Array:
-    """Returns the bytes of the second copy of offloaded weights, on the host or in a file, next to their states.
-    Weights that are themselves the main weights, and resident weights, have none."""
+    """Returns the bytes of the second copy of offloaded weights, which is stored with their states, in host memory or
+    in a file. Resident weights and weights that are also the main weights have no second copy."""
     if setting.on_host or setting.recipe.master or not any(box.offload):
         return broadcast_to_axis(0.0, "")
     weights, _, optimizer = (removed > 0 for removed in offload_fractions(box).offloaded)
@@ -171,7 +172,7 @@ def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: Sta
 
 
 class TransientBuffers(NamedTuple):
-    """Stores the bytes of transient gradients and weights, over AXES: in the backward of the head, in other backwards,
+    """Bytes of transient gradients and weights, over GRID_AXES: in the backward of the head, in all other backwards,
     and in the update."""
 
     at_head: Array
@@ -182,10 +183,10 @@ class TransientBuffers(NamedTuple):
 def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, tokens: Array) -> TransientBuffers:
     """Returns the sizes of the transient buffers.
 
-    ZeRO 2 and 3 reduce each unit as soon as its gradient is complete. The last reductions of one backward finish during
-    the next backward, so with several micro-batches their buffers coexist with the peak of activations. Ranks of one
-    host reduce through permanent staging slots. ZeRO 3 holds the running layer and the prefetched one, unless the ranks
-    of a host share one copy.
+    ZeRO 2 and 3 reduce each parameter group as soon as its gradient is complete. The last reductions of one backward
+    finish during the next backward, so with several micro-batches their buffers exist during the peak of activations.
+    Ranks of one host reduce through permanent staging buffers. ZeRO 3 stores the full weights of the running layer and
+    of the prefetched layer, unless the ranks of a host share one copy.
     """
     size, head, where = setting.recipe.size, setting.head, offload_fractions(box)
     zero, shards = box.zero, broadcast_to_axis(box.holders, "z")
@@ -195,7 +196,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     wide = setting.recipe.gradient_size / size
     in_slots, borrowed = staging_buffers(setting, box, states)
     copies = np.where(shards > 1, constants.GLOO_REDUCE_BUFFERS if sent_whole else 1 - in_slots, 1)
-    pending = shard_fraction(box) * (shards > 1)  # the sum of a later micro-batch, before its addition
+    pending = shard_fraction(box) * (shards > 1)  # the sum of a later micro-batch before it is accumulated
     left = states.opening * before * (copies + pending * (again > 1)) * wide
     filling = np.maximum(states.filling, states.expert)
     waiting = np.maximum(left, states.closing * (copies + pending * (again > 0)) * wide) + filling * wide * (
@@ -223,7 +224,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     removed = there + where.parameters_files * (not setting.recipe.master)
     some = np.minimum(largest, constants.CHUNK_ELEMENTS) if setting.on_host else largest * (1.0 - there)
     at_once = some if updates_in_chunks(setting) else np.where(removed > 0, some, largest)
-    back = where.gradients * (1.0 - there) * largest * setting.gradient  # waiting sums of resident states
+    back = where.gradients * (1.0 - there) * largest * setting.gradient  # offloaded gradients of resident states
     master = (
         at_once * update_temp_bytes(setting)
         + back
@@ -236,7 +237,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
 
 
 def shared_on_host(setting: CostContext, box: PlanGrid) -> Array:
-    """Returns whether ranks of one host share one copy of the weights at ZeRO 3, 0 or 1 over AXES. Source:
+    """Returns where ranks of one host share one copy of the weights at ZeRO 3, as 0 or 1 over GRID_AXES. Source:
     runtime/zero/shared_weights.py."""
     where = offload_fractions(box)
     stay = where.parameters + where.parameters_files == 0
@@ -244,8 +245,8 @@ def shared_on_host(setting: CostContext, box: PlanGrid) -> Array:
 
 
 def staging_buffers(setting: CostContext, box: PlanGrid, states: StateSizes) -> tuple[Array, Array]:
-    """Returns whether gradients are written where other local ranks read them, 0 or 1 over AXES (z), and the elements
-    of the slots for it."""
+    """Returns where gradients are written to memory that other local ranks read, as 0 or 1 over GRID_AXES (z), and the
+    elements of these staging buffers."""
     in_slots = ((box.zero >= 2) & (broadcast_to_axis(box.holders, "z") > 1)) * (1.0 * setting.shares_memory)
     passes = broadcast_to_axis(box.counts, "b")
     dense = np.where(passes > 2, states.staged_often, np.where(passes > 1, states.staged_twice, states.staged_once))
@@ -255,7 +256,8 @@ def staging_buffers(setting: CostContext, box: PlanGrid, states: StateSizes) -> 
 
 def tied_vocab_numel(setting: CostContext, box: PlanGrid) -> float:
     """Returns the elements of a tied vocabulary on a rank that has both the embedding and the head. Its full gradient
-    waits, from the head's backward on, for the embedding's part. Ranks of a pipeline hold a copy each."""
+    is stored from the backward of the head until that of the embedding. With a pipeline the first and the last rank
+    have separate replicas."""
     return (
         float(sum(entry.aligned(box.cut) for entry in setting.entries if entry.own_bucket and not entry.copy))
         if box.pp == 1
@@ -264,7 +266,7 @@ def tied_vocab_numel(setting: CostContext, box: PlanGrid) -> float:
 
 
 def largest_shard_numel(box: PlanGrid, states: StateSizes) -> Array:
-    """Returns the elements of the largest unit that one rank updates."""
+    """Returns the elements of the largest parameter group that one rank updates."""
     return np.maximum(
         states.largest * np.where(box.zero >= 1, shard_fraction(box), 1),
         states.expert / broadcast_to_axis(box.expert_holders, "z"),
@@ -272,7 +274,7 @@ def largest_shard_numel(box: PlanGrid, states: StateSizes) -> Array:
 
 
 def p2p_message_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Returns the bytes of one hidden state in a message to the next pipeline rank, over (b, s); none without a
+    """Returns the bytes of one hidden state in a message to the next pipeline rank, over (b, s); 0 without a
     pipeline."""
     hidden = (
         max((entry.layer.output for entry in setting.entries if entry.is_block), default=0.0) * setting.recipe.size
@@ -283,8 +285,8 @@ def p2p_message_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Arr
 
 
 def reserved_bytes(setting: CostContext, allocated: Array) -> tuple[Array, Array]:
-    """Returns the bytes that the allocator and the driver reserve for `allocated` bytes: as estimated, and with a
-    safety margin."""
+    """Returns the bytes that the allocator and the driver reserve for `allocated` bytes: the expected value, and the
+    value with a safety margin."""
     if setting.on_host:
         return allocated + setting.device.context, allocated + setting.device.context
     return (
@@ -294,18 +296,20 @@ def reserved_bytes(setting: CostContext, allocated: Array) -> tuple[Array, Array
 
 
 def memory_limit(setting: CostContext) -> float:
-    """Returns the bytes that a rank can use on its device: the usable memory, or the budget of the user."""
+    """Returns the bytes that a rank may use on its device: the usable memory, or the budget of the user if it is
+    lower."""
     return min(physical_limit(setting), setting.job.cluster.budget or math.inf)
 
 
 def physical_limit(setting: CostContext) -> float:
-    """Returns the limit for the worst fragmentation, in bytes. A budget limits the expected memory, the device the
-    possible."""
+    """Returns the usable memory of a device in bytes. The bytes with the safety margin must not exceed it. A budget
+    limits only the expected bytes."""
     return setting.device.memory * constants.USABLE_MEMORY_FRACTION
 
 
 def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContents], layers: Array) -> StateSizes:
-    """Returns the flat buffers of each kind of rank: by buckets, at ZeRO 3 by layers. `layers` (r, o, entry)."""
+    """Returns the sizes of the flat buffers of each rank class, by buckets, or at ZeRO 3 by layers. `layers` is the
+    layers (r, o, entry)."""
     three = [shards.zero == 3 for shards in box.shards]
     expert_numel = _expert_numel(setting, box, layers)
     below = None if all(three) else _buffer_numel(box, ranks, max(-(-box.bucket // setting.recipe.size), 1))
@@ -322,8 +326,8 @@ def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContent
 
 
 def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | None) -> list[Array]:
-    """Returns elements over (r, o, z): those of a rank's runs, and the offloaded ones of these (`_runs`); then the
-    other fields over (r, o)."""
+    """Returns elements over (r, o, z, f): of the padded buffers, of the rank's shards, and of the shards with offloaded
+    states and with offloaded weights. The other fields of `StateSizes` over (r, o) follow."""
     found = [stored.flat(box.cut, bucket) for stored in ranks]
     width = max(len(each.lengths) for each in found)
     lengths, times = np.zeros((len(found), width), dtype=np.int64), []
@@ -344,8 +348,8 @@ def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | No
 
 
 def _shard_numel(box: PlanGrid, own: Array) -> tuple[Array, Array, Array]:
-    """Returns the elements of runs, and of these the elements with offloaded states and those with offloaded weights.
-    The last two have one more axis, the offload fractions that are priced together."""
+    """Returns the elements of shards, the elements with offloaded states, and those with offloaded weights. The last
+    two have an additional axis for the offload fractions whose costs are computed together."""
     shares = (
         np.rint(100 * np.asarray(share)).astype(np.int64).reshape(-1)
         for share in (box.offload_share, box.weights_share)
@@ -357,13 +361,14 @@ def _shard_numel(box: PlanGrid, own: Array) -> tuple[Array, Array, Array]:
 
 
 def _offloaded_numel(own: Array, share: Array) -> Array:
-    """Returns the approximate offloaded elements of shards whose final length is not known yet."""
+    """Returns the approximate number of offloaded elements of shards whose final length is not known yet."""
     return own - resident_numel(own, share) if own.dtype == np.int64 else own * share / 100
 
 
 def _expert_numel(setting: CostContext, box: PlanGrid, layers: Array) -> list[Array]:
-    """Returns the elements of experts that form separate units, on each kind of rank: in its runs, and the offloaded
-    ones of these; then the number of layers with experts, and the largest of them."""
+    """Returns the elements of experts that form separate parameter groups on each rank class: of the padded buffers, of
+    its shards, and of the shards with offloaded states and with offloaded weights. The number of layers with experts
+    and the largest of them follow."""
     if box.layout.ep == 1:
         return [broadcast_to_axis(0.0, "")] * 6
     each = np.array([entry.experts(box.cut) for entry in setting.entries])
@@ -381,6 +386,6 @@ def _expert_numel(setting: CostContext, box: PlanGrid, layers: Array) -> list[Ar
 
 
 def padded_numel(elements: Array, holders: Array) -> Array:
-    """Returns the length after padding to equal, aligned shards."""
+    """Returns the length after padding to equal, aligned shards of `holders` ranks."""
     line = ALIGN_NUMEL * holders
     return -(-elements // line) * line
