@@ -1,5 +1,5 @@
-"""One generation of ranks: they have one store prefix, start together and end together. Messages of older generations
-are ignored."""
+"""One generation of ranks. Its ranks share one prefix in the rendezvous store, start together and end together.
+Messages of older generations are ignored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshwright.elastic.writer_supervisor import WRITER_RANK
 STOPPED_EXIT_CODE = Interrupted.exit_code
 PROBE_RANK = -2
 """The pseudo-rank of the process that measures an excluded device."""
-KILL_SECONDS = 5.0  # seconds that killed ranks get to end
+KILL_SECONDS = 5.0  # seconds within which killed ranks must end
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RankJob:
     environment: Mapping[str, str] = field(default_factory=dict)
     plan: str = ""
     scribe: str = ""
-    """The `module:function` that writes a checkpoint concurrently with training."""
+    """The `module:function` of the process that writes a checkpoint concurrently with training."""
     slots: tuple[int, ...] = ()
     """The device id of each rank; empty when ranks take the devices in order (device_exclusion.py)."""
 
@@ -53,8 +53,8 @@ class RankJob:
 
 @dataclass
 class Attempt:
-    """The state of one generation. `living` maps each rank to its process and `failures` each failed rank to its exit.
-    `stopped` contains the ranks that ended on request."""
+    """The state of one generation. `living` maps each living rank to its process, and `failures` each failed rank to
+    its exit. `stopped` contains the ranks that ended after a stop request."""
 
     work: RankJob
     number: int
@@ -140,7 +140,7 @@ class Attempt:
             elif event["status"] != 0:
                 kills = (
                     event["kills"] if "kills" in event else oom_kill_count() - self.kills
-                )  # another node sends its own count
+                )  # a rank on another node: the node sends its own count
                 words, oom = event.get("words", ""), event.get("oom", False)
                 self.failures.setdefault(rank, RankExit(rank, now, event["status"], words=words, kills=kills, oom=oom))
 
@@ -150,8 +150,8 @@ class Attempt:
             agent.command("tell", rank, message=message)
 
     def end(self, agent: LocalAgent, other: Callable[[IpcMessage], None]) -> None:
-        """Kills the remaining ranks and waits until they have ended, so that none of them writes any more. `other` gets
-        the events of other processes."""
+        """Kills the remaining ranks and waits until they have ended, so that none of them writes any more. Passes
+        events of all other processes to `other`."""
         for rank in self.living:
             agent.command("signal", rank, signal=int(signal.SIGKILL))
         end = self.clock() + KILL_SECONDS
@@ -162,10 +162,10 @@ class Attempt:
                     self.living.pop(event["rank"], None)  # killed by the supervisor: not a failure
 
     def waited(self, until: float) -> float:
-        """Returns the seconds from the first failure to `until`; 0 without a failure."""
+        """Returns the seconds from the first failure to the time `until`; 0 without a failure."""
         return max((until - failure.at for failure in self.failures.values()), default=0.0)
 
     @property
     def guilty(self) -> bool:
-        """Whether a failure exists that no other failure explains."""
+        """Whether there is a failure that no other failure explains."""
         return any(not failure.innocent for failure in self.failures.values())

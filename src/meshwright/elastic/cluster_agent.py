@@ -1,16 +1,17 @@
-"""The agent of the leader in a multi-node run: it manages the ranks of its own machine and those of the connected nodes
+"""The agent of the leader in a multi-node run. It manages the ranks of its own machine and those of the connected nodes
 (node.py).
 
-`RefusalLog` reports connections that the node port refused. It writes at most one line per reason in
-REFUSAL_LOG_SECONDS.
+`RefusalLog` reports connections that the node port refused, with at most one line per reason in REFUSAL_LOG_SECONDS.
 
-`DeviceIds` numbers the devices of all machines. The devices of the first machine come first, then those of every node
-in order of first arrival.
+`DeviceIds` numbers the devices of all machines. The devices of the first machine come first. Those of every other node
+follow in the order in which the nodes first connected.
 
-Guarantees: A node that is lost and returns with the same name and device count gets the device ids that it had. Ranks
-are placed in order, on this machine first. A node whose connection ends, or that is silent for NODE_TIMEOUT_SECONDS,
-counts as lost together with its ranks. Each of these ranks is reported once, with the name of the node. A node may join
-or leave at any time, and `places` is the number of ranks that fit.
+Guarantees:
+- A node that is lost and returns with the same name and device count gets the device ids that it had.
+- Ranks are placed in order, on this machine first.
+- A node counts as lost, together with its ranks, when its connection ends or when it sends nothing for
+  NODE_TIMEOUT_SECONDS. Each of these ranks is reported once, with the name of the node.
+- A node may join or leave at any time. `places` is the number of ranks that fit.
 """
 
 from __future__ import annotations
@@ -40,12 +41,11 @@ from meshwright.elastic.snapshot_locations import SnapshotLocations, ranks_store
 from meshwright.elastic.snapshot_replication import ReplicationCoordinator
 
 REFUSAL_LOG_SECONDS = 60.0
-"""Seconds between two lines with the same reason."""
+"""Minimum seconds between two lines with the same reason."""
 
 
 class RefusalLog:
-    """Counts refused connections. It is called from any thread with the reason and the address, and `say` gets the
-    lines."""
+    """Counts refused connections. Any thread may call it, with the reason and the address. `say` receives the lines."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
@@ -81,7 +81,7 @@ class RefusalLog:
 
 
 class NodeDevices(Protocol):
-    """A node: its first device id, its number of devices, and whether it is leaving."""
+    """A node as `DeviceIds` sees it: its first device id, its number of devices, and whether it is leaving."""
 
     first: int
     devices: int
@@ -99,8 +99,8 @@ class DeviceIds:
         self._known: dict[int, tuple[str, int]] = {}
 
     def first_of(self, name: str, devices: int, taken: Iterable[int]) -> int:
-        """Returns the first device id of a node that has joined. `taken` contains the first ids of the nodes that are
-        connected."""
+        """Returns the first device id of a node that has joined. `taken` contains the first device ids of the connected
+        nodes."""
         there = set(taken)
         before = (first for first, known in self._known.items() if known == (name, devices) and first not in there)
         first = next(before, self.devices + sum(count for _, count in self._known.values()))
@@ -125,8 +125,8 @@ class DeviceIds:
     def seated(self, world: int, slots: Sequence[int], nodes: Sequence[NodeT]) -> list[tuple[NodeT | None, int]]:
         """Returns the machine (None for the first) and the local device of each of `world` new ranks.
 
-        `slots` contains the device ids of all ranks. If it is empty, ranks take all devices in order, without those of
-        nodes that are leaving. Ranks for which there is no device go to the first machine.
+        `slots` contains the device ids of all ranks. If it is empty, ranks take all devices in order, except those of
+        nodes that are leaving. Ranks without a device go to the first machine.
 
         >>> DeviceIds(2).seated(4, (), [])
         [(None, 0), (None, 1), (None, 2), (None, 3)]
@@ -157,8 +157,8 @@ MAX_HEARTBEATS_PER_SECOND = 800.0
 every TICK_SECONDS."""
 
 COALESCE_MIN_NODES, COALESCE_SECONDS = 100, 0.02
-"""Above this number of nodes there is always a node with a message. The leader then waits COALESCE_SECONDS and handles
-the messages of other nodes in the same round."""
+"""With more nodes than this, some node always has a message. The leader then waits COALESCE_SECONDS, to handle the
+messages of several nodes in the same round."""
 
 LEADER_KEEPALIVE_SECONDS = NODE_TIMEOUT_SECONDS / 5
 """Maximum seconds between two messages to each node."""
@@ -171,11 +171,11 @@ class _NodeConnection:
     devices: int
     heard: float
     first: int = -1
-    """Its first device id. Device ids are consecutive over all machines, and a node that returns gets the ids that it
+    """The first device id of the node. The ids of a node are consecutive. A node that returns gets the ids that it
     had."""
     lender: str = ""
     ranks: dict[int, int] = field(default_factory=dict)
-    """The living ranks of this node and the generation of each."""
+    """The living ranks of this node, with the generation of each."""
     leaving: bool = False
     is_lost: bool = False
 
@@ -242,8 +242,8 @@ class ClusterAgent(LocalAgent):
         return self._seats.all_of([node for node in self.nodes if not node.leaving])
 
     def _wake(self, message: IpcMessage, end: socket.socket | None = None) -> None:
-        """Queues a message and wakes the event loop. Threads call it: the listener with a new or refused node, and the
-        replicator."""
+        """Queues a message and wakes the event loop. It is called from threads: by the listener for a new or refused
+        node, and by the replicator."""
         self._came.put((end, message))
         self._waker.send(b"1")
 
@@ -265,7 +265,7 @@ class ClusterAgent(LocalAgent):
                 KeyError,
                 TypeError,
                 ValueError,
-            ):  # it has the token and is no node, such as a snapshot client
+            ):  # a client with the token that is not a node, e.g. a snapshot client
                 end.close()
                 continue
             node = _NodeConnection(name, self.outside.link(end, hello), devices, self.outside.clock())
@@ -295,9 +295,10 @@ class ClusterAgent(LocalAgent):
     # --- the interface of LocalAgent
 
     def command(self, do: str, rank: int, **more: Any) -> None:
-        """Sends a command to the fork server of the machine that runs the rank, or that owns the device to probe."""
+        """Sends a command to a fork server: that of the rank's machine, or that of the machine with the device to
+        probe."""
         node = self._node_of(rank)
-        if do == "start" and "slot" in more["payload"]:  # a probe of this device
+        if do == "start" and "slot" in more["payload"]:  # the command starts a probe of this device
             node = node_of_device(self.nodes, slot := more["payload"]["slot"])
             more["local"] = [slot - (node.first if node else 0), 1]
         if node is None:
@@ -357,13 +358,13 @@ class ClusterAgent(LocalAgent):
             self._tell(node, do="end", code=75, line=Message("this node left; the others go on"))
 
     def _file(self, key: str, rank: int) -> int | None:
-        with contextlib.suppress(KeyError, OSError):  # these ranks no longer exist
+        with contextlib.suppress(KeyError, OSError):  # a rank that no longer exists has no file
             return self._shared[key].lend(rank)
         return None
 
     def events(self, timeout: float) -> list[IpcMessage]:
-        """Returns the events of all machines, after waiting at most `timeout` seconds. Detects lost nodes and orders
-        snapshot replication."""
+        """Returns the events of all machines, after a wait of at most `timeout` seconds. Also detects lost nodes and
+        starts snapshot replication."""
         linger = COALESCE_SECONDS if len(self.nodes) > COALESCE_MIN_NODES else 0.0
         ready = self._ends.wait(timeout, linger, *(() if self.ended else (self.handle,)))
         events = [*super().events(0), *self._admit()]
@@ -384,7 +385,7 @@ class ClusterAgent(LocalAgent):
                 events.extend(self._hear(node, message))
             if ended:
                 events.extend(self._lose(node, Message("is gone")))
-        is_due = int(10 * now) != int(10 * before)  # ten times a second, however often nodes send messages
+        is_due = int(10 * now) != int(10 * before)  # at most ten times a second, however often nodes send messages
         for node in [node for node in self.nodes if now > node.heard + NODE_TIMEOUT_SECONDS] if is_due else ():
             events.extend(
                 self._lose(node, Message("has been silent for {seconds:.0f} s", seconds=NODE_TIMEOUT_SECONDS))
@@ -406,32 +407,32 @@ class ClusterAgent(LocalAgent):
             self._mirrors.heard(event)
             return []
         if event["event"] == "ready":
-            return []  # messages sent earlier are buffered in its pipe
+            return []  # the pipe buffers commands sent before it is ready
         if event["event"] == "node_leaving":
             node.leaving = True
         elif event["event"] == "started":
             event["pid"] = _remote_process_id(event["rank"])
         elif (
             event["event"] == "ended" and node.ranks.get(event["rank"]) == event["generation"]
-        ):  # otherwise a later generation already has this rank
+        ):  # not an exit of an earlier generation of this rank
             del node.ranks[event["rank"]]
         elif event["event"] == "pulse":
             self._signs |= {_remote_process_id(rank): ProcStats(*signs) for rank, *signs in event["signs"]}
         return [event | {"name": node.name}]
 
     def signs(self, process: int) -> ProcStats:
-        """Returns the process statistics of a rank. Negative ids denote processes of other machines."""
+        """Returns the process statistics of a rank. A negative id denotes a process on another machine."""
         return self._signs.get(process, ProcStats()) if process < 0 else super().signs(process)
 
     @property
     def is_blind(self) -> bool:
-        """Whether the messages of a node are overdue. Each node sends a message every NODE_KEEPALIVE_SECONDS at least.
-        The limit is below the smallest patience, so that no rank is blamed for a broken link."""
+        """Whether the messages of a node are overdue. Each node sends a message at least every NODE_KEEPALIVE_SECONDS.
+        The limit is below the smallest `patience` of hang detection, so that no rank is blamed for a broken link."""
         heard = self.outside.clock() - 1.5 * max(NODE_KEEPALIVE_SECONDS, len(self.nodes) / MAX_HEARTBEATS_PER_SECOND)
         return any(node.heard < heard for node in self.nodes)
 
     def again(self) -> None:
-        """Replaces the fork servers of all machines."""
+        """Restarts the fork servers of all machines."""
         super().again()
         for node in self.nodes:
             self._tell(node, do="again")
@@ -440,11 +441,11 @@ class ClusterAgent(LocalAgent):
         self._write(node, encode_message(message))
 
     def _write(self, node: _NodeConnection, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # `events` detects a lost node
+        with contextlib.suppress(OSError):  # `events` detects that a node is lost
             node.link.write(line)
 
     def end(self, code: int, line: str) -> None:
-        """Ends all nodes with the exit code and last line of the run."""
+        """Ends all nodes and passes them the exit code and the last line of the run."""
         for node in self.nodes:
             self._tell(node, do="end", code=code, line=line)
 
@@ -463,11 +464,11 @@ class ClusterAgent(LocalAgent):
 
 
 def _send_keepalives(fleet: ClusterAgent) -> None:
-    """Informs the nodes that the leader lives while it plans, for at most LEADER_PLANNING_SECONDS. It runs in its own
+    """Informs the nodes that the leader is alive while it plans, for at most LEADER_PLANNING_SECONDS. Runs in its own
     thread."""
     line = encode_message({"do": "alive"})
     for node in list(fleet.nodes) if fleet.outside.clock() < fleet._looked + LEADER_PLANNING_SECONDS else ():
-        with contextlib.suppress(ValueError):  # its connection was closed concurrently
+        with contextlib.suppress(ValueError):  # another thread has closed the connection
             fleet._write(node, line)
 
 

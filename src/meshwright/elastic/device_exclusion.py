@@ -1,17 +1,17 @@
-"""Decides which devices take part. Devices have ids from 0 over all machines. A straggler may be excluded, and returns
-when it is healthy.
+"""Decides which devices take part in a run. Devices have ids from 0 over all machines. A straggler may be excluded, and
+returns when it is healthy.
 
-Rule: Ranks report the time of a step, and the time that it would take if the stragglers computed as fast as their peers
-(train/straggler.py). The planner predicts a step of the best plan for the other devices and a step of the current plan,
-both on healthy devices. A step without the stragglers should therefore take
+Rule: Ranks report two times: the time of a step, and `without`, the time that the step would take if the stragglers
+were as fast as their peers (train/straggler.py). The planner predicts two step times on healthy devices: `then` of the
+best plan without the stragglers, and `now` of the current plan. A step without the stragglers should therefore take
 
-    without x (seconds predicted for the others) / (seconds predicted for the current plan)
+    without x then / now
 
-The stragglers are excluded under two conditions. A step becomes at least MIN_SPEEDUP times as fast. The time saved
-until the end of the run exceeds twice the seconds that the ranks took to start the last time. A probe occasionally runs
-matrix products on an excluded device. The device is healthy when they take at most MAX_HEALTHY_RATIO times the expected
-time, which is the first measurement divided by the slowdown. Matrix products do not show every defect. After `rest`
-seconds the device returns in any case, after twice as many the next time.
+The stragglers are excluded under two conditions. Steps become at least MIN_SPEEDUP times as fast. The time saved until
+the end of the run is at least `starts` times (default 2) the seconds that the last start of the ranks took. From time
+to time a probe runs matrix products on an excluded device. The device is healthy when they take at most
+MAX_HEALTHY_RATIO times the expected time, which is the first measurement divided by the slowdown. Matrix products do
+not show every defect. So a device returns after `rest` seconds in any case. If it is excluded again, this time doubles.
 
 [Note: ranks and slots] Each generation renumbers its ranks. A rank gets its device id as LOCAL_RANK, so that a plan of
 three ranks can exclude any one of four devices. Of several machines, the devices of the first are numbered first, then
@@ -57,12 +57,12 @@ class ExclusionPolicy:
     rest: float = 600.0
     """Seconds after which an excluded device returns in any case."""
     starts: float = 2.0
-    """The time saved until the end must be at least this multiple of the seconds that the ranks took to start."""
+    """An exclusion must save at least this many times the seconds that the ranks took to start."""
 
 
 @dataclass
 class _ExcludedDevice:
-    """An excluded device. `times` is its slowdown, and `first` the seconds of its first measurement."""
+    """An excluded device. `times` is its slowdown. `first` is the duration of its first measurement in seconds."""
 
     since: float
     times: float
@@ -100,21 +100,22 @@ class DeviceExclusion:
     _last: int = 0
 
     def of(self, world: int) -> tuple[int, ...]:
-        """Returns the device ids for `world` ranks. Excluded devices are included only if there are too few others."""
+        """Returns the device ids for `world` ranks. Excluded devices are included only where the other devices are too
+        few."""
         there = range(max(self.full, world)) if self.there is None else self.there
         if len(there) < world:
             return ()
         return tuple(sorted(sorted(there, key=lambda slot: (slot in self.out, slot))[:world]))
 
     def seat(self, world: int) -> tuple[int, ...]:
-        """Returns `of` for ranks that are about to start. Excluded devices among them take part again."""
+        """Returns the devices of `of` for ranks that are about to start, and readmits excluded devices among them."""
         slots = self.of(world)
         self.out = {slot: out for slot, out in self.out.items() if slot not in slots}
         return slots
 
     @property
     def room(self) -> int:
-        """The number of available devices that are not excluded, at most the planned number."""
+        """The number of available devices that are not excluded. It is at most the planned number of ranks."""
         there = range(self.full) if self.there is None else self.there
         return min(self.full, sum(slot not in self.out for slot in there))
 
@@ -131,7 +132,7 @@ class DeviceExclusion:
         return there is not None and len(there) >= len(slots) and not set(slots) <= set(there)
 
     def leads(self, slots: Sequence[int]) -> bool:
-        """Whether without these devices no device of the first of several machines would take part."""
+        """Whether excluding the devices in `slots` would leave no device of the first of several machines."""
         return self.there is not None and not set(range(self.first)) - self.out.keys() - set(slots)
 
     def leave_out(self, slots: Sequence[int], times: float = 0.0) -> None:
@@ -149,12 +150,12 @@ class DeviceExclusion:
         self.plan, self._began, self._steps, self._said = plan, self.clock(), [], ()
 
     def take(self) -> int | None:
-        """Returns the number of ranks that was decided on, once."""
+        """Returns the number of ranks of the last decision, and clears it."""
         wanted, self.wanted = self.wanted, None
         return wanted
 
     def hear(self, message: IpcMessage, slots: Sequence[int], generation: int) -> bool:
-        """Handles a message from rank 0. Returns whether the message was for this class alone."""
+        """Handles a message from rank 0. Returns whether only this class needs the message."""
         kind = message["kind"]
         if kind == "record":
             self._count(float(message["record"]["seconds"]), int(message["record"]["step"]), generation)
@@ -175,15 +176,15 @@ class DeviceExclusion:
         return kind in ("rebalanced", "rebalance_result", "verdict", "slow")
 
     def _count(self, seconds: float, step: int, generation: int) -> None:
-        """Records a completed step, for the cost of starting, the usual step time and the measured speedup of the last
-        change."""
+        """Records a completed step. It updates the cost of a start, the usual step time, and the measured speedup of
+        the last change."""
         if not self._steps:
             self._cost = self.clock() - self._began
         self._steps.append(seconds)
         self._usual = self._steps[-GAIN_STEPS:]
         if (
             self._gain is not None and self.wanted is None and len(self._steps) == WARMUP_STEPS + GAIN_STEPS
-        ):  # measured only after the decision is carried out
+        ):  # the speedup is measured after the decision is carried out
             words, before, predicted = self._gain
             self._gain, found = None, before / median(self._usual)
             self.journal.write(
@@ -205,8 +206,8 @@ class DeviceExclusion:
             )
 
     def _judge(self, message: IpcMessage, slots: Sequence[int], generation: int) -> None:
-        """Decides whether the slow ranks are excluded. It reports and records the decision once per diagnosis, and when
-        it changes."""
+        """Decides whether the slow ranks are excluded. Reports and records the decision once per diagnosis, and again
+        when it changes."""
         if self.leaving is None or self.wanted is not None or not slots:
             return
         ranks, step = tuple(message["ranks"]), int(message["step"])
@@ -267,8 +268,8 @@ class DeviceExclusion:
     # --- excluded devices
 
     def due(self) -> int | None:
-        """Returns the device that is to be measured now, one at a time. Devices whose `rest` is over return. Nothing
-        happens until the speedup of the last change is measured."""
+        """Returns the excluded device to measure now, None without one. Devices are measured one at a time. Readmits
+        devices whose `rest` is over. Does nothing until the speedup of the last change is measured."""
         now = self.clock()
         if self.leaving is None or self.wanted is not None or self._gain is not None or not self.out:
             return None
@@ -288,7 +289,7 @@ class DeviceExclusion:
         return requested[int(now / self.leaving.every) % len(requested)]
 
     def heed(self, event: IpcMessage) -> None:
-        """Handles the messages and the end of the probe process."""
+        """Handles the messages and the exit of the probe process."""
         if event["event"] == "said" and event["message"]["kind"] == "speed":
             self.measured(event["message"]["slot"], event["message"]["seconds"])
         if event["event"] in ("ended", "refused"):
@@ -312,14 +313,14 @@ class DeviceExclusion:
         self._measuring = False
 
     def come_back(self, slots: Sequence[int], why: str) -> None:
-        """Readmits devices from the next generation on, if that is worthwhile."""
+        """Readmits devices from the next generation on, if that saves time."""
         assert self.leaving is not None
         before, world, words = median(self._usual or [0.0]), min(self.full, self.room + len(slots)), self._words(slots)
         for slot in slots:
             self.out[slot].since, self.out[slot].good = self.clock(), 0
         try:
             now, then = self.leaving.predict(self.plan, world)
-        except MeshwrightError:  # no plan runs on that number
+        except MeshwrightError:  # no plan runs on that number of ranks
             return
         if self._worth(before, before * then / now):
             return

@@ -1,8 +1,8 @@
-"""The event log of a run: RUN/events.jsonl has one line for each fault and each recovery, and `note` gets a readable
+"""The event log of a run. RUN/events.jsonl has one line for each fault and each recovery. `note` receives a readable
 version.
 
-The supervisor writes it. A full disk does not stop the run: events are buffered in memory until there is room.
-"""
+The supervisor writes the log. A full disk does not stop the run: events are buffered in memory until the disk has
+room."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NODE_EVENT_TEXTS = {
 
 @dataclass
 class EventLog:
-    """Writes events to the file and to `note`. `last` is the newest step that ranks reported. A recovery is complete
-    when a later step ends."""
+    """Writes events to the file and to `note`. `last` is the newest step that ranks have reported. A recovery is
+    complete when a step after `last` has ended."""
 
     folder: Path
     note: Callable[[str], None]
@@ -42,7 +42,7 @@ class EventLog:
     _from: int = 0
     _generation: int = 0
     _saved: int = 0
-    """The step of the last checkpoint; `_unsaved` counts the failed saves since then."""
+    """The step of the last checkpoint. `_unsaved` counts the saves that have failed since then."""
     _unsaved: int = 0
 
     def __post_init__(self) -> None:
@@ -69,8 +69,7 @@ class EventLog:
         self.decide()
 
     def heed_node(self, event: IpcMessage) -> bool:
-        """Records what happened to a node, or a refused connection. Returns whether the set of devices may have
-        changed."""
+        """Records a change of a node, or a refused connection. Returns whether the set of devices may have changed."""
         msgid = NODE_EVENT_TEXTS.get(event["event"])
         if msgid is not None:
             self.note(Message(msgid, **event))
@@ -80,13 +79,13 @@ class EventLog:
         return True
 
     def decide(self) -> None:
-        """Starts to time a recovery: from here on no step runs, whatever the reason. A call during a recovery extends
-        that recovery."""
+        """Starts to time a recovery, for any reason: no step runs from now on. A call during a recovery extends that
+        recovery."""
         self._decided = self._decided or self.clock()
 
     def resize(self, before: int, after: int, plan: str, generation: int, same: bool = False) -> None:
-        """Records a recovery without a fault: another plan for another number of ranks or for less memory, or the
-        `same` plan on other devices."""
+        """Records a recovery without a fault. The run continues with another number of ranks, with a plan that takes
+        less memory, or with the `same` plan on other devices."""
         cause = (
             Message("{before} to {after} ranks", before=before, after=after)
             if before != after
@@ -102,7 +101,7 @@ class EventLog:
         self.decide()
 
     def unplanned(self, world: int, why: str, generation: int) -> None:
-        """Records that no plan exists for that number of ranks. The run was paused for planning and continues
+        """Records that no plan exists for the requested number of ranks. The run was paused for planning and continues
         unchanged."""
         self.write(
             kind="verdict",
@@ -114,7 +113,7 @@ class EventLog:
         self.note(Message("cannot go on with {world} ranks: {why}", world=world, why=why))
 
     def part(self, name: str, seconds: float) -> None:
-        """Adds `seconds` to the named part of the current recovery."""
+        """Adds `seconds` to the part `name` of the current recovery."""
         if self._decided is not None:
             self._parts[name] = self._parts.get(name, 0.0) + seconds
 
@@ -173,7 +172,8 @@ class EventLog:
             self._recovered(now)
 
     def _not_saved(self, message: IpcMessage, generation: int) -> None:
-        """Records a failed save, which costs this one checkpoint. The note states how much a crash would cost now."""
+        """Records a failed save. The run loses only this checkpoint. From the second failure in a row on, the note
+        states which save is the last on disk."""
         self._unsaved += 1
         self.write(
             kind="unsaved",

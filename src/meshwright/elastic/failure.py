@@ -1,10 +1,9 @@
-"""Finds the rank that failed first and reports it in at most 12 lines, with cause and rank at the beginning.
+"""Finds the rank that failed first and reports it in at most 12 lines. The report begins with cause and rank.
 
-Rule: When one rank fails, the others fail too, because they lose their connections. Those ranks are innocent: the
-report counts them and does not show them. The culprit is the first rank that ended by a foreign signal or raised
-another error than a lost connection. Signals of the supervisor do not count. Only without such a rank is it the first
-that lost a connection.
-"""
+Rule: When one rank fails, the others fail too, because they lose their connections. The report counts these ranks and
+does not show them. The culprit is the first rank that ended by a signal of another process or raised an error other
+than a lost connection. Signals of the supervisor do not count. If there is no such rank, the culprit is the first rank
+that lost a connection."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from meshwright.core.messages import Message, join_messages, mark_msgid
 
 MAX_REPORT_LINES = 12
 LOG_TAIL_BYTES = 1 << 18
-"""Bytes at the end of a log that are searched for a stack."""
+"""Size in bytes of the end of a log that is searched for a stack."""
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
-"""The signals at which Python writes a stack."""
+"""The signals on which Python writes a stack."""
 SIGNAL_CAUSES = {
     "SIGABRT": mark_msgid("killed by {signal}: a library gave up (gloo does so when ranks disagree on a size)"),
     "SIGSEGV": mark_msgid(
@@ -48,10 +47,10 @@ _PEER_LOST_PATTERN = re.compile(
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended. `status` is negative for a signal. `at` is in seconds of the supervisor's clock.
+    """The exit of one rank. `status` is negative for a signal. `at` is a time in seconds of the supervisor's clock.
 
     `known`: the error is a MeshwrightError, whose message is complete. `words`: what the supervisor observed before it
-    ended the rank.
+    killed the rank.
     """
 
     rank: int
@@ -63,15 +62,15 @@ class RankExit:
     known: bool = False
     words: str = ""
     kills: int = 0
-    """OOM kills in the control group of this rank between the start of its generation and its end."""
+    """OOM kills in the control group of this rank, from the start of its generation to its exit."""
     oom: bool = False
-    """Whether `words` describe an OOM kill that the node of this rank has counted."""
+    """Whether `words` describe an OOM kill that the rank's node has counted."""
     raised_by: int | None = None
-    """The rank that raised the error first, if this rank only waited for that one."""
+    """The rank that raised the error first, for a rank that only waited for it."""
 
     @property
     def innocent(self) -> bool:
-        """Whether it lost its connection to another rank, or ended because that rank raised."""
+        """Whether the rank lost its connection to another rank, or ended because another rank raised an error."""
         if self.raised_by is not None:
             return True
         return not (self.known or self.words) and self.status >= 0 and bool(_PEER_LOST_PATTERN.search(self.message))
@@ -82,8 +81,8 @@ class RankFailed(MeshwrightError):
 
 
 def is_oom(failure: RankExit) -> bool:
-    """Whether the rank ran out of memory. Either its error says so, or it was killed and the system has killed for OOM
-    since its generation began.
+    """Whether the rank ran out of memory. Either its error says so, or it was killed and the kernel has counted an OOM
+    kill since its generation began.
 
     >>> is_oom(RankExit(0, 0.0, 1, "OutOfMemory", "rank 0 is out of memory in step 2", known=True))
     True
@@ -160,7 +159,7 @@ def log_tail(log: Path, count: int) -> list[str]:
 
 
 def crash_location(log: Path) -> str:
-    """Returns where a rank was when a crash signal ended it; empty if unknown.
+    """Returns the location in the code at which a crash signal ended a rank; '' if unknown.
 
     It reads the last stack that Python's faulthandler wrote (train/rank_main.py) and returns the innermost frame
     outside of torch.
@@ -183,7 +182,7 @@ def crash_location(log: Path) -> str:
 def diagnose(
     failures: Sequence[RankExit], world: int, log_of: Callable[[int], Path], why: str = "", instead: str = ""
 ) -> MeshwrightError:
-    """Returns the error to raise. A MeshwrightError keeps its message and exit code. `why` is added to the report, and
+    """Returns the error to raise. A MeshwrightError keeps its message and exit code. `why` is added to the report.
     `instead` names a plan that needs less memory."""
     first = find_culprit(failures)
     if first.known:
@@ -245,13 +244,13 @@ def _fork_server_cause(status: int | None) -> str:
 
 
 def fork_server_exit(status: int | None, log: Path) -> RankExit:
-    """Returns the same as a failure of all ranks. An end by a signal is not deterministic, so it may be retried in the
-    same step."""
+    """Returns the failure of a fork server as the exit of rank -1, which denotes all ranks. An end by a signal is
+    not deterministic, so the same step may be retried."""
     return RankExit(-1, time.monotonic(), 1 if status is None else status, words=_fork_server_cause(status))
 
 
 def local_failure(error: Exception, rank: int, world: int) -> MeshwrightError:
-    """Returns the error of a rank without a supervisor. The report covers this rank alone."""
+    """Returns the error of a rank that has no supervisor. The report covers only this rank."""
     found = translate_system_error(error, ())
     if isinstance(found, MeshwrightError):
         return found

@@ -1,33 +1,33 @@
 """Detects the rank that hangs, and reports the progress of a slow start.
 
-`StartupProgress` reports what a run does before its first step. Loading torch, a model and its data may take a minute,
-and nobody should wait in silence.
+`StartupProgress` reports what a run does before its first step, since loading torch, a model and its data may take a
+minute.
 
-`HangDetector` names the rank that makes no progress, not the ranks that wait for it. It observes four things from
-outside, none of which requires a response of the rank: its heartbeat row (core/heartbeat.py), the state of its process,
-its time in the run queue and, outside of training, whether it is at work.
+`HangDetector` names the rank that makes no progress, not the ranks that wait for it. It needs no response of the rank.
+It observes four things: the heartbeat row of the rank (core/heartbeat.py), the state of its process, its time in the
+run queue and, outside of training, whether it is at work.
 
-Rule: A rank that waits for another publishes which one, and counts each unsuccessful check. The culprit is the rank
-that is silent for longer than its limit and either waits for nobody or has stopped checking. Among several culprits it
-is the one that is behind the others in (step, phase). If all silent ranks wait for each other in a cycle, they are not
-in the same collective, and the cycle is reported.
+Rule: A rank that waits for another rank publishes which one, and counts each unsuccessful check. A rank is silent while
+its heartbeat does not change. The culprit is silent for longer than its limit, and it either waits for no rank or has
+stopped checking. Among several culprits, the one that is furthest behind in (step, phase) is named. If all silent ranks
+wait for each other in a cycle, they are not in the same collective, and the cycle is reported.
 
 The limit of a rank that trains is max(patience, 5 median steps). It is longer while the rank starts, saves or
 evaluates. In the first steps of a generation it is 5 times the longest first step so far, and longer until WARMUP_STEPS
-steps have been observed. A process that was stopped by a signal gets at most a second of patience. Time in the run
-queue does not count as silence, so an overloaded machine kills no rank.
+steps have been observed. A process that a signal has stopped gets at most one second of patience. Time in the run queue
+does not count as silence, so no rank is killed because its machine is overloaded.
 
-[Note: at work] Work outside of training may take an hour without a heartbeat. One rank encodes a corpus or reads
-weights from a slow disk, and the others wait. Ranks that do not train therefore do not count as silent while one of
-them is at work. A rank is at work in three cases. It waits for a disk, for at most DISK_TIMEOUT_SECONDS per call. It
-moves bytes of files or of newly mapped memory. It computes in a phase in which it waits for no other rank. Where ranks
-synchronise, as they join or agree on what to restore, computing proves nothing: libraries poll for each other in
-endless loops, and a rank that polls in vain hangs.
+[Note: at work] Work outside of training may take an hour without a heartbeat: one rank encodes a corpus or reads
+weights from a slow disk, and all others wait. So while a rank is at work, no rank outside of training counts as silent.
+A rank is at work in three cases. It waits for a disk, for at most DISK_TIMEOUT_SECONDS per call. It moves bytes of
+files or of newly mapped memory. It computes in a phase in which it waits for no other rank. In phases where ranks
+synchronise, as they join or agree on what to restore, CPU time proves nothing: libraries poll for other ranks in
+endless loops, also when these ranks hang.
 
-[Note: accelerators] On an accelerator a rank submits work to its device and waits for others inside of that work. It
-publishes neither that it waits nor for whom. A first step initialises NCCL, loads kernels and may compile them. The
-limits are therefore longer (`HangLimits`), and no rank is judged while one of them still makes progress. If all ranks
-are silent, one is named only if it alone is behind the others.
+[Note: accelerators] On an accelerator a rank submits work to its device and waits for other ranks inside of that work.
+So it does not publish that it waits. A first step initialises NCCL, loads kernels and may compile them. Limits are
+therefore longer (`HangLimits`), and no rank is reported while any rank makes progress. If all ranks are silent, one is
+named only if it alone is behind all others.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
 from meshwright.elastic.shared_files import SharedFileStore
 
 PROGRESS_SECONDS = 10.0
-"""Seconds between two lines."""
+"""Seconds between two progress lines."""
 
 
 class StartupProgress:
-    """Reports what the rank that is furthest behind does. It is called several times a second while no rank has begun
+    """Reports what the rank that is furthest behind is doing. It is called several times a second until a rank begins
     to train."""
 
     def __init__(self, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,7 +58,7 @@ class StartupProgress:
 
     def __call__(self, holdings: SharedFileStore) -> None:
         now = self.clock()
-        if now > self._last + PROGRESS_SECONDS:  # a later start in the same run
+        if now > self._last + PROGRESS_SECONDS:  # a restart in the same run
             self._began = self._said = now
         self._last = now
         if now < self._said + PROGRESS_SECONDS:
@@ -77,21 +77,21 @@ class StartupProgress:
 
 
 TIMEOUT_STEPS = 5
-"""Median steps of silence that a rank may have while it trains."""
+"""A rank that trains may be silent for this many median steps."""
 
 WARMUP_STEPS = 3
-"""Warm-up steps of a generation, which do not count towards the median."""
+"""Number of first steps of a generation that do not count towards the median."""
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    """The limits for ranks of one kind of device."""
+    """The limits for all ranks on one kind of device."""
 
     patience: float
     """Seconds of silence during training that are always tolerated."""
     otherwise: float
-    """The same outside of training and for steps of unknown duration. Starting, saving and evaluating have no reference
-    time."""
+    """Seconds of silence that are tolerated outside of training and in steps of unknown duration. Starting, saving and
+    evaluating have no reference time."""
     last: RankPhase
     """The last phase that counts as training."""
     tell: bool
@@ -104,11 +104,11 @@ ACCELERATOR_LIMITS = HangLimits(30.0, 300.0, RankPhase.update, tell=False)
 which takes seconds for 16 GB."""
 
 BUSY_CPU_SECONDS, BUSY_IO_BYTES = 0.5, 1 << 20
-"""CPU seconds and bytes that show that a rank is at work. A rank that waits polls a few times a second, which takes
-much less than this per minute."""
+"""A rank that uses this many CPU seconds or moves this many bytes is at work. A rank that waits polls a few times a
+second, which takes much less per minute."""
 
 DISK_TIMEOUT_SECONDS = 1200.0
-"""Seconds that one disk call may take before its rank counts as hung. A network file system may never respond."""
+"""Maximum seconds of one disk call before its rank counts as hung. A network file system may never respond."""
 
 INDEPENDENT_PHASES = (RankPhase.start, RankPhase.build, RankPhase.sample)
 """The phases in which a rank waits for no other rank."""
@@ -118,15 +118,15 @@ PHASE_TEXTS = {
     RankPhase.data: mark_msgid("hung: reading its data, no sign of life for {silent:seconds}"),
     RankPhase.prove: mark_msgid("hung: proving its plan, no sign of life for {silent:seconds}"),
 }
-"""Message templates of a hang, by the phase in which the rank hangs."""
+"""The message template for a hang, by the phase in which the rank hangs."""
 
 STOPPED_PROCESS_SECONDS = 0.8
 """Seconds of patience for a process that was stopped by a signal, so that its rank is named within one second."""
 
 
 MAX_RANKS_PER_SECOND = 8192
-"""Maximum number of ranks that are checked per second. More than 800 ranks are checked less often than ten times a
-second, so that checking takes one hundredth of a CPU core."""
+"""Maximum number of ranks that are checked per second. With more than 800 ranks, each is checked less often than ten
+times a second, so that checking takes one hundredth of a CPU core."""
 
 
 @dataclass(frozen=True)
@@ -141,15 +141,15 @@ class HangReport:
 
 @dataclass
 class StepPace:
-    """The duration of steps under one plan; it outlives a generation. `first` is the longest of the first WARMUP_STEPS
-    steps of any generation, and `early` the number of such steps."""
+    """The duration of steps under one plan. It is kept across generations. `first` is the longest of the first
+    WARMUP_STEPS steps of any generation. `early` is the number of these first steps."""
 
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     first: float = 0.0
     early: int = 0
 
     def count(self, number: int, seconds: float) -> None:
-        """Records the duration of step `number` of a generation, which starts at 0."""
+        """Records the duration of step `number` of a generation. Numbers start at 0."""
         if number < WARMUP_STEPS:
             self.first, self.early = max(self.first, seconds), self.early + 1
         else:
@@ -157,20 +157,19 @@ class StepPace:
 
     @property
     def is_known(self) -> bool:
-        """Whether the duration of steps is known. Repeated hangs may end all generations within their first steps, so
-        these count as well."""
+        """Whether the duration of steps is known. First steps count as well, since repeated hangs may end every
+        generation within its first steps."""
         return bool(self.steps) or self.early >= WARMUP_STEPS
 
     @property
     def typical(self) -> float:
-        """The seconds of TIMEOUT_STEPS typical steps."""
+        """The duration of TIMEOUT_STEPS typical steps in seconds."""
         return TIMEOUT_STEPS * (median(self.steps) if self.steps else self.first)
 
 
 @dataclass
 class _ObservedField:
-    """A field of a heartbeat row, the time since which it is unchanged, and the run-queue time of the rank at that
-    moment."""
+    """A field of a heartbeat row, the time of its last change, and the rank's run-queue time at that change."""
 
     word: int
     at: float
@@ -188,16 +187,16 @@ class HangDetector:
     """Returns the statistics of a rank's process, on any machine."""
     pace: StepPace = field(default_factory=StepPace)
     blind: Callable[[], bool] = lambda: False
-    """Whether heartbeats cannot arrive, because a node has sent nothing. No rank is judged meanwhile, because all wait
-    for the ranks of that node."""
+    """Whether heartbeats cannot arrive because a node sends nothing. No rank is reported in this state, since all ranks
+    wait for the ranks of that node."""
     terms: HangLimits = CPU_LIMITS
     _seen: dict[int, _ObservedField] = field(default_factory=dict)
     _waits: dict[int, _ObservedField] = field(default_factory=dict)
     _first: list[int] = field(default_factory=list)
     _work: dict[int, ProcStats] = field(default_factory=dict)
     _disk: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """For each rank that waits for its disk: the bytes that it had moved when the wait began, and the time of that
-    moment."""
+    """For each rank that waits for its disk: the time at which the wait began, and the bytes that the rank had moved by
+    then."""
     _step: int = 0
     _warm: int = 0
     _next: float = float("-inf")
@@ -206,14 +205,14 @@ class HangDetector:
         self._first = self.holdings.column(HeartbeatField.beat)
 
     def look(self, living: Mapping[int, int]) -> HangReport | None:
-        """Checks all ranks and returns a report if one hangs. `living` maps each rank to its process."""
+        """Checks all ranks and returns a report if one of them hangs. `living` maps each rank to its process."""
         if not self.patience:
             return None
         now = self.clock()
         if now < self._next:
             return None
         self._next = now + max(0.0, self.holdings.world / MAX_RANKS_PER_SECOND - 0.1)
-        if self.blind() or not all(living.values()):  # a rank without a process is not forked yet
+        if self.blind() or not all(living.values()):  # process id 0: the rank is not forked yet
             for before in (*self._seen.values(), *self._waits.values()):
                 before.at = now
             return None
@@ -238,7 +237,7 @@ class HangDetector:
         if max(silent.values(), default=0.0) <= shortest or all(
             seen.word == self._first[rank] for rank, seen in self._seen.items()
         ):
-            return None  # no rank has sent a heartbeat yet: these ranks may never send any
+            return None  # no heartbeat so far: these ranks may never send any
         _, *running = self._limits
         shortest = min(running)
         delayed = {
@@ -255,7 +254,7 @@ class HangDetector:
         return self._judge(delayed, silent, living) if delayed else None
 
     def _excuse(self, living: Mapping[int, int], now: float) -> None:
-        """Resets the silence of the ranks that do not train while one of them, which waits for no other, is at work
+        """Resets the silence of all ranks outside of training while one of them is at work and waits for no other rank
         ([Note: at work])."""
         extra: dict[int, ProcStats] = {}
         at_work = False
@@ -289,7 +288,7 @@ class HangDetector:
 
     def _count_steps(self) -> None:
         """Records the steps that ranks report. Several steps may pass between two checks, and a generation may end
-        between the next two."""
+        before the next check."""
         step, took = max(
             zip(self.holdings.column(HeartbeatField.step), self.holdings.column(HeartbeatField.took), strict=True)
         )
@@ -300,7 +299,7 @@ class HangDetector:
 
     @property
     def _limits(self) -> tuple[float, float, float]:
-        """The limits of a rank that was stopped by a signal, of a rank that trains, and of any other rank."""
+        """The limits in seconds of a rank that a signal has stopped, of a rank that trains, and of any other rank."""
         typical, other = self.pace.typical, max(self.terms.otherwise, 10 * self.patience)
         warm = TIMEOUT_STEPS * self.pace.first if self._warm < WARMUP_STEPS else 0.0
         trains = max(self.patience, self.terms.patience, warm) if self.pace.is_known else other
@@ -327,7 +326,7 @@ class HangDetector:
                 self._place(other) < self._place(rank) and not self._trains(other)
                 for other in living.keys() - overdue.keys()
             ):
-                return None  # the other rank has a longer limit, and those that wait for it cannot always publish that
+                return None  # `other` is within its longer limit, and `rank` may wait for it unpublished
             return HangReport(
                 rank,
                 silent[rank],
@@ -351,7 +350,7 @@ class HangDetector:
 
     def _behind(self, overdue: Set[int], silent: Mapping[int, float], living: Mapping[int, int]) -> HangReport | None:
         """Returns a report on the rank that is behind all others, for ranks that do not publish what they wait for.
-        Returns None while one rank still makes progress."""
+        Returns None while any rank makes progress."""
         if overdue < living.keys():
             return None
         first, *others = sorted(living, key=self._place)
@@ -372,7 +371,7 @@ class HangDetector:
         )
 
     def _makes_no_progress(self, rank: int, process: int) -> bool:
-        """Whether `rank` claims to wait but has not checked for half its limit, although it had CPU time."""
+        """Whether `rank` publishes that it waits, but has not checked for half its limit although it had CPU time."""
         seen = self._waits[rank]
         return self.clock() - seen.at - (self.signs(process).in_line - seen.in_line) > 0.5 * self._limit(rank, process)
 

@@ -1,13 +1,13 @@
 """The agent of one machine: it starts the fork server, sends it commands, receives its events and cleans up after it.
 
 `SystemInterface` contains what a supervisor needs from outside of its process: connections to other machines, ways to
-wait for them, and its clock. A simulated cluster (tests/unit/virtual_cluster.py) passes other implementations, in
-virtual time.
+wait for them, and its clock. A simulated cluster (tests/unit/virtual_cluster.py) passes other implementations that run
+in virtual time.
 
 The fork server (meshwright.train.forkserver) is a process of the execution packages. It is started by name and never
-imported here. It has its own process group, so that Ctrl-C in the terminal reaches the supervisor alone. `close` ends
-the whole group and reaps the processes that are left. While an agent is open, this process adopts orphans
-(PR_SET_CHILD_SUBREAPER). It therefore reaps even ranks whose fork server was killed.
+imported here. It has its own process group, so that Ctrl-C in the terminal reaches only the supervisor. `close` ends
+the whole group and reaps the remaining processes. While an agent is open, its process adopts orphans
+(PR_SET_CHILD_SUBREAPER). So it reaps even ranks whose fork server was killed.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class ReadinessPoller:
         self._ends.unregister(handle)
 
     def wait(self, timeout: float, linger: float, *also: int) -> list[Any]:
-        """Waits at most `timeout` seconds for a readable descriptor, then `linger` seconds more. Returns the registered
-        values of all readable descriptors.
+        """Waits at most `timeout` seconds until a descriptor is readable, then `linger` seconds for more. Returns the
+        registered values of all readable descriptors.
 
-        A descriptor of `also` ends the wait and is not returned.
+        A readable descriptor in `also` ends the wait but is not returned.
         """
         with selectors.DefaultSelector() as first:
             for handle in (self._ends.fileno(), *also):  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def run_periodically(do: Callable[[], None], seconds: float, over: threading.Eve
 
 
 class SystemInterface(NamedTuple):
-    """The functions and classes with which one supervisor reaches the system."""
+    """The functions and classes with which a supervisor accesses the system."""
 
     clock: Callable[[], float] = time.monotonic
     waiting: Callable[[], ReadinessPoller] = ReadinessPoller
@@ -97,11 +97,11 @@ CLEANUP_SECONDS = 10.0
 
 
 class LocalAgent:
-    """Manages the ranks of this machine and the process that forks them. It is a context manager: nothing outlives
+    """Manages the ranks of this machine and the process that forks them. It is a context manager: no process outlives
     it."""
 
     slots: tuple[int, ...] | None = None
-    """The device ids of several machines; None for a single machine."""
+    """The device ids over all machines; None for a single machine."""
     devices: int = 0
     """The number of devices of this machine in a multi-node run."""
     homes: SnapshotLocations | None = None
@@ -118,8 +118,8 @@ class LocalAgent:
     ) -> None:
         """Starts a fork server, or continues with that of `before`.
 
-        `before` is a cleared agent (`clear`), which ends here. Its fork server is reused if it preloads the same
-        modules in the same environment. All processes inherit the open file `lifeline`, so that its other end shows
+        `before` is an agent after `clear`. It ends here. Its fork server is reused if it preloads the same modules in
+        the same environment. All processes inherit the open file `lifeline`, so that the other end of the pipe shows
         when all of them have ended.
         """
         self._inherited = () if lifeline is None else (lifeline,)
@@ -167,7 +167,7 @@ class LocalAgent:
         self._ready = []
 
     def command(self, do: str, rank: int, **more: Any) -> None:
-        """Sends a command to the fork server. `events` detects a fork server that has died."""
+        """Sends a command to the fork server. If the fork server has died, `events` detects it."""
         with contextlib.suppress(BrokenPipeError):
             write_message(self._commands.fileno(), {"do": do, "rank": rank, **more})
 
@@ -190,8 +190,8 @@ class LocalAgent:
             self.command("start", rank, **what, log=log, **local, memory={**memory, **holdings.places(rank)})
 
     def events(self, timeout: float) -> list[IpcMessage]:
-        """Returns the new events, after waiting at most `timeout` seconds for one. `ended` is True once the fork server
-        has died."""
+        """Returns the new events, after waiting at most `timeout` seconds for one. After the fork server has died,
+        `ended` is True."""
         messages, self._pending = self._pending, []
         if messages or self.ended or not self._waiting.select(timeout):
             return messages
@@ -200,7 +200,7 @@ class LocalAgent:
         return messages
 
     def clear(self) -> bool:
-        """Ends all ranks. Returns whether the fork server is reusable afterwards."""
+        """Ends all ranks. Returns whether the fork server can be reused."""
         self.command("clear", 0)
         end = time.monotonic() + CLEANUP_SECONDS
         while not self.ended and time.monotonic() < end:
@@ -215,7 +215,7 @@ class LocalAgent:
 
     @property
     def handle(self) -> int:
-        """The descriptor that is readable when there are events."""
+        """The file descriptor that is readable when there are events."""
         return self._events.fileno()
 
     def signs(self, process: int) -> ProcStats:
@@ -224,7 +224,7 @@ class LocalAgent:
 
     @property
     def is_blind(self) -> bool:
-        """Whether the heartbeats of some ranks cannot arrive at this moment."""
+        """Whether heartbeats of some ranks cannot arrive at present."""
         return False
 
     @property
@@ -236,29 +236,29 @@ class LocalAgent:
         """Registers the store to which the next ranks write their snapshots."""
 
     def released(self) -> None:
-        """Notes that nobody needs the snapshots of the previous generation any more."""
+        """Records that the snapshots of the previous generation are no longer needed."""
 
     def again(self) -> None:
-        """Ends every rank that cannot be ended otherwise, together with the fork server. Starts another fork server,
-        which sends `ready`.
+        """Kills the fork server and every rank, including ranks that cannot be ended in another way. Starts a new fork
+        server, which sends `ready`.
 
-        If the system cannot start one, `ended` is True, as when the new one had died at once.
+        If the system cannot start it, `ended` is True, as for a fork server that dies at once.
         """
         self.close()
         with contextlib.suppress(OSError):
             self._open()
 
     def status(self) -> int | None:
-        """Returns how a fork server that closed its pipe ended: its exit status, negative for a signal. Returns None if
-        it still runs."""
+        """Returns the exit status of a fork server that has closed its pipe, negative for a signal. Returns None if it
+        is still running."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(FORK_SERVER_EXIT_SECONDS)
         return None
 
     def close(self) -> None:
-        """Ends the fork server and every rank. A system error in one part does not prevent the other parts."""
+        """Ends the fork server and every rank. A system error in one of these actions does not prevent the others."""
         with contextlib.suppress(OSError):
-            self._commands.close()  # requests the fork server to kill its ranks and exit
+            self._commands.close()  # makes the fork server kill its ranks and exit
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             self._process.wait(FORK_SERVER_EXIT_SECONDS)
         with contextlib.suppress(OSError):
@@ -275,7 +275,7 @@ class LocalAgent:
     def _reap(self) -> None:
         """Reaps the dead ranks that a killed fork server left."""
         end = time.monotonic() + FORK_SERVER_EXIT_SECONDS
-        with contextlib.suppress(OSError):  # no child is left
+        with contextlib.suppress(OSError):  # there are no more children
             while time.monotonic() < end:
                 if os.waitpid(-self._process.pid, os.WNOHANG)[0] == 0:
                     time.sleep(0.005)

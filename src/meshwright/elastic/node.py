@@ -1,16 +1,19 @@
-"""The agent of one node in a multi-node run. Ranks and their in-memory snapshots live on the node. The supervisor of
-the leader decides what they do.
+"""The agent of one node in a multi-node run. Ranks and their in-memory snapshots live on the node, and the supervisor
+of the leader controls them.
 
-Guarantees: The ranks of this node end when the leader closes the connection or is silent for NODE_TIMEOUT_SECONDS. A
-part of the cluster that was cut off therefore never continues alone. On SIGTERM the node informs the leader, which
-continues with the other nodes and meanwhile reads the snapshots of this node. No process is left behind.
+Guarantees:
+- The ranks of this node end when the leader closes the connection or is silent for NODE_TIMEOUT_SECONDS. So a part of
+  the cluster that is disconnected never continues on its own.
+- On SIGTERM the node informs the leader. The leader continues with the other nodes and reads the snapshots of this node
+  before the node ends.
+- No process is left behind.
 
 Messages from the leader:
 
     sources: key, source, runs: the locations of the snapshots that ranks restore from (snapshot_locations.py).
     start: the job of the ranks, and for each rank here its index, device and log.
     tell, signal: forwarded to the fork server (train/forkserver.py).
-    again: some ranks cannot be killed, so all of them end with their fork server, and another one starts.
+    again: kill all ranks with their fork server, since some cannot be killed alone, and start a new fork server.
     mirror: number, key, step, address, ranks: replicate their snapshots (snapshot_replication.py).
     keep: key, steps: ranks do not overwrite their snapshots of these steps.
     alive: sent periodically.
@@ -18,7 +21,7 @@ Messages from the leader:
 
 Messages from this node:
 
-    lends: the address of its snapshot server.
+    lends: the address of the node's snapshot server.
     started, said, ended, ready: as from a fork server.
     mirrored: number, whether all replicas are complete, and the seconds that copying took.
     pulse: generation, the heartbeat rows that have changed, and the process statistics of each rank (proc_stats.py).
@@ -46,18 +49,18 @@ from meshwright.elastic.snapshot_replication import replication_request
 
 TICK_SECONDS = 0.05
 NODE_TIMEOUT_SECONDS = 15.0
-"""Seconds without a message after which the other side counts as lost. A link may be down for a third of that time at
-no cost."""
+"""Seconds without a message after which the peer counts as lost. A link may be down for a third of this time without
+consequences."""
 
 NODE_KEEPALIVE_SECONDS = 1.0
-"""Seconds after which a message is sent in any case."""
+"""Maximum seconds between two messages."""
 
 LEADER_LOST_EXIT = (75, "")
 
 
 class NodeAgent:
-    """Serves one run as node `number`, which is reached at `host`. The ranks get `environment`. The hello message of
-    the leader names the modules to preload and the log folder."""
+    """Serves one run as node `number`, which other nodes reach at `host`. Its ranks get `environment`. The hello
+    message of the leader names the modules to preload and the log folder."""
 
     outside = SystemInterface()
 
@@ -88,7 +91,7 @@ class NodeAgent:
         self._sources: list[str] = []
         self.processes: dict[int, int] = {}
         self.leaving = ""
-        """The name of the signal that requested this node to leave; empty without one."""
+        """The name of the signal that requested this node to leave; empty if there was none."""
         self._is_announced = False
         self._heard = self._said = self.outside.clock()
         self._rows: dict[int, bytes] = {}
@@ -128,7 +131,7 @@ class NodeAgent:
         self._say(event="lends", address=self.lender.address)
 
     def end(self, how: tuple[int, str]) -> None:
-        """Closes everything. The `agent` stays open only if it is reusable and another leader may need it."""
+        """Closes everything. `agent` stays open only if it is reusable and the next leader may need it."""
         if how != LEADER_LOST_EXIT or self.leaving or not self.agent.clear():
             self.agent.close()
         self.lender.close()
@@ -187,8 +190,8 @@ class NodeAgent:
             self.agent.command(**message)
 
     def _settle(self, key: str, source: str, runs: LocationRuns) -> None:
-        """Resolves the snapshots that the next ranks restore from. Closes the snapshots that nobody can read any
-        more."""
+        """Resolves the locations of the snapshots that the next ranks restore from. Closes snapshots that no rank can
+        read any more."""
         here = self.lender.address
         for old in set(self.holdings) - {key, source}:
             self.holdings.pop(old).close()
@@ -198,8 +201,8 @@ class NodeAgent:
             found.release({*ranks_stored_at(runs, here), *self.mirror.ranks})
 
     def _start(self, message: IpcMessage) -> None:
-        """Starts ranks. Their heartbeat rows and snapshots are local, and they read snapshots of other nodes by
-        address."""
+        """Starts ranks. Their heartbeat rows and snapshots are local. They read snapshots of other nodes over the
+        network."""
         key, ranks, here = message.pop("key"), message.pop("ranks"), message.pop("here")
         if key not in self.holdings:
             self.holdings[key] = self.outside.holdings(message["world"])
@@ -243,7 +246,8 @@ class NodeAgent:
         self.agent.again()
 
     def _show(self) -> None:
-        """Sends heartbeat rows when some have changed, and a message in any case after NODE_KEEPALIVE_SECONDS."""
+        """Sends heartbeat rows when some of them have changed, and at least one message every
+        NODE_KEEPALIVE_SECONDS."""
         now = self.outside.clock()
         if now < self._said + self.every:
             return

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class ProcStats(NamedTuple):
-    """The statistics of a process: the letter of its state, the seconds that its main thread spent in the run queue,
+    """The statistics of a process: the state letter of /proc, the seconds that its main thread spent in the run queue,
     its CPU seconds, and the bytes that it moved."""
 
     state: str = ""
@@ -17,7 +17,7 @@ class ProcStats(NamedTuple):
     moved: float = 0.0
 
     def rounded(self) -> tuple[str, float, float, float]:
-        """Returns the values as they are sent: in milliseconds and whole bytes."""
+        """Returns the values in the precision in which they are sent: milliseconds and whole bytes."""
         return self.state, round(self.in_line, 3), round(self.computed, 3), round(self.moved)
 
 
@@ -32,7 +32,7 @@ def read_proc_stats(process: int) -> ProcStats:
 
 
 def _stat_fields(process: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    """Returns the fields of /proc/PID/stat from the state on; an empty list if there is no such process."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,13 +1,13 @@
-"""Plans the run for another number of ranks, and reads the number that a person requests.
+"""Plans the run for another number of ranks, and reads the number that the user requests.
 
 Rule: The search that chose the first plan runs again for the same job on the available devices, among plans that can
-run. It ignores pins, which were made for another number. If no plan fits or divides the batch, the next smaller number
-is tried. For less memory it takes the fastest plan whose estimate is at most MAX_MEMORY_FRACTION of the current one.
-Batch size, sample order and learning rate belong to the workload and do not change.
+run. It ignores pinned settings, since they were made for another number of ranks. If no plan fits or divides the batch,
+the next smaller number is tried. Where less memory is needed, the search takes the fastest plan with an estimate of at
+most MAX_MEMORY_FRACTION of the current one. Batch size, sample order and learning rate belong to the workload and do
+not change.
 
-RUN/ranks contains the requested number: `echo 3 > RUN/ranks` during training. Planning has a deadline, because the run
-is paused meanwhile.
-"""
+RUN/ranks contains the requested number: `echo 3 > RUN/ranks` during training. Planning has a deadline, because training
+is paused until it ends."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from meshwright.spec.workload_constraints import diloco_violations
 
 RANKS_FILE = "ranks"
 MAX_MEMORY_FRACTION = 0.8
-"""The maximum estimated memory of a lower-memory plan, as a fraction of that of the plan that was too large."""
+"""The maximum estimated memory of a lower-memory plan, as a fraction of the estimate of the plan that ran out of
+memory."""
 
 MAX_RANKS_FILE_BYTES = 12
-"""Bytes of RUN/ranks that are read."""
+"""Maximum bytes that are read from RUN/ranks."""
 
 PLANNING_SECONDS = 60.0
 """Seconds after which no further number of ranks is tried."""
 
 MAX_CANDIDATE_PLANS = 1000
-"""The number of fastest plans among which a lower-memory plan is searched."""
+"""Number of plans, fastest first, among which a lower-memory plan is searched."""
 
 
 def plan_for_devices(
@@ -47,7 +48,7 @@ def plan_for_devices(
 ) -> tuple[Job | None, Plan]:
     """Returns the job on at most `devices` devices of its first kind of node, and the best plan for it.
 
-    `job` is None only for a model that cannot be priced; the plan is then data parallelism for `workload`.
+    `job` is None only for a model without a cost estimate. The plan is then data parallelism for `workload`.
 
     Raises: NothingFits when there is none.
     """
@@ -81,8 +82,9 @@ def plan_for_devices(
 
 
 def resize_group(group: NodeGroup, count: int) -> NodeGroup:
-    """Returns a group of `count` devices like those of `group`. The devices are in one node or in whole nodes.
-    Otherwise each is in its own node with its fraction of the resources, so that no link is assumed faster than it is.
+    """Returns a group of `count` devices like those of `group`. The devices are in one node or in several whole nodes.
+    For other counts, each device is in its own node with its fraction of the resources, so that no link is assumed
+    faster than it is.
 
     >>> from meshwright.planner.inputs.clusters import parse_cluster
     >>> pair = parse_cluster("2x2:cpu").groups[0]
@@ -116,7 +118,7 @@ def lower_memory_plan(job: Job | None, plan: Plan) -> Plan:
 
 @dataclass
 class RankCountRequest:
-    """Reads the requested number of ranks from RUN/ranks. Any other content is reported in one line and ignored."""
+    """Reads the requested number of ranks from RUN/ranks. Invalid content is reported in one line and ignored."""
 
     folder: Path
     note: Callable[[str], None]
@@ -127,8 +129,8 @@ class RankCountRequest:
     def __call__(self, places: int | None) -> int | None:
         """Returns the requested number of ranks once and removes the file. Returns None without a valid request.
 
-        The maximum is the planned number. If it is larger, the maximum is `places` on several machines, or the CPU
-        count on one machine.
+        The maximum is the planned number of ranks. It is `places` on several machines, or the CPU count on one machine,
+        if that is larger.
         """
         most = max(self.full, len(os.sched_getaffinity(0)) if places is None else places)
         path = self.folder / RANKS_FILE
@@ -163,7 +165,7 @@ class RankCountRequest:
         return wanted
 
     def _say(self, line: str) -> None:
-        """Reports the line once, however often the file is read."""
+        """Reports `line` once, even if the file is read several times."""
         if line != self._said:
             self.note(line)
         self._said = line

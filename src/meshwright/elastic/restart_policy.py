@@ -1,14 +1,16 @@
 """Decides whether a failed run is retried, and contains the settings of fault handling (`FaultPolicy`).
 
 [Note: giving up] The same error twice in the same step is deterministic and ends the run. Two ranks that ended without
-a message do not count as the same error. Otherwise `retries` failures in a row without a step between them end the run.
-From the second failure on, each pause is twice as long as the one before, with jitter.
+a message do not count as the same error. For other errors, more than `retries` failures in a row without a completed
+step between them end the run. From the second failure on, each pause is twice as long as the previous pause, with
+jitter.
 
-[Note: leaner] OOM twice in the same step is deterministic too, however the messages differ. A plan that takes less
-memory may help, so the supervisor requests such plans repeatedly until there is none.
+[Note: lower memory] OOM twice in the same step is deterministic too, even if the messages differ. A plan that takes
+less memory may help. So the supervisor requests such plans, each with less memory than the last, until there is none.
 
-[Note: lemons] A rank that was the culprit of BAD_RANK_FAULTS faults in a row has a defect that a restart does not
-repair: its memory, its CPU core or its device. If the run may continue with fewer ranks, it continues without that one.
+[Note: lemons] If a rank was the culprit of the last BAD_RANK_FAULTS faults, its hardware has a defect that a restart
+does not repair: the memory, the CPU core or the device. If the run may continue with fewer ranks, it continues without
+this rank.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from meshwright.elastic.hang_detector import CPU_LIMITS, HangLimits
 from meshwright.elastic.snapshot_adoption import AdoptionPolicy
 
 RETRY_PAUSE_SECONDS = 0.1
-"""Seconds of pause after the second failure without a step between."""
+"""Pause in seconds after the second failure in a row without a completed step."""
 
 BAD_RANK_FAULTS = 3
 
@@ -45,13 +47,13 @@ class RestartPolicy:
     _culprits: list[int] = field(default_factory=list)
 
     def is_hungry(self, failure: RankExit) -> bool:
-        """Whether the failure was OOM. Records the result."""
+        """Returns whether the failure was OOM, and records the result in `hungry`."""
         self.hungry = is_oom(failure)
         return self.hungry
 
     def count(self, failure: RankExit, step: int, starved: bool = False) -> str:
-        """Records `failure`, which occurred after `step` had ended. Returns why a retry is hopeless, or an empty
-        string."""
+        """Records `failure`, which occurred after step `step` had ended. Returns why a retry is hopeless, '' if it is
+        not."""
         why = Message("want of memory") if starved else failure_cause(failure)
         is_sent = bool(failure.error or failure.message or failure.words) or failure.rank == self._rank
         same = step == self._step and why == self._cause and (starved or (failure.status >= 0 and is_sent))
@@ -78,11 +80,11 @@ class RestartPolicy:
         self._culprits.clear()
 
     def pause(self) -> float:
-        """Returns the seconds to wait before the next try."""
+        """Returns the seconds to wait before the next attempt."""
         return RETRY_PAUSE_SECONDS * 2.0 ** (self.in_row - 2) * random.uniform(0.5, 1.5) if self.in_row > 1 else 0.0
 
     def rest(self, part: Callable[[str, float], None]) -> None:
-        """Waits for that time and passes the duration to `part`."""
+        """Waits for the time of `pause` and passes the duration to `part`."""
         if pause := self.pause():
             time.sleep(pause)
             part("pause", pause)
@@ -90,11 +92,11 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """What is done for a run before it is given up.
+    """How faults of a run are handled before it is given up.
 
     `retries`: failures in a row that are retried; 0: none. `hang_timeout`: minimum seconds of silence after which a
-    rank counts as hung; 0: never. `replan` returns the job for at most that many ranks; without it the world size is
-    fixed. `min_ranks`: the minimum number of ranks after a permanent loss; 0: all.
+    rank counts as hung; 0: never. `replan` takes a number of ranks and returns the job for at most that many; without
+    it the world size is fixed. `min_ranks`: the minimum number of ranks after a permanent loss; 0: all.
     """
 
     retries: int = 0
@@ -104,17 +106,17 @@ class FaultPolicy:
     leaner: Callable[[RankJob], RankJob] | None = None
     """Returns the same job under a plan that takes less memory. Raises: NothingFits when there is none."""
     instead: Callable[[RankJob], str] = lambda work: ""
-    """Describes such a plan in the report of an OOM."""
+    """Describes a plan that takes less memory, for the report of an OOM."""
     rejoin_timeout: float = 0.0
-    """Seconds that a lost node gets to return."""
+    """Seconds within which a lost node may return."""
     leaving: ExclusionPolicy | None = None
-    """When slow devices are excluded; None: never."""
+    """The policy for the exclusion of slow devices; None: none is excluded."""
     full: int = 0
-    """The planned number of ranks, if the run begins with fewer; 0: the number with which it begins."""
+    """The planned number of ranks, if the run begins with fewer; 0: the run begins with the planned number."""
     terms: HangLimits = CPU_LIMITS
-    """The limits after which a rank counts as hung, by the kind of its device."""
+    """The limits after which a rank counts as hung. They depend on the kind of its device."""
     hold: AdoptionPolicy | None = None
-    """How snapshots outlive this process, if all ranks are on this machine; None: they do not."""
+    """How snapshots outlive this process, if all ranks are on this machine; None: they end with it."""
     follows: bool = False
-    """Whether ranks have trained under a previous leader. A fault before they train under this one is then recovered
-    like any other."""
+    """Whether ranks have trained under a previous leader. In that case a fault before they train under this leader is
+    recovered like any other fault."""

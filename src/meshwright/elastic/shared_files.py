@@ -1,12 +1,12 @@
-"""Memory of ranks that this process holds open, so that it survives a rank: in-memory snapshots and heartbeat rows.
+"""Memory of ranks that this process keeps open, so that it survives a rank: in-memory snapshots and heartbeat rows.
 
-An anonymous file exists as long as any process has it open. Ranks open it by the path of this process's descriptor.
-When this process ends, the memory is freed, and the checkpoint on disk remains. A system without anonymous files has no
-in-memory snapshots.
+An anonymous file exists as long as any process has it open. Ranks open it through the path of this process's
+descriptor. When this process ends, the memory is freed, and only the checkpoint on disk remains. A system without
+anonymous files has no in-memory snapshots.
 
-Only the ranks of this machine, and those whose snapshots it replicates, have a file here. The number of open files does
-not grow with the world size. One more file lists the locations of the snapshots of all ranks, one line for each rank.
-The start message of a rank therefore has the same size in any world.
+Only the ranks of this machine, and the ranks whose snapshots it replicates, have a file here. So the number of open
+files does not grow with the world size. One more file, the location table, has one line for each rank with the location
+of its snapshots. So the start message of a rank has the same size in any world.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class SharedFileStore:
     """The shared memory of the ranks of one plan."""
 
     system: Any = os
-    """The module that creates files; a simulated cluster replaces it."""
+    """The module that creates files. A simulated cluster replaces it."""
 
     def __init__(self, world: int, adopted: tuple[str, Sequence[int]] | None = None) -> None:
         """Creates the heartbeat file and the location table.
 
-        `adopted` contains the key and the files of a killed supervisor, its heartbeat file last. `close` closes them as
-        well (snapshot_adoption.py).
+        `adopted` contains the key and the open files of a killed supervisor. The last of these files is the heartbeat
+        file. `close` closes them as well (snapshot_adoption.py).
         """
         self.world, self.key = world, secrets.token_hex(8)
         self.is_open = hasattr(self.system, "memfd_create")
@@ -60,8 +60,8 @@ class SharedFileStore:
         return _fd_path(self._files[rank]) if rank in self._files else LOST_LOCATION
 
     def table(self, places: Iterable[str]) -> str:
-        """Writes the locations of the snapshots of every rank for the ranks that start next, and returns the path. It
-        replaces the previous table. The path is empty without anonymous files."""
+        """Writes the locations of the snapshots of all ranks for the ranks that start next, and returns the path of the
+        table. The previous table is replaced. The path is empty on a system without anonymous files."""
         if self._table >= 0:
             text = "".join(f"{place}\n" for place in places).encode()
             self.system.ftruncate(self._table, 0)
@@ -69,7 +69,7 @@ class SharedFileStore:
         return _fd_path(self._table)
 
     def file(self, rank: int) -> int:
-        """Returns the open file of the snapshots of a rank and creates it if there is none.
+        """Returns the open file of the snapshots of a rank. Creates the file if there is none.
 
         Raises: OSError when this store is closed.
         """
@@ -80,22 +80,21 @@ class SharedFileStore:
         return self._files[rank]
 
     def all_files(self) -> list[str]:
-        """Returns the paths of the snapshots of all ranks, which must be on this machine, and then the path of the
-        heartbeats."""
+        """Returns the paths of the snapshots of all ranks, followed by the path of the heartbeats. All ranks must be on
+        this machine."""
         return [_fd_path(file) for file in (*map(self.file, range(self.world)), self._pulse)]
 
     def lend(self, rank: int) -> int:
-        """Returns a duplicate of the open file of the snapshots of a rank, which the caller closes.
+        """Returns a duplicate of the open file of the snapshots of a rank. The caller must close it.
 
-        Raises: OSError when there is none on this machine.
+        Raises: OSError when this machine has no such file.
         """
         if rank not in self._files:
             raise OSError("these copies are not here")
         return self.system.dup(self._files[rank])
 
     def mirrored(self, rank: int) -> int:
-        """Returns the same for a rank of another machine whose snapshots are to be replicated here. Creates the
-        file."""
+        """Returns a duplicate of the open file for the replica of a rank of another machine, and creates the file."""
         self.file(rank)
         return self.lend(rank)
 
@@ -106,12 +105,12 @@ class SharedFileStore:
                 self.system.pwrite(file, array("Q", steps).tobytes(), PINNED_STEPS_FIELD * 8)
 
     def release(self, needed: Collection[int]) -> None:
-        """Closes the snapshots of all ranks outside of `needed`, because nobody reads them any more."""
+        """Closes the snapshots of all ranks outside of `needed`. No rank reads these snapshots any more."""
         for rank in self._files.keys() - set(needed):
             self.system.close(self._files.pop(rank))
 
     def places(self, rank: int) -> dict[str, Any]:
-        """Returns the paths of the memory of a rank on this machine."""
+        """Returns the paths of the memory that belongs to a rank of this machine."""
         own = _fd_path(self.file(rank)) if self.is_open else ""
         return {"pulse": _fd_path(self._pulse), "own": own, "key": self.key}
 
@@ -126,8 +125,8 @@ class SharedFileStore:
         return self._words[word::HEARTBEAT_FIELDS].tolist()
 
     def place(self, rank: int) -> dict[str, Any]:
-        """Returns the step and phase in the last heartbeat of a rank, for the event log. Returns nothing for rank -1,
-        which means all ranks."""
+        """Returns the step and phase in the last heartbeat of a rank, for the event log. For rank -1, which denotes
+        all ranks, the result is empty."""
         if rank < 0:
             return {}
         pulse = self.pulse(rank)
@@ -143,7 +142,7 @@ class SharedFileStore:
         return min(self.column(HeartbeatField.snapshot_step)) if self.is_open else 0
 
     def begin(self, ranks: Iterable[int] | None = None) -> None:
-        """Resets the rows of `ranks`, or of all ranks, before a new generation. The contents of snapshots stay."""
+        """Resets the rows of `ranks`, or of all ranks, before a new generation. Snapshots keep their contents."""
         for rank in range(self.world) if ranks is None else ranks:
             first = rank * HEARTBEAT_FIELDS
             for word in (HeartbeatField.step, HeartbeatField.phase, HeartbeatField.waits, HeartbeatField.snapshot_step):
@@ -155,13 +154,13 @@ class SharedFileStore:
         return bytes(self._words[rank * HEARTBEAT_FIELDS : (rank + 1) * HEARTBEAT_FIELDS])
 
     def heard(self, rows: Sequence[tuple[int, str]]) -> None:
-        """Updates the rows of ranks of other machines from the output of `pack_heartbeats`."""
+        """Updates the rows of ranks of other machines. `rows` is the output of `pack_heartbeats`."""
         for rank, run in rows:
             words = memoryview(base64.b64decode(run)).cast("Q")
             self._words[rank * HEARTBEAT_FIELDS : rank * HEARTBEAT_FIELDS + len(words)] = words
 
     def written(self, seconds: float) -> None:
-        """Records that the concurrent checkpoint write is done or has failed."""
+        """Records that the concurrent write of a checkpoint has ended or failed."""
         for rank in range(self.world):
             row = self.pulse(rank).row
             row[HeartbeatField.saved] = round(seconds * 1e6) or row[HeartbeatField.saved]
@@ -170,7 +169,7 @@ class SharedFileStore:
     def close(self) -> None:
         """Closes all files."""
         files = [*self._files.values(), *(file for file in (self._table, self._pulse) if file >= 0)]
-        # cleared before the files are closed, because other threads duplicate them
+        # clear the fields before closing the files, because other threads duplicate the files
         self._files, self._table, self._pulse, self.is_open = {}, -1, -1, False
         for file in files:
             with contextlib.suppress(OSError):
@@ -178,8 +177,8 @@ class SharedFileStore:
 
 
 def pack_heartbeats(rows: Iterable[tuple[int, bytes]]) -> list[tuple[int, str]]:
-    """Returns rows of ranks in the form in which they are sent: the first rank of each run of consecutive ranks, and
-    their encoded fields.
+    """Returns rows of ranks in the form in which they are sent. For each sequence of consecutive ranks it has the first
+    rank and the encoded fields of all rows.
 
     >>> [(rank, len(words)) for rank, words in pack_heartbeats([(3, bytes(64)), (4, bytes(64)), (6, bytes(64))])]
     [(3, 172), (6, 88)]

@@ -1,20 +1,22 @@
-"""What a supervisor preserves beyond its own death, and how a replacement adopts it: the generation number and the
-in-memory snapshots.
+"""Preserves the state of a supervisor beyond its death, so that a replacement can adopt it: the generation number and
+the in-memory snapshots.
 
-Guarantees: When a supervisor is killed, its ranks end with it. A separate process (snapshot_fd_store.py) holds its
-snapshots for `AdoptionPolicy.seconds`. Within that time, the same command on the same machine adopts them. It resumes
-from the newest step of which every rank has a complete snapshot. A snapshot that was only partly written has no step,
-and ranks compare digests before they read (core/snapshots.py). Snapshots of another job or version of Meshwright are
-not adopted. Neither are they while a process of the killed supervisor still lives. In these cases a line reports the
-reason, and the run resumes from its checkpoint. The lease of the run folder admits one replacement at a time. Until the
-replacement holds the snapshots itself, the old process retains them, so that the replacement may be killed as well.
+Guarantees:
+- When a supervisor is killed, its ranks end with it. A separate process, the FD store (snapshot_fd_store.py), keeps its
+  snapshots open for `AdoptionPolicy.seconds`. Within that time, the same command on the same machine adopts them.
+- The replacement resumes from the newest step of which every rank has a complete snapshot. A partly written snapshot
+  has no step, and ranks compare digests before they read (core/snapshots.py).
+- Snapshots are not adopted if they belong to another job or version of Meshwright, or if a process of the killed
+  supervisor is still alive. A line then reports the reason, and the run resumes from its checkpoint.
+- The lease of the run folder admits one replacement at a time. The FD store retains the snapshots until the replacement
+  has opened them. So the replacement may be killed as well.
 
-RUN/holder, which only its owner can read, contains the random name of the socket. An ordinary end of the run removes
-it.
+RUN/holder contains the random name of the socket. Only the owner of the run can read this file. A normal end of the run
+removes it.
 
-[Note: other plans] Snapshots are read whatever their layout, as after a change of the number of ranks. If the
-replacement runs an identical job, its ranks write their snapshots to the same memory. Otherwise they write to new
-memory, and the adopted memory stays until the new one is complete.
+[Note: other plans] Snapshots can be read under any layout, as after a change of the number of ranks. If the replacement
+runs an identical job, its ranks write their snapshots to the same memory. For any other job they write to new memory,
+and the adopted memory remains until the new snapshots are complete.
 """
 
 from __future__ import annotations
@@ -51,18 +53,19 @@ SNAPSHOT_LIFETIME_SECONDS = 60.0
 """Seconds for which the snapshots of a killed supervisor are available to a replacement."""
 
 TERMINATION_SECONDS = 10.0
-"""Seconds that the processes of a killed supervisor get to end."""
+"""Seconds within which the processes of a killed supervisor must end."""
 
 STARTUP_SECONDS = 10.0
-"""Seconds that the FD store gets to open the snapshots. It is also the minimum time before a dead one is restarted."""
+"""Seconds within which the FD store must open the snapshots. It is also the minimum time before a dead store is
+restarted."""
 
 MAX_STATE_BYTES = 1 << 24
-"""Maximum bytes of a state."""
+"""Maximum size of a state in bytes."""
 
 
 class AdoptionPolicy(NamedTuple):
-    """`seconds`: how long snapshots outlive a killed supervisor. `job`: a digest of their job. `adopts`: whether this
-    run resumes from the snapshots of a killed supervisor."""
+    """`seconds`: how long snapshots outlive a killed supervisor. `job`: a digest of the job that wrote them. `adopts`:
+    whether this run resumes from the snapshots of a killed supervisor."""
 
     seconds: float
     job: str
@@ -70,8 +73,8 @@ class AdoptionPolicy(NamedTuple):
 
 
 class AdoptedSnapshots(NamedTuple):
-    """What a killed supervisor left: its generation, one set of snapshots, whether the job is the `same`, and the
-    seconds since the kill."""
+    """The state that a killed supervisor left: its generation, one set of snapshots, whether the job is the `same`, and
+    the seconds since the kill."""
 
     generation: int
     holdings: SharedFileStore
@@ -79,8 +82,8 @@ class AdoptedSnapshots(NamedTuple):
     seconds: float
 
     def sets(self, fresh: SharedFileStore) -> tuple[SharedFileStore | None, SharedFileStore]:
-        """Returns the set that the next generation reads, or None if it is not a separate one, and the set that it
-        writes. Closes `fresh` if it is unused."""
+        """Returns the set that the next generation reads and the set that it writes. The first is None if both are the
+        same set. Closes `fresh` if it is unused."""
         if not self.same:
             return self.holdings, fresh
         fresh.close()
@@ -93,7 +96,7 @@ def json_digest(*parts: Any) -> str:
 
 
 def last_step_of_run(folder: Path) -> int:
-    """Returns the last step in the records of a run folder; 0 if there is none or they cannot be read."""
+    """Returns the last step in the records of a run folder; 0 without records or if they cannot be read."""
     try:
         return max(0, last_recorded_step(storage.read_file(folder / RECORDS_FILE_NAME, -RECORD_TAIL_BYTES, links=True)))
     except OSError:
@@ -101,7 +104,7 @@ def last_step_of_run(folder: Path) -> int:
 
 
 class SnapshotAdoption:
-    """The supervisor's side. Without `hold`, its snapshots end with it, and it adopts none."""
+    """The adoption as one supervisor sees it. Without `hold`, its snapshots end with it, and it adopts none."""
 
     def __init__(self, folder: Path, hold: AdoptionPolicy | None, note: Callable[[str], None]) -> None:
         """Creates the lifeline pipe if snapshots are to outlive this process."""
@@ -113,7 +116,8 @@ class SnapshotAdoption:
         self._reading = -1
         self.lifeline: int | None = None
         self._before: socket.socket | None = None
-        """The connection to the FD store of the previous supervisor, until that of this one holds the snapshots."""
+        """The connection to the FD store of the previous supervisor. It stays open until this supervisor's FD store has
+        the snapshots."""
         self._is_named = self._is_reported = False
         if self._hold is not None:
             self._reading, self.lifeline = os.pipe()
@@ -121,10 +125,10 @@ class SnapshotAdoption:
     # --- snapshots of the previous supervisor
 
     def adopt(self, work: RankJob, journal: EventLog) -> AdoptedSnapshots | None:
-        """Returns what the previous supervisor left, if it was recently killed, and records a fault. Reports why if
-        something cannot be adopted."""
+        """Returns the state of the previous supervisor if that was killed recently, and records a fault. If something
+        cannot be adopted, reports the reason."""
         if self._hold is None:
-            with contextlib.suppress(OSError):  # the snapshots held there do not include the steps of this run
+            with contextlib.suppress(OSError):  # an existing FD store does not have the steps of this run
                 (self.folder / SOCKET_NAME_FILE).unlink(missing_ok=True)
             return None
         end = self._reached()
@@ -156,13 +160,13 @@ class SnapshotAdoption:
         try:
             end.settimeout(TERMINATION_SECONDS)
             end.connect(f"\0{name}")
-        except (OSError, ValueError):  # no process holds them any more
+        except (OSError, ValueError):  # no FD store is running any more
             end.close()
             return None
         return end
 
     def _read(self, end: socket.socket, work: RankJob, hold: AdoptionPolicy) -> tuple[AdoptedSnapshots | None, str]:
-        """Returns the adopted snapshots, or None and the reason."""
+        """Returns the adopted snapshots and '', or None and the reason."""
         if not is_same_user(end):
             return None, Message("are those of another user")
         if not hold.adopts:
@@ -188,7 +192,7 @@ class SnapshotAdoption:
             return None, Message("are of another job")
         process = peer_credentials(end)[0]
         holdings = None
-        for each in reversed(state["sets"]):  # the newest set is usable once all ranks have written to it
+        for each in reversed(state["sets"]):  # a newer set is usable only if all ranks have written to it
             holdings = _open_adopted_files(process, each)
             if holdings.snapshot_step or each is state["sets"][0]:
                 break
@@ -202,8 +206,8 @@ class SnapshotAdoption:
     # --- snapshots of this supervisor
 
     def hold(self, generation: int, work: RankJob, old: SharedFileStore | None, newest: SharedFileStore) -> None:
-        """Sends the FD store what a replacement would adopt. It is called before the ranks of a generation start and
-        whenever a set is no longer needed."""
+        """Sends the FD store the state that a replacement would adopt. It is called before the ranks of a generation
+        start, and whenever a set is no longer needed."""
         sets = [newest] if old is None else [old, newest]
         if self._hold is None or not all(each.is_open for each in sets):
             return
@@ -220,7 +224,8 @@ class SnapshotAdoption:
             self._begin(self._hold)
 
     def look(self) -> None:
-        """Replaces an FD store that has died or that no replacement could find. It is called several times a second."""
+        """Replaces an FD store that has died or that a replacement could not find. It is called several times a
+        second."""
         if self._hold is None or not self._line or time.monotonic() < self._started + STARTUP_SECONDS:
             return
         if not self._is_named or self._process is None or self._process.poll() is not None:
@@ -238,8 +243,8 @@ class SnapshotAdoption:
             )
 
     def _begin(self, hold: AdoptionPolicy) -> None:
-        """Starts an FD store, and releases the previous one once the new one has the snapshots. If the system refuses,
-        the run continues without."""
+        """Starts an FD store. Once it has the snapshots, releases the store of the previous supervisor. If the system
+        cannot start it, the run continues without one."""
         self._end()
         self._started, self._is_named = time.monotonic(), False
         name = f"meshwright-{secrets.token_hex(16)}"
@@ -284,8 +289,8 @@ class SnapshotAdoption:
             self._process = None
 
     def close(self) -> None:
-        """Removes everything, because the run has ended and nothing is left to adopt. A replacement that has not begun
-        leaves the existing FD store intact."""
+        """Removes everything, since nothing remains to be adopted after the run. A replacement that has not begun does
+        not touch the existing FD store."""
         self._end()
         if self._is_named:
             self._is_named = False
@@ -305,7 +310,7 @@ def _rank_job_digest(work: RankJob) -> str:
 
 
 def _open_adopted_files(process: int, each: IpcMessage) -> SharedFileStore:
-    """Opens a set of snapshots that `process` holds.
+    """Opens a set of snapshots that `process` keeps open.
 
     Raises: OSError if a file cannot be opened.
     """

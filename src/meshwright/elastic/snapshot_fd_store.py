@@ -1,16 +1,17 @@
-"""The process that holds the in-memory snapshots of a run open after its supervisor was killed, until a replacement
-adopts them (snapshot_adoption.py).
+"""The FD store: a process that keeps the in-memory snapshots of a run open after its supervisor was killed, until a
+replacement adopts them (snapshot_adoption.py).
 
-Guarantees: The process ends in three cases. The supervisor ends it, which every ordinary end of a run does. `seconds`
-pass after the death of a supervisor that was not replaced. A replacement has adopted the snapshots. Nobody receives
-them before every process that could still write to them has ended. The supervisor, the fork server and all ranks hold
-the write end of one pipe, the lifeline, and this process waits for its end. It answers only processes of the same user,
-one at a time.
+Guarantees:
+- The process ends in three cases: the supervisor ends it, as at every normal end of a run; `seconds` have passed since
+  the death of a supervisor without a replacement; or a replacement has adopted the snapshots.
+- No process receives the snapshots while another process can still write to them. The supervisor, the fork server and
+  all ranks have the write end of one pipe, the lifeline. This process waits until all of them have closed it.
+- It answers only processes of the same user, one at a time.
 
 It reads states from standard input, one per line (`SnapshotAdoption.hold`). It opens the files that are new in a state
-and closes those that are no longer in it. It closes standard output once it has the first state. A replacement connects
-to the abstract Unix socket NAME and receives the newest state, in which files are descriptor numbers of this process.
-The replacement opens them under /proc and sends `taken`.
+and closes those that are no longer in it. After the first state it closes standard output. A replacement connects to
+the abstract Unix socket NAME and receives the newest state, in which files are descriptor numbers of this process. The
+replacement opens them under /proc and sends `taken`.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from meshwright.core.signals import STOP_SIGNALS
 
 ADOPTED_REPLY = b"taken"
 ADOPTION_SECONDS = 600.0
-"""Seconds within which a connected replacement must have adopted the snapshots. It loads torch meanwhile."""
+"""Seconds within which a connected replacement must adopt the snapshots. In this time it also loads torch."""
 
 SEND_SECONDS = 5.0
 
 
 class SnapshotFdStore:
-    """Holds the files. `name` is the name of the socket, and `lifeline` the read end of that pipe. The end of the
-    process closes everything."""
+    """Keeps the files open. `name` is the name of the socket. `lifeline` is the read end of the lifeline pipe. When the
+    process ends, everything is closed."""
 
     def __init__(self, name: str, seconds: float, lifeline: int) -> None:
         self.seconds, self.lifeline = seconds, lifeline
         self.commands = MessageReader(0)
         self.files: dict[str, list[int]] = {}
-        """The open files of each set, by its key."""
+        """The open files of each set, by the key of the set."""
         self.state: IpcMessage = {}
         self.listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listening.bind(f"\0{name}")
@@ -52,7 +53,7 @@ class SnapshotFdStore:
         self.replacement: socket.socket | None = None
         self.killed_at: float | None = None
         self.deadline: float | None = None
-        """None while the supervisor lives."""
+        """The time at which the process ends; None while the supervisor is alive."""
         self.is_taken = False
         self.waiting = selectors.DefaultSelector()
         self.waiting.register(0, selectors.EVENT_READ, self._receive)
@@ -72,7 +73,7 @@ class SnapshotFdStore:
         for message in messages:
             with contextlib.suppress(
                 OSError
-            ):  # the supervisor was killed before its files were opened: the previous state stays valid
+            ):  # the supervisor was killed too early to open its files: the previous state stays valid
                 self._replace(message)
         if ended:
             self.waiting.unregister(0)
@@ -80,8 +81,8 @@ class SnapshotFdStore:
             self.deadline = self.killed_at + self.seconds
 
     def _replace(self, state: IpcMessage) -> None:
-        """Replaces the state as a whole, or raises OSError and retains the previous one. Files of a set that is in both
-        stay open."""
+        """Replaces the state as a whole, or raises OSError and retains the previous state. Files of a set that is in
+        both states stay open."""
         fresh: dict[str, list[int]] = {}
         try:
             for each in state["sets"]:
@@ -104,7 +105,7 @@ class SnapshotFdStore:
             return
         self.waiting.unregister(self.lifeline)
         if self.deadline is None:
-            self._receive()  # the last state may still be in the pipe
+            self._receive()  # reads a last state that may still be in the pipe
         self.waiting.register(self.listening, selectors.EVENT_READ, self._admit)
 
     def _admit(self) -> None:
@@ -115,14 +116,15 @@ class SnapshotFdStore:
         sets = [{**each, "files": self.files[each["key"]]} for each in self.state["sets"]]
         answer = {**self.state, "sets": sets, "killed": time.monotonic() - self.killed_at}
         end.settimeout(SEND_SECONDS)
-        with contextlib.suppress(OSError):  # a replacement that continued without them has disconnected
+        with contextlib.suppress(OSError):  # the replacement has disconnected and continues without the snapshots
             end.sendall(json.dumps(answer).encode() + b"\n")
         self.replacement, self.deadline = end, time.monotonic() + ADOPTION_SECONDS
         self.waiting.unregister(self.listening)
         self.waiting.register(end, selectors.EVENT_READ, self._finish)
 
     def _finish(self) -> None:
-        """Handles the reply of the replacement. If it ended without adoption, another replacement may connect."""
+        """Handles the reply of the replacement. If it ended without adopting the snapshots, another replacement may
+        connect."""
         assert self.replacement is not None
         received = b""
         with contextlib.suppress(OSError):
@@ -137,7 +139,7 @@ class SnapshotFdStore:
 def open_snapshot_file(path: str, key: str) -> int:
     """Returns a new descriptor of the anonymous memory at `path`, which belongs to the set `key`.
 
-    Raises: OSError if the path refers to anything else by now.
+    Raises: OSError if the path now refers to another file.
     """
     file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     name = os.readlink(f"/proc/self/fd/{file}")
@@ -167,7 +169,7 @@ def main() -> None:
     """Runs the process with the arguments NAME, SECONDS and LIFELINE."""
     name, seconds, lifeline = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the supervisor receives them and decides
+        signal.signal(number, signal.SIG_IGN)  # the supervisor receives these signals too and decides
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("mesh-holder")
     os.chdir("/")

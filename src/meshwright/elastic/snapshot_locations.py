@@ -1,14 +1,13 @@
-"""The leader's record of where the snapshots of each rank are stored over all nodes, and which nodes have replicas of
-them.
+"""The leader's record of the locations of every rank's snapshots over all nodes, and of the nodes that have replicas.
 
-Rule: Snapshots are read where their rank ran. If that node is lost, they are read from its replica if that is complete;
-otherwise they are lost. The source of a generation is fixed when the generation starts, because its own ranks may run
-on other nodes. Until all of its ranks have a snapshot, another start reads from the same locations. A rank that moved
-to another node has no snapshot there yet.
+Rule: Snapshots are read on the node where their rank ran. If that node is lost, they are read from the replica, if it
+is complete. Without a complete replica they are lost. The locations that a generation reads are fixed at its start,
+because its own ranks may run on other nodes. If the generation restarts before all its ranks have a snapshot, it reads
+from the same locations: a rank that moved to another node has no snapshot there yet.
 
-Nodes receive the locations as runs, [address, ranks], in order of rank. There are as many runs as nodes, however many
-ranks these have. Each node expands them into the table that its ranks read (shared_files.py). The start message of a
-rank therefore does not contain the locations of other ranks.
+Nodes receive the locations as pairs [address, number of consecutive ranks], in order of rank. The number of pairs
+equals the number of nodes, not of ranks. Each node expands them into the table that its ranks read (shared_files.py).
+So the start message of a rank does not contain the locations of other ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LocationRuns = Sequence[tuple[str, int]]
 
 
 class SnapshotLocations:
-    """Tracks the locations. The address of its snapshot server identifies a node."""
+    """Tracks the locations. A node is identified by the address of its snapshot server."""
 
     def __init__(self) -> None:
         """Starts without any node."""
@@ -31,13 +30,14 @@ class SnapshotLocations:
         """The connected nodes."""
         self._homes: dict[str, Sequence[str]] = {}
         self._next: tuple[str, Sequence[str]] | None = None
-        """Where the ranks of this generation run, until they have snapshots there."""
+        """The nodes on which the ranks of this generation run, until all ranks have snapshots there."""
         self._written: set[str] = set()
-        """The keys under which all ranks have written a snapshot."""
+        """The keys under which all ranks have written at least one snapshot."""
         self._mirrors: dict[str, dict[int, str]] = {}
 
     def start(self, homes: Sequence[str], key: str, source: str) -> LocationRuns:
-        """Records that ranks start at `homes` with snapshots under `key`. Returns where those of `source` are read."""
+        """Records that ranks start at `homes` with snapshots under `key`. Returns the locations of the snapshots under
+        `source`."""
         found = self._found(source) or [""] * len(homes)
         at_first = [at or home for at, home in zip(found, homes, strict=True)] if key == source else homes
         self._homes = {saved: lived for saved, lived in self._homes.items() if saved == source} | {key: at_first}
@@ -59,14 +59,14 @@ class SnapshotLocations:
         return self._next is None
 
     def settle(self) -> None:
-        """Records that all ranks of this generation have written a snapshot where they run."""
+        """Records that every rank of this generation has written a snapshot on the node where it runs."""
         assert self._next is not None
         (key, homes), self._next = self._next, None
         self._homes[key] = homes
         self._written.add(key)
 
     def has(self, key: str) -> bool:
-        """Whether all ranks have written snapshots under `key`, and these or their replicas are available."""
+        """Whether all ranks have written snapshots under `key`, and each snapshot or its replica is available."""
         return key in self._written and all(self._found(key))
 
     def is_safe(self, key: str) -> bool:
@@ -74,7 +74,7 @@ class SnapshotLocations:
         return key in self._mirrors or len(set(self._homes.get(key, ()))) <= 1
 
     def mirrored(self, key: str, mirrors: Mapping[int, str]) -> None:
-        """Records that a step of all ranks has replicas."""
+        """Records that the snapshots of all ranks at one step have replicas."""
         self._mirrors[key] = dict(mirrors)
 
     def forget(self) -> None:
@@ -92,8 +92,8 @@ def ranks_stored_at(runs: LocationRuns, here: str) -> Iterator[int]:
 
 
 def resolve_locations(runs: LocationRuns, key: str, here: str, own: Callable[[int], str]) -> Iterator[str]:
-    """Yields where a rank of the node at `here` reads the snapshots under `key` of every rank. `own` returns the local
-    paths.
+    """Yields the locations at which a rank on the node `here` reads the snapshots under `key`, for every rank in order.
+    `own` returns the local path of a rank's snapshots.
 
     >>> runs = [("10.0.0.1:5", 1), ("10.0.0.2:5", 2), ("", 1)]
     >>> list(resolve_locations(runs, "ab", "10.0.0.1:5", lambda rank: f"/{rank}"))

@@ -1,31 +1,35 @@
-"""Replicates in-memory snapshots between nodes: a snapshot server, a replicator on each node, and a coordinator on the
-leader.
+"""Replicates in-memory snapshots between nodes: a snapshot server and a replicator on each node, and a coordinator on
+the leader.
 
-`SnapshotServer` serves the snapshots of one node to the ranks of other nodes. The memory outlives ranks and is read
-over the network, never written. A request is one line, {"key", "rank", "begin", "size"}. The response is one line,
-{"size", "whole"}, followed by that many bytes. The server sends fewer bytes than requested at the end of the memory,
-and none where there is no such memory. `whole` is the total size. The listener authenticates clients
+`SnapshotServer` serves the snapshots of one node to the ranks of other nodes. The memory outlives ranks. Clients read
+it over the network and never write to it. A request is one line, {"key", "rank", "begin", "size"}. The response is one
+line, {"size", "whole"}, followed by `size` bytes. `whole` is the total size of the memory. The server sends fewer bytes
+than requested at the end of the memory, and none if there is no such memory. The listener authenticates clients
 (core/secure_channel.py).
 
-A replica holds the newest complete snapshots of the ranks of another node, so that they survive the loss of that node.
-A node holds at most one replica and reads it concurrently with training.
+A replica contains the newest complete snapshots of the ranks of another node, so that they survive the loss of that
+node. A node has at most one replica and reads it concurrently with training.
 
-Guarantees: The header of a replica names a snapshot only when all of its bytes are present and match the digest that
-the rank wrote. The previous snapshot stays valid until then. The replica of a rank has the place of a local snapshot of
-that rank (shared_files.py), and is served in the same way. It needs memory for two snapshots.
+Guarantees of a replica:
+- Its header names a snapshot only when all bytes of the snapshot are present and match the digest that the rank wrote.
+  Until then the previous snapshot stays valid.
+- It is stored and served like a local snapshot of its rank (shared_files.py). It needs memory for two snapshots.
 
 `ReplicationCoordinator` decides which step has replicas and which step is replicated next.
 
-Guarantees: Once one round is complete, there is always a step of which every rank has a snapshot. Of that step, the
-ranks of every node but the first also have a replica on another node. Ranks overwrite that step only when the next one
-is complete everywhere. The loss of a node costs the steps since then. The first node has no replica: without it the run
-resumes from disk.
+Guarantees of the coordinator:
+- After the first complete round, there is always a step of which every rank has a snapshot. The ranks of every node
+  except the first also have a replica of this step on another node.
+- Ranks overwrite this step only when the next replicated step is complete everywhere. The loss of a node costs the
+  steps since then.
+- The first node has no replica. If it is lost, the run resumes from disk.
 
-Rule: The step to replicate is the newest step of rank 0. The snapshots of each node but the first are read by the next
-node, and those of the last one by the first node. If a step is overwritten before it was read, later rounds request a
-step further ahead, by at most MAX_STEPS_AHEAD. After ROUNDS_BEFORE_SHRINK complete rounds in a row the distance shrinks
-by one. Between two rounds the links are idle for as long as copying took; waiting for a step loads no link. With a
-distance of `ahead` steps and copies that take c steps, the loss of a node costs at most ahead + 3 c steps.
+Rule: The step to replicate is the newest step of rank 0. The snapshots of each node except the first are copied by the
+next node, and those of the last node by the first. If a step is overwritten before it is copied, later rounds request a
+step further ahead, at most MAX_STEPS_AHEAD. After ROUNDS_BEFORE_SHRINK complete rounds in a row, this distance shrinks
+by one step. After a round the links are idle for as long as the copy took. While a round waits for a step, it does not
+load the links. With a distance of `ahead` steps and copies that take c steps, the loss of a node costs at most ahead +
+3 c steps.
 """
 
 from __future__ import annotations
@@ -53,12 +57,12 @@ from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_locations import SnapshotLocations
 
 OpenSnapshot = Callable[[str, int], int | None]
-"""Opens the snapshot file of a rank once more, by the key of its store. The caller closes the descriptor, because the
-store may close its own at any time."""
+"""A function that opens the snapshot file of a rank again, by the key of its store. The caller closes the descriptor.
+It is a new descriptor, because the store may close its own at any time."""
 
 
 class SnapshotServer:
-    """Serves the files that `find` returns, at its own address."""
+    """Serves the files that `find` returns. It listens at its own address."""
 
     def __init__(self, host: str, token: str, find: OpenSnapshot) -> None:
         self._find = find
@@ -75,7 +79,7 @@ class SnapshotServer:
                 while line := lines.readline(MAX_UNAUTHENTICATED_BYTES):
                     self._answer(end, parse_message(line))
         except (OSError, ValueError, KeyError, TypeError):
-            return  # the client disconnected, or its request is malformed
+            return  # the client has disconnected, or its request is malformed
 
     def _answer(self, end: socket.socket, request: IpcMessage) -> None:
         file = self._find(str(request["key"]), int(request["rank"]))
@@ -97,13 +101,13 @@ class SnapshotServer:
 
 
 POLL_SECONDS = 0.005
-"""Seconds between checks whether the requested step has a snapshot."""
+"""Seconds between two checks for a snapshot of the requested step."""
 
 FETCH_BYTES = 4 << 20
-"""Bytes in one request."""
+"""Number of bytes that one request reads."""
 
 REPLICA_SLOTS = 2
-"""Snapshot slots of a file that a replica uses."""
+"""Number of snapshot slots in the file of a replica."""
 
 
 class ReplicationRequest(NamedTuple):
@@ -118,8 +122,8 @@ class ReplicationRequest(NamedTuple):
 
 
 class SnapshotReplicator:
-    """Copies snapshots of another node in its own thread. After a request, `done` gets its number, whether the copy is
-    complete, and the seconds that copying took."""
+    """Copies snapshots of another node in its own thread. After each request, `done` receives the number of the
+    request, whether the copy is complete, and its duration in seconds."""
 
     def __init__(self, token: str, done: Callable[[int, bool, float], None]) -> None:
         self._token, self._done = token, done
@@ -138,8 +142,8 @@ class SnapshotReplicator:
 
     @property
     def ranks(self) -> set[int]:
-        """The ranks of the last request and of the one before, whose replicas are valid until those of the last are
-        complete."""
+        """The ranks of the last two requests. The replicas of the earlier request are valid until those of the later
+        one are complete."""
         return {rank for ranks in self._ranks for rank in ranks}
 
     def close(self) -> None:
@@ -153,7 +157,7 @@ class SnapshotReplicator:
             try:
                 whole = all(self._copy(order, rank, file) for rank, file in order.files.items())
             except (OSError, ValueError):
-                whole = False  # the node is lost, or the data is no snapshot
+                whole = False  # the node is lost, or its data are not a snapshot
                 self._clients.clear()
             finally:
                 for file in order.files.values():
@@ -191,8 +195,8 @@ class SnapshotReplicator:
                 here.lay(index, there.size, len(there.slots))
                 view[HEADER_BYTES : HEADER_BYTES + len(index)] = index
             if order.step in here.steps and there.is_digest(order.step, here.digest(order.step), index):
-                return True  # copied by a round that was cancelled when a node was lost
-            here.forget(order.step - 1)  # this step and later ones were written before a rollback
+                return True  # an earlier round, cancelled by a lost node, has copied it
+            here.forget(order.step - 1)  # this step and later steps of the replica predate a rollback
             slot, digest = here.take(REPLICA_SLOTS), xxhash.xxh3_64()
             (begin, size), to = (there.place_of_data(order.step), there.size), here.begin(slot)
             for at in range(0, size, FETCH_BYTES):
@@ -218,7 +222,7 @@ class SnapshotReplicator:
         return self._clients[place]
 
     def _await(self, order: ReplicationRequest, client: SnapshotClient) -> SnapshotHeader | None:
-        """Returns the header of the file once it has the step. Returns None when the step was overwritten or the
+        """Returns the header of the snapshot file once it has the step. Returns None if the step was overwritten or the
         request was cancelled."""
         while order is self._latest:
             words = client.fetch(0, HEADER_BYTES)
@@ -243,8 +247,8 @@ class ReplicatedNode(Protocol):
 
 
 class ReplicationCoordinator:
-    """Orders replication rounds. `tell` sends a message to a node. `mirror` is the replicator of this node, and `here`
-    the address of its snapshot server."""
+    """Starts replication rounds. `tell` sends a message to a node. `mirror` is the replicator of this node, and `here`
+    is the address of its snapshot server."""
 
     def __init__(
         self,
@@ -277,7 +281,7 @@ class ReplicationCoordinator:
         self._waits.clear()
 
     def look(self, nodes: Sequence[ReplicatedNode], others: int) -> None:
-        """Orders the next round, when none is in progress and all ranks have a newer snapshot. `others` is the number
+        """Starts the next round when none is in progress and there is a newer step to replicate. `others` is the number
         of ranks outside of the first node."""
         holdings = self._holdings
         if holdings is None or not holdings.is_open:

@@ -1,19 +1,18 @@
 """Runs one job on its ranks from start to end and recovers from faults.
 
-Guarantees: The run has exactly the requested world size. When a rank dies or hangs, the next generation resumes from
-the in-memory snapshots of the last step, without a person. A fault without recovery ends with a diagnosis that names
-the first failing rank. Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace_period`
-seconds.
-A second signal ends it at once. No process is left behind in any case.
+Guarantees: The run has exactly the requested world size. When a rank dies or hangs, the next generation resumes without
+user action from the in-memory snapshots of the last step. A fault without recovery ends with a diagnosis that names the
+rank that failed first. Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace_period`
+seconds. A second signal ends it at once. No process is left behind in any case.
 
-[Note: generations] A fault ends all ranks of its generation. The next generation has its own store prefix, so that
-nothing of the old one can join it. It is forked from a preloaded process and reads the memory that this process holds
-open (shared_files.py). Measurements show that this is as fast as reusing the survivors, whose collectives must first
-time out or be torn down. It also needs one code path instead of two.
+[Note: generations] A fault ends all ranks of its generation. The next generation has its own store prefix, so that no
+rank or message of the old generation can join it. It is forked from a preloaded process and reads the memory that this
+process keeps open (shared_files.py). Measurements show that this is as fast as reusing the survivors, whose collectives
+must first time out or be torn down. It also needs one code path instead of two.
 
-[Note: other numbers of ranks] A rank may be lost permanently, or a person may request another number of ranks. Then
-`replan` returns the job for that number, and the next generation reads the last snapshots whatever their layout. The
-old snapshots stay until all new ranks have their own. On several machines they stay until those have replicas.
+[Note: other numbers of ranks] A rank may be lost permanently, or the user may request another number of ranks. Then
+`replan` returns the job for that number. The next generation can read the last snapshots under any layout. The old
+snapshots stay until all new ranks have written their own. On several machines they stay until these have replicas.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from meshwright.elastic.writer_supervisor import WRITER_RANK, WriterSupervisor
 __all__ = ["FaultPolicy", "RankJob", "Supervisor"]
 
 TICK_SECONDS = 0.1  # seconds between clock checks
-RANKS_FILE_SECONDS = 0.2  # seconds between checks of RUN/ranks
+RANKS_FILE_SECONDS = 0.2  # seconds between checks of the file RUN/ranks
 SETTLE_SECONDS = 1.0  # seconds for which other ranks may report their errors once one has failed
 
 
@@ -62,8 +61,8 @@ SETTLE_SECONDS = 1.0  # seconds for which other ranks may report their errors on
 class Supervisor:
     """Runs `work` until every rank is done (`run`).
 
-    `hear` gets the messages of ranks and `note` the lines for a person. `starting` gets the heartbeats until the ranks
-    begin to train.
+    `hear` receives the messages of ranks, and `note` the lines for the user. `starting` receives the heartbeats until
+    the ranks begin to train.
     """
 
     work: RankJob
@@ -74,9 +73,9 @@ class Supervisor:
     generation: int = 0
     care: FaultPolicy = field(default_factory=FaultPolicy)
     agent: LocalAgent | None = None
-    """A ready agent that outlives this run. Without one the run creates its own."""
+    """A ready agent that outlives this run. Without one, the run creates its own agent."""
     early: str = Message("before the first step")
-    """Describes the moment at which a stop request came before any rank began to train."""
+    """Text of a stop message: when a stop request came, if no rank had begun to train."""
     _stop_signals: list[str] = field(default_factory=list)
     _signals_sent: int = 0
     _deadline: float | None = None
@@ -132,7 +131,7 @@ class Supervisor:
         _finish(self, now)
 
     def _adopt(self) -> None:
-        """Resumes from the snapshots of a killed supervisor as after any fault: the next generation reads them."""
+        """Resumes from the snapshots of a killed supervisor. As after any fault, the next generation reads them."""
         if (found := self._adoption.adopt(self.work, self._journal)) is not None:
             self.generation, self._begun = found.generation + 1, True
             self._old, self._holdings = found.sets(self._holdings)
@@ -144,7 +143,7 @@ class Supervisor:
         """Waits until ranks can be forked. Returns False when the fork server has ended instead."""
         while (
             len(self._stop_signals) < 1 + self._begun
-        ):  # after training has begun, the first request lets everything be saved
+        ):  # after training has begun, the first stop request lets ranks save everything
             for event in (events := self._agent.events(TICK_SECONDS)):
                 self._heed_others(event)
             if any(event["event"] == "ready" for event in events):
@@ -178,12 +177,12 @@ class Supervisor:
         )
         now.start(self._agent, self._holdings, self._old or self._holdings)
         self._slots.started(self.work.plan)
-        if self._deadline is not None:  # a fault occurred after a stop request
+        if self._deadline is not None:  # a fault after a stop request
             now.tell(self._agent, {"stop": self._stop_signals[0]})
         while now.living and not self._killed:
             heard = (
                 clock()
-            )  # all earlier messages are handled before the round judges, however long this process was suspended
+            )  # judge only after all earlier messages are handled, even if this process was suspended for long
             for event in self._agent.events(TICK_SECONDS):
                 self._heed_others(event)
                 now.heed(event)
@@ -224,7 +223,7 @@ class Supervisor:
         return self.work.slots or self._slots.of(self.work.world)
 
     def _heed_others(self, event: IpcMessage) -> None:
-        """Handles events of nodes, of the device probe and of the checkpoint writer, all of which may outlive a
+        """Handles events of nodes, of the device probe and of the checkpoint writer. All three may outlive a
         generation."""
         if event["event"] == "pulse" and event["generation"] == self.generation:
             self._holdings.heard(event["rows"])
@@ -238,16 +237,16 @@ class Supervisor:
     def _is_failed(self, now: Attempt, heard: float) -> bool:
         """Whether the generation has failed and the culprit is known.
 
-        Ranks that only lost a connection, and failures without recovery, get SETTLE_SECONDS for other reports. Failures
-        are counted from before `heard`, the start of this round.
+        After a lost connection or a failure without recovery, other ranks get SETTLE_SECONDS to report errors. The time
+        counts up to `heard`, the start of this round.
         """
         if self._deadline is not None and self._agent.outside.clock() > self._deadline:
             self._killed = True
         return now.waited(heard) > SETTLE_SECONDS or (now.guilty and self.care.retries > 0 and self._begun)
 
     def _is_resized(self, now: Attempt) -> bool:
-        """Whether another number of ranks or other devices are to be used. Closes the old snapshots once the new ones
-        are complete."""
+        """Whether to use another number of ranks or other devices. Closes the old snapshots once the new ones are
+        complete."""
         if (
             self._old is not None
             and self._holdings.snapshot_step
@@ -273,14 +272,14 @@ class Supervisor:
         return self._world is not None
 
     def _room(self) -> int | None:
-        """Returns the number of ranks that fit when nodes have joined or are leaving, at most the planned number.
-        Returns None without a change."""
+        """Returns the number of ranks that fit, at most the planned number, when nodes have joined or are leaving.
+        Returns None if no node has."""
         before, self._places = self._places, self._agent.places
         return None if self._places in (None, before) else self._slots.free(self._agent.slots)
 
     def _ask(self, now: Attempt) -> None:
-        """Handles a stop request. The first one lets the step end. A second one, or one before any rank began to train,
-        ends the run at once."""
+        """Handles a stop request. The first request lets the step end. A second request, or a request before any rank
+        began to train, ends the run at once."""
         reason = self._stop_signals[0]
         if len(self._stop_signals) > 1 or not self._begun:
             self._killed = True
@@ -299,7 +298,7 @@ class Supervisor:
     # --- between generations
 
     def _heals(self, now: Attempt) -> bool:
-        """Whether another generation is to be tried ([Note: giving up])."""
+        """Whether to try another generation ([Note: giving up] in restart_policy.py)."""
         if self._agent.ended and now.living and not now.guilty:
             removed = self._agent.status()
             if self._killed or not self._begun or not self.care.retries:
@@ -320,7 +319,7 @@ class Supervisor:
             "cause": failure_cause(first),
             "detection": self._silent,
         }
-        done = max(self._journal.last, place.get("step", 0) - 1)  # rank 0 may not have said so yet
+        done = max(self._journal.last, place.get("step", 0) - 1)  # rank 0 may not have reported this step yet
         self._why = self._retries.count(first, done, hungry)
         if self._why and hungry and (work := _lower_memory_job(self.care, self.work)) is not None:
             self._leaner, self._why, self._retries.in_row = work, "", 0
@@ -370,7 +369,8 @@ class Supervisor:
         self.generation += 1
 
     def _revive(self) -> None:
-        """Starts another fork server. One that ends before it is ready counts as a failure and is tried again.
+        """Starts another fork server. A fork server that ends before it is ready counts as a failure and is started
+        again.
 
         Raises: RankFailed when the retries are used up.
         """
@@ -388,7 +388,7 @@ class Supervisor:
         self._writer.ended(self._holdings)
 
     def _await_places(self) -> None:
-        """Waits `rejoin_timeout` seconds for a lost node to return, then continues without it."""
+        """Waits up to `rejoin_timeout` seconds for a lost node to return, then continues without it."""
         began, places = self._agent.outside.clock(), self._slots.free(self._agent.slots)
         if places is None or places >= self.work.world:
             return
@@ -423,13 +423,13 @@ class Supervisor:
         self._journal.part("plan", self._agent.outside.clock() - began)
 
     def _change(self, work: RankJob) -> None:
-        """Switches to another job. The current snapshots stay until there are some of `work`."""
+        """Switches to the job `work`. The current snapshots stay until there are snapshots of `work`."""
         fresh = self._agent.outside.holdings(work.world)
         self._journal.resize(self.work.world, work.world, work.plan, self.generation, work.plan == self.work.plan)
         self.work = replace(work, slots=self._slots.seat(work.world))
         self._retries.forget_culprits()
         self._pace = StepPace()
-        if self._old is not None:  # the newest complete snapshots stay readable
+        if self._old is not None:  # the newest complete snapshots must stay readable
             left, self._holdings = (
                 (self._old, self._holdings) if _has_newer_snapshots(self) else (self._holdings, self._old)
             )
@@ -438,21 +438,21 @@ class Supervisor:
 
 
 def _has_newer_snapshots(run: Supervisor) -> bool:
-    """Whether the next ranks can resume from snapshots of the current plan, while those of the previous plan still
+    """Whether the next ranks can resume from snapshots of the current plan while snapshots of the previous plan
     exist."""
     homes = run._agent.homes
     return homes is not None and homes.has(run._holdings.key)
 
 
 def _are_snapshots_replicated(run: Supervisor) -> bool:
-    """Whether the snapshots of the current plan survive the loss of a node, as those of the previous plan do."""
+    """Whether the snapshots of the current plan survive the loss of a node, like those of the previous plan."""
     homes = run._agent.homes
     return homes is None or homes.is_safe(run._holdings.key)
 
 
 def _run_attempts(run: Supervisor) -> Attempt:
-    """Runs generations one after the other until one is not recovered. An OSError of the supervisor's own calls ends a
-    generation as a failed rank does: it is counted, and the next generation resumes from memory."""
+    """Runs generations one after the other until one is not recovered. An OSError in a call of the supervisor ends a
+    generation like a failed rank: it is counted, and the next generation resumes from memory."""
     recovers = False
     while True:
         try:
@@ -469,14 +469,14 @@ def _run_attempts(run: Supervisor) -> Attempt:
 
 
 def _lower_memory_job(care: FaultPolicy, work: RankJob) -> RankJob | None:
-    """Returns the same job under a plan that takes less memory, or None ([Note: leaner] in restart_policy.py)."""
+    """Returns the job under a plan that takes less memory, or None ([Note: lower memory] in restart_policy.py)."""
     with contextlib.suppress(MeshwrightError):
         return care.leaner(work) if care.leaner is not None else None
     return None
 
 
 def _finish(run: Supervisor, now: Attempt) -> None:
-    """Returns after success, else raises the error that failed or stopped the run."""
+    """Returns if the run was successful. Otherwise raises the error that failed or stopped the run."""
     if now.failures and len(run._stop_signals) < 2:
         instead = run.care.instead(run.work) if run._retries.hungry else ""
         raise diagnose(list(now.failures.values()), run.work.world, run.work.log, run._why, instead)
@@ -488,7 +488,7 @@ def _finish(run: Supervisor, now: Attempt) -> None:
                 early=run.early,
             )
         )
-    if run._stop_signals and (now.failures or now.stopped or run._killed):  # else the last step was done all the same
+    if run._stop_signals and (now.failures or now.stopped or run._killed):  # otherwise the last step was complete
         saved = len(now.stopped) == run.work.world
         how = Message("everything is saved") if saved else Message("the step in progress was given up")
         raise Interrupted(

@@ -1,13 +1,14 @@
-"""Supervises the process that writes a checkpoint concurrently with training: one at a time, and no request is dropped.
+"""Supervises the process that writes a checkpoint concurrently with training. There is one process at a time, and no
+request is dropped.
 
-Rule: A save that is requested while another one is written begins when that one has ended. Only then are ranks informed
-that no write is in progress. The writer may outlive the ranks that requested the save, and their plan. Their snapshots
-stay in memory until it has read them. It ends with the fork server.
+Rule: If a save is requested while another is written, it begins when that write has ended. Ranks are informed that no
+write is in progress only after the last requested save. The writer may outlive the ranks that requested the save, and
+their plan. Their snapshots stay in memory until the writer has read them. The writer ends with the fork server.
 
-Guarantees: Training continues whatever happens to the writer. An exception, a signal or a disk that does not respond
-costs this one checkpoint, which is reported, written to the event log and counted. A writer that makes no progress for
-`limit` seconds is killed. If even that does not end it, because its disk call cannot be interrupted, it is abandoned
-and reads no snapshot any more.
+Guarantees: Training continues whatever happens to the writer. If the writer raises an exception, is killed by a signal
+or waits for a disk that does not respond, only this checkpoint is lost. The loss is reported, written to the event log
+and counted. A writer that makes no progress for `limit` seconds is killed. If a disk call cannot be interrupted, the
+killed writer does not end. It is then abandoned and reads no snapshot any more.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ WRITER_RANK = -1
 """The pseudo-rank of the process that writes a checkpoint from the in-memory snapshots."""
 
 NO_PROGRESS_SECONDS = 10.0
-"""Seconds without progress after which a line reports it."""
+"""Seconds without progress of the writer after which a line reports it."""
 
 BLOCKED_SECONDS = 5.0
-"""Seconds for which training waits for a checkpoint before a line reports it."""
+"""Seconds for which a checkpoint may block training before a line reports it."""
 
 KILL_SECONDS = 5.0
-"""Seconds that a killed process gets to end."""
+"""Seconds within which a killed process must end."""
 
 
 @dataclass
 class BlockedTraining:
-    """Reports training that is blocked by a checkpoint: one line after BLOCKED_SECONDS, and each next line after twice
-    as long."""
+    """Reports training that a checkpoint blocks. The first line comes after BLOCKED_SECONDS. Each later line comes
+    after twice the time of the previous line."""
 
     since: float | None = None
     limit: float = BLOCKED_SECONDS
@@ -67,7 +68,7 @@ class BlockedTraining:
 
 @dataclass
 class WriterSupervisor:
-    """Starts and watches the writer. `hear` gets its messages, `note` the lines for a person, and `command` the
+    """Starts and watches the writer. `hear` receives its messages, `note` the lines for the user, and `command` the
     commands to the fork server."""
 
     journal: EventLog
@@ -79,12 +80,12 @@ class WriterSupervisor:
     clock: Callable[[], float] = time.monotonic
     signs: Callable[[int], ProcStats] = read_proc_stats
     lives: bool = False
-    """Whether it may still have to read snapshots."""
+    """Whether the writer may still have to read snapshots."""
     _next: IpcMessage | None = None
     _start: Callable[[IpcMessage], None] = lambda _: None
     _request: IpcMessage = field(default_factory=dict)
-    """The message with which rank 0 requested the current save: its step, and the seconds for which training was
-    blocked."""
+    """The message with which rank 0 requested the current save. It contains the step and the seconds for which training
+    was blocked."""
     _saved: bool = False
     _why: str = ""
     _seconds: float = 0.0
@@ -106,10 +107,10 @@ class WriterSupervisor:
         start(request)
 
     def heed(self, event: IpcMessage, generation: int, holdings: SharedFileStore) -> None:
-        """Handles the messages and the end of the writer."""
+        """Handles the messages and the exit of the writer."""
         kind = event["event"]
         if not self.lives:
-            return  # the late end of an abandoned writer
+            return  # the exit of an abandoned writer
         if kind == "started":
             self._process, self._moved = event["pid"], self.clock()
         elif kind == "refused":
@@ -145,7 +146,7 @@ class WriterSupervisor:
         if (signs.moved, signs.computed) != (self._before.moved, self._before.computed):
             self._before, self._moved, self._said = signs, now, False
             return
-        silent = now - self._moved - (signs.in_line - self._before.in_line)  # a process in the run queue is not stuck
+        silent = now - self._moved - (signs.in_line - self._before.in_line)  # time in the run queue does not count
         step = self._request.get("step", 0)
         if silent > NO_PROGRESS_SECONDS and not self._said:
             self._said = True
@@ -182,8 +183,7 @@ class WriterSupervisor:
         self.ended(holdings)
 
     def ended(self, holdings: SharedFileStore) -> None:
-        """Records that the writer, or the process that forked it, has ended. Starts the next save if one was
-        requested."""
+        """Records that the writer, or the fork server, has ended. Starts the next save if one was requested."""
         self.lives, seconds, self._seconds = False, self._seconds, 0.0
         if self._next is not None:
             requested, self._next = self._next, None

@@ -1,9 +1,9 @@
-"""Objects for Kubernetes: a JobSet with one indexed job for each set of equal nodes and one pod for each node. They
-include the job file and the token that authenticates nodes.
+"""Objects for Kubernetes: a JobSet with one indexed job for each set of equal nodes and one pod for each node. The
+objects include the job file and the token that authenticates nodes.
 
-A pod that ends is created again with the same number and rejoins. Until then the others continue without it, if the run
-allows that. Only pods that were disrupted or can continue (exit code 75) are recreated without being counted. /dev/shm
-is a memory volume, through which the ranks of a pod communicate. Source:
+A pod that ends is recreated with the same index and rejoins. Until then the other pods continue without it, if the run
+allows that. Recreating a pod counts as a failure, except for pods that were disrupted or that can continue (exit code
+75). /dev/shm is a memory volume, through which the ranks of a pod communicate. Source:
 https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
 https://kubernetes.io/docs/concepts/workloads/controllers/job/
 """
@@ -32,7 +32,7 @@ from meshwright.elastic.launch.submission import (
 
 REPLICATED_JOB_NAME, RUN_MOUNT_PATH, CONFIG_MOUNT_PATH = "nodes", "/run/meshwright", "/etc/meshwright"
 BACKOFF_LIMIT = 100
-"""Pods that may fail before the job fails."""
+"""Number of pods that may fail before the job fails."""
 
 GRACE_MARGIN_SECONDS = 30
 MEMORY_REQUEST_FRACTION = 0.8
@@ -40,7 +40,7 @@ MEMORY_REQUEST_FRACTION = 0.8
 
 IMAGE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
 CLAIM_NAME_PATTERN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-"""A DNS subdomain name, which the name of a volume claim must be."""
+"""The pattern of a DNS subdomain name, which the name of a volume claim must match."""
 
 _TAINT_PATTERN = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9./_-]*)(?:=([A-Za-z0-9._-]*))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?"
@@ -50,10 +50,10 @@ _LABEL_PATTERN = re.compile(r"([A-Za-z0-9][A-Za-z0-9./_-]*)=([A-Za-z0-9._-]*)")
 
 @dataclass(frozen=True)
 class PodTemplate:
-    """The parts of a pod.
+    """The settings of a pod.
 
-    `claim`: the volume with runs, data and models that all nodes mount at `mount`. `resource`: the device resource, if
-    the vendor does not determine it. `rdma`: NAME=COUNT of an RDMA device plugin. `tolerate`: taints,
+    `claim`: the volume with runs, data and models that all nodes mount at `mount`. `resource`: the device resource,
+    where the vendor does not determine it. `rdma`: NAME=COUNT of an RDMA device plugin. `tolerate`: taints,
     KEY[=VALUE][:EFFECT].
     """
 
@@ -123,8 +123,8 @@ class PodTemplate:
         return DEVICE_PLUGIN_RESOURCES[nodes.vendor]
 
     def tolerations(self, nodes: NodeSet) -> list[dict[str, str]]:
-        """Returns the toleration of the taint that keeps other pods off nodes with such devices, and the requested
-        tolerations."""
+        """Returns the tolerations of a pod: that of the taint that keeps pods without such devices off these nodes, and
+        the requested ones."""
         found = (
             [{"key": self.device_resource(nodes), "operator": "Exists", "effect": "NoSchedule"}]
             if nodes.accelerator
@@ -232,7 +232,7 @@ def _pod_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[s
         "resources": {"requests": resources, "limits": resources},
         **(
             {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if pods.rdma else {}
-        ),  # a network adapter reads pinned memory
+        ),  # network adapters need pinned memory
     }
     tolerations = pods.tolerations(nodes)
     return {
@@ -268,8 +268,8 @@ def _environment(start: JobSubmission, nodes: NodeSet) -> list[dict[str, Any]]:
 
 
 def _escape_variables(text: str) -> str:
-    """Returns `text` with its dollar signs doubled. Kubernetes expands $(NAME) in commands and values, and turns the
-    result back into `text`."""
+    """Returns `text` with doubled dollar signs, since Kubernetes expands $(NAME) in commands and values. Kubernetes
+    turns the result back into `text`."""
     return text.replace("$", "$$")
 
 

@@ -1,9 +1,12 @@
-"""Writes text into generated files. Every text passes through one function for each kind of place.
+"""Writes text into generated files. There is one function for each context, and every text passes through one of them.
 
-Guarantees: Whatever the text is, a shell reads `shell_word` as one word and executes nothing of it. `comment_line` is
-one comment line for a shell, for sbatch and for YAML. `to_yaml` is one YAML document that reads back as the same data,
-in both YAML 1.1 and 1.2. Sources: POSIX.1-2024, Shell Command Language, 2.2 Quoting; YAML 1.2.2, chapters 5.7 (escapes)
-and 7.3 (double-quoted scalars).
+Guarantees, for any text:
+- A shell reads `shell_word` as one word and executes nothing of it.
+- `comment_line` is one comment line for a shell, for sbatch and for YAML.
+- `to_yaml` is one YAML document that reads back as the same data, in both YAML 1.1 and 1.2.
+
+Sources: POSIX.1-2024, Shell Command Language, 2.2 Quoting; YAML 1.2.2, chapters 5.7 (escapes) and 7.3 (double-quoted
+scalars).
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from meshwright.core.messages import Message
 from meshwright.core.printable_text import check_one_line, escape_unprintable
 
 SBATCH_OPTION_PATTERN = re.compile(r"hetjob|--[a-z-]+(=[A-Za-z0-9_.,:@%/+-]+)?")
-"""An option that sbatch reads without quotes. sbatch has its own quoting rules, so nothing that needs quotes is written
-there."""
+"""An option that sbatch reads without quotes. sbatch has its own quoting rules, so options that need quotes are not
+written."""
 
 TOKEN_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*")
 UNQUOTED_KEY_PATTERN = re.compile(r"[a-z][A-Za-z]{3,}|env|key")
@@ -38,20 +41,21 @@ def shell_command(words: Sequence[str]) -> str:
 
 
 def comment_line(text: str) -> str:
-    """Returns `text` as one comment line. The blank after the sign prevents sbatch from reading an option in it."""
+    """Returns `text` as one comment line. The blank after the `#` prevents sbatch from reading an option in the
+    line."""
     return f"# {escape_unprintable(text)}"
 
 
 def sbatch_option(option: str) -> str:
-    """Returns an option line for sbatch. Input of a person must have passed `check_token` before."""
+    """Returns an option line for sbatch. User input must have passed `check_token` before."""
     assert SBATCH_OPTION_PATTERN.fullmatch(option), option
     return f"#SBATCH {option}"
 
 
 def check_token(option: str, text: str, example: str) -> str:
-    """Returns `text`, the value of the command-line option `option`, if it is a plain word.
+    """Returns `text`, the value of the command-line option `option`.
 
-    Raises: InputError otherwise.
+    Raises: InputError if `text` is not a plain word.
     """
     if text and not TOKEN_PATTERN.fullmatch(text):
         raise InputError(
@@ -67,9 +71,9 @@ def check_token(option: str, text: str, example: str) -> str:
 
 
 def check_single_line(option: str, text: str) -> str:
-    """Returns `text`, the value of the command-line option `option`, if it is one line.
+    """Returns `text`, the value of the command-line option `option`.
 
-    Raises: InputError otherwise.
+    Raises: InputError if `text` has more than one line.
     """
     try:
         return check_one_line(text)
@@ -78,7 +82,7 @@ def check_single_line(option: str, text: str) -> str:
 
 
 def path_argument(path: str) -> str:
-    """Returns `path` so that no command takes it for an option."""
+    """Returns `path` in a form that no command takes for an option."""
     return f"./{path}" if path.startswith("-") else path
 
 
@@ -89,7 +93,7 @@ def to_yaml(data: Any) -> str:
 
 
 def _block_lines(data: Any, indent: str) -> Iterator[str]:
-    """Yields the lines of a dictionary or a list that is not empty."""
+    """Yields the lines of a non-empty dictionary or list."""
     for key, value in data.items() if isinstance(data, dict) else ((None, value) for value in data):
         head = f"{indent}-" if key is None else f"{indent}{_yaml_key(key)}:"
         if isinstance(value, dict | list) and value:
@@ -108,8 +112,8 @@ def _block_lines(data: Any, indent: str) -> Iterator[str]:
 
 
 def _is_literal_block(text: str) -> bool:
-    """Whether a literal block reads back as `text`: printable ASCII, no blank at the beginning, one line end at the
-    end."""
+    """Whether a literal block reads back as `text`: it is printable ASCII, begins with no blank, and ends with exactly
+    one line end."""
     return (
         text.endswith("\n")
         and not text.endswith("\n\n")
@@ -128,8 +132,8 @@ def _yaml_key(key: str) -> str:
 
 
 def _yaml_scalar(value: Any) -> str:
-    """Returns `value` as JSON, which YAML accepts. The exception are characters beyond the basic plane, which JSON
-    escapes as two units and YAML as one."""
+    """Returns `value` as JSON, which YAML accepts, except for characters beyond the basic plane. JSON escapes such a
+    character as two UTF-16 units, YAML as one escape."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return "".join(letter if letter.isprintable() else _escape_character(letter) for letter in text)
 

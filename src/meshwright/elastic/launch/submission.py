@@ -1,16 +1,17 @@
 """What a launcher starts: the sets of equal nodes, the network environment of the ranks, and the command of each node.
 
-Training runs on devices that torch exposes as CUDA (NVIDIA, and AMD by its ROCm build) and on CPUs. The catalogue
-contains other devices only for planning. A job for them is refused here, because its ranks would train on the CPUs of
-those machines. Sources: the Kubernetes device plugins of each vendor (k8s-device-plugin, k8s-device-plugin of ROCm).
+Training runs on CPUs and on devices that torch exposes as CUDA: NVIDIA, and AMD with torch's ROCm build. The catalogue
+contains other devices only for planning. A job for such devices is refused here, because its ranks would train on the
+CPUs of those machines. Sources: the Kubernetes device plugins of each vendor (k8s-device-plugin, k8s-device-plugin of
+ROCm).
 
 `network_settings` derives variables of NCCL and gloo from the links of a cluster, so that ranks use the right network.
-Each has a reason. A variable that is left unset names who decides instead, also with a reason.
+Each variable has a reason. For a variable that is left unset, the reason names who sets it instead.
 
-[Note: a rate is no kind] `@ethernet-100` means that nodes are joined by Ethernet with TCP; `@100Gb` states only the
-rate. Variables that only sockets read are set for both. NCCL_IB_DISABLE is set for the former alone. If a link is
-InfiniBand or RoCE after all, the variable would cost most of its rate. If there is neither, NCCL finds none and uses
-sockets by itself.
+[Note: rate without kind] `@ethernet-100` means that nodes are connected by Ethernet with TCP; `@100Gb` states only the
+rate. Variables that only sockets read are set for both. NCCL_IB_DISABLE is set only for `@ethernet-100`. On a link of
+unknown kind that is InfiniBand or RoCE, this variable would cost most of the rate. If there is neither, NCCL finds none
+and uses sockets anyway.
 
 Sources: NCCL's documentation of its environment variables (interfaces; sockets: 4 threads of 4 sockets from 100 Gbit/s
 Ethernet on), PyTorch's page on torch.distributed (choosing the network interface).
@@ -40,11 +41,11 @@ _RESOURCE_NAME_PATTERN = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]
 
 
 class NodeSet(NamedTuple):
-    """Equal nodes. `first` is the index of the first of them among all nodes. `vendor` is "cpu" for CPUs, and empty if
-    unknown.
+    """A set of equal nodes. `first` is the index of its first node among all nodes. `vendor` is "cpu" for CPUs, and
+    empty if unknown.
 
-    `memory`: requested bytes of host memory per node; 0: no request. `host_memory`: bytes that a node has by the
-    cluster description; 0: unknown. `select`: what distinguishes these nodes from others, in the terms of the launcher.
+    `memory`: requested bytes of host memory per node; 0: no request. `host_memory`: bytes of a node in the cluster
+    description; 0: unknown. `select`: the selector of these nodes, in the syntax of the launcher.
     """
 
     first: int
@@ -58,19 +59,19 @@ class NodeSet(NamedTuple):
 
     @property
     def accelerator(self) -> bool:
-        """Whether the devices are accelerators and not CPUs."""
+        """Whether the devices are accelerators."""
         return self.vendor != "cpu"
 
     @property
     def words(self) -> str:
-        """The number and name of the devices of a node."""
+        """The number and name of the devices of a node, as text."""
         return f"{self.devices} x {self.device}"
 
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What a person requests of every node. `memory` has a unit; empty: the launcher's own rule. `select` has one entry
-    for each set, joined by +."""
+    """What the user requests of every node. `memory` has a unit; if it is empty, the launcher's default applies.
+    `select` has one entry for each set, joined by +."""
 
     memory: str = ""
     select: str = ""
@@ -175,7 +176,8 @@ def _node_selectors(text: str, sets: list[str]) -> list[str]:
 def check_distinguishable(sets: Sequence[NodeSet]) -> None:
     """Checks that a scheduler can distinguish nodes with different devices.
 
-    Raises: InputError if nodes are heterogeneous and have no selectors, because a scheduler would assign any of them.
+    Raises: InputError if nodes are heterogeneous and have no selectors, because a scheduler would assign any of the
+    nodes.
     """
     if len({each.device for each in sets}) > 1 and not all(each.select for each in sets):
         kinds = ", ".join(each.words for each in sets)
@@ -219,12 +221,12 @@ def check_resource_name(option: str, text: str, example: str) -> str:
 
 _INTERFACE_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}")
 FAST_ETHERNET_BYTES_PER_SECOND = 10e9
-"""The Ethernet bandwidth of a node in bytes/s from which one socket does not saturate it."""
+"""The Ethernet bandwidth of a node, in bytes/s, from which one socket does not saturate the link."""
 
 
 class EnvironmentSetting(NamedTuple):
-    """An environment variable, its value and the reason. Without a value it is left unset, and the reason names who
-    decides."""
+    """An environment variable, its value and the reason. Without a value the variable is left unset, and the reason
+    names who sets it."""
 
     name: str
     value: str
@@ -323,7 +325,7 @@ def _inter_node_links(cluster: Cluster, interface: str, host: bool) -> list[Envi
 
 
 def is_rate_name(link: str) -> bool:
-    """Whether the name of a link is only its rate and not its kind.
+    """Whether the name of a link states only its rate and not its kind.
 
     >>> [is_rate_name(name) for name in ("100Gb", "4x200Gb", "25GB/s", "25", "ethernet-100", "ib-ndr")]
     [True, True, True, True, False, False]
@@ -338,17 +340,17 @@ def is_rate_name(link: str) -> bool:
 JOB_FILE = "job.json"
 DEFAULT_PORT = 29400
 NODE_RANK_COMMAND = 'exec env "RANK=$(({first} + {number}))" "$@"'
-"""The shell command of one node for a launcher that numbers the nodes of each set from 0. It runs its arguments with
-the index of the node among all nodes."""
+"""The shell command of one node, for a launcher that numbers the nodes of each set from 0. It executes its arguments
+with RANK set to the index of the node among all nodes."""
 
 
 @dataclass(frozen=True)
 class JobSubmission:
     """The nodes of a run, as sets of equal nodes. The run may continue with `min_nodes` nodes. `grace` is the time in
-    seconds between the stop request and the end, for the last save.
+    seconds from the stop request to the end, for the last save.
 
-    `folder` is the run folder, the same on every node. `settings` contains environment variables with their reasons,
-    including unset ones. `about` contains comment lines that describe the job.
+    `folder` is the run folder, which has the same path on every node. `settings` contains environment variables with
+    their reasons, including unset ones. `about` contains comment lines that describe the job.
     """
 
     name: str
@@ -386,7 +388,8 @@ class JobSubmission:
 
     @property
     def is_several(self) -> bool:
-        """Whether nodes have to find each other. A single node starts its ranks as `meshwright train` does."""
+        """Whether there are several nodes, which have to find each other. A single node starts its ranks as `meshwright
+        train` does."""
         return self.nodes > 1
 
     @property
@@ -416,7 +419,8 @@ class JobSubmission:
         return [comment_line(each) for each in self.about]
 
     def reasons(self) -> list[str]:
-        """Returns the reason of every setting as comment lines, for formats without room next to the setting."""
+        """Returns the reason of every setting as comment lines, for formats that have no room for it next to the
+        setting."""
         return [comment_line(f"{it.name}{it.value and '=' + it.value}: {it.reason}") for it in self.settings]
 
     def exports(self) -> list[str]:

@@ -1,7 +1,8 @@
-"""A script that starts one node with torchrun: the same line on every machine, with the number of the node.
+"""A script that starts one node with torchrun. It runs the same command on every machine, except for the index of the
+node.
 
-torchrun starts and watches only the supervisor of the node. Its own restarts are off, because they would end every node
-for the fault of one rank. A run of one node needs no torchrun. Source:
+torchrun starts and watches only the supervisor of the node. The restarts of torchrun are off, because they would end
+every node for the fault of one rank. A run on one node needs no torchrun. Source:
 https://docs.pytorch.org/docs/stable/elastic/run.html
 """
 
@@ -39,7 +40,7 @@ def node_script(start: JobSubmission, job: str) -> str:
 
 
 def _node_number_comments(start: JobSubmission) -> list[str]:
-    """Returns comment lines with the numbers of the machines of each set, for heterogeneous machines."""
+    """Returns comment lines with the node indices of each set, for heterogeneous machines."""
     return [
         comment_line(f"NUMBER {each.first} to {each.first + each.nodes - 1}: machines of {each.words}")
         for each in start.sets
