@@ -56,7 +56,7 @@ TURN_SECONDS = 1.0
 
 
 class LeaderAddress(NamedTuple):
-    """A node and the address on which it listens for the others."""
+    """A node, and the address on which it listens for other nodes."""
 
     number: int
     host: str
@@ -251,7 +251,8 @@ def continues_run(fleet: ClusterAgent, place: NodeRole) -> bool:
 
 
 def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], None], run: RunConfig) -> None:
-    """Waits until all nodes have joined. If some have lost their leader, the others get as long as a restarted node."""
+    """Waits until all nodes have joined. If some nodes have lost their leader, missing nodes get as much time as a
+    restarted node."""
     from meshwright.core.errors import MeshwrightError
 
     heir, began, ready = place.after is not None, fleet.outside.clock(), False
@@ -452,7 +453,7 @@ core."""
 def stop_together(rank: int, early: str) -> Iterator[None]:
     """Ends the joint work of all ranks on a stop request. Rank 0 reports it once; `early` says when the request came.
 
-    Ranks receive the request one after another, so that some lose a peer first.
+    Ranks receive the request one after another, so that some ranks lose a peer before they receive it.
     """
     requested: list[str] = []
     left = False

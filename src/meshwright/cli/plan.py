@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class RankingOptions:
-    """Which plans the search considers."""
+    """The options that select the plans of the search."""
 
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=4")] = None
     objective: Annotated[

@@ -56,7 +56,7 @@ class Replanner:
         return self._take(*self.chosen(world))
 
     def leaner(self, work: RankJob) -> RankJob:
-        """Returns the work under a plan that takes less memory. Raises NothingFits if there is none."""
+        """Returns the work under a plan that needs less memory. Raises NothingFits if there is no such plan."""
         from meshwright.elastic.replan import lower_memory_plan
 
         now = _plan_of_job(work)

@@ -37,7 +37,7 @@ PROBE_TARGET = "meshwright.train.probe_main:speed"
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """How the job runs, and the language of its output."""
+    """The options of the training run, and the language of its output."""
 
     run: Annotated[
         str | None,

@@ -288,7 +288,7 @@ OneLine = Annotated[str, AfterValidator(check_one_line)]
 TranslatableText = Annotated[
     str, WrapValidator(lambda value, check: value if isinstance(value, Message) else check(value))
 ]
-"""A string field of a `StrictModel` that keeps a `Message` as it is. JSON has its English text."""
+"""A string field of a `StrictModel`. If its value is a `Message`, it stays a `Message`. JSON has its English text."""
 
 StrictModelType = TypeVar("StrictModelType", bound=StrictModel)
 
@@ -316,7 +316,7 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
         others and first["type"] not in fields
     ):  # For a union, pydantic reports the errors of each member type and appends the type to the path.
         first["loc"] = first["loc"][:-1]
-        first.pop("ctx", None)  # the reason is that of all member types, not of the first one alone
+        first.pop("ctx", None)  # the reason lists the errors of all member types, not only of the first
         first["msg"] = ", or ".join([first["msg"], *(other.removeprefix("Input should be ") for other in others)])
     steps = [step for step in first["loc"] if not (isinstance(step, str) and step.startswith(("function-", "tagged-")))]
     if first["type"] in fields:
@@ -358,14 +358,14 @@ def _validation_reason(error: Any) -> str:
 
 
 def without_place(error: InputError) -> str:
-    """Returns the message of an error of `validate_data` without the place in front of it."""
+    """Returns the message of an error of `validate_data` without the path of the value before it."""
     message = error.args[0]
     is_placed = isinstance(message, Message) and {"place", "reason"} <= message.fields.keys()
     return message.fields["reason"] if is_placed else message
 
 
 def without_file(error: InputError, file: str) -> str:
-    """Returns the message of an error about `file` without the file in front of the place."""
+    """Returns the message of an error about `file` without the name of the file before the path of the value."""
     message = error.args[0]
     if not isinstance(message, Message) or "place" not in message.fields:
         return str(message).replace(f"{file}: ", "")

@@ -1,8 +1,8 @@
-"""Text that people read, in English and Simplified Chinese.
+"""Defines messages, the texts for people, in English and Simplified Chinese.
 
-A `Message` is an English string that remembers its template and its fields. Code that does not translate treats it as
-any other string. `translate` looks the template up in the gettext catalogue `zh_CN.po` and formats the translation with
-the same fields. A field may be a message itself and is then translated too.
+A `Message` is an English string with its template and its fields. Code that does not translate treats it like any other
+string. `translate` looks the template up in the gettext catalogue `zh_CN.po` and formats the translation with the same
+fields. A field may be a message itself and is then translated too.
 
 Fields are written `{name}` or `{name:format}`. The format is Python's, or one of the kinds that show a number with its
 unit: bytes, seconds, percent, times, count, `count NAME` (adds a plural s), parameters, rate. A tuple of texts
@@ -35,9 +35,11 @@ PACKED_KEYS = {"text", "msgid", "context", "fields"}
 _QUANTITY_KINDS = {"bytes": show_bytes, "seconds": show_seconds, "parameters": show_count, "rate": show_rate}
 _KIND_FIELD = re.compile(r":(bytes|seconds|parameters|rate|percent|times|count)\b")
 _PLAIN_TEMPLATE = re.compile(r"(?:[^{}]|\{\{|\}\}|\{\w+(?::(?:bytes|seconds|parameters|rate|percent|times|count))?\})*")
-"""A template whose fields are names and kinds. Any other is formatted only where the catalogue has a translation."""
+"""Matches templates whose fields are only names and kinds. Other templates are formatted only if the catalogue has a
+translation."""
 _CHINESE_SPACE = re.compile(r"(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])")
-"""A space between two Chinese characters. A translation has one where a field may hold Latin letters."""
+"""Matches a space between two Chinese characters. A translation has such a space if a field may contain Latin
+letters."""
 
 
 class Message(str):
@@ -75,7 +77,7 @@ def _make_message(text: str, msgid: str, context: str, fields: Mapping[str, Any]
 
 
 def mark_msgid(template: str) -> str:
-    """Returns `template` itself. Marks the template of a later `Message`, so that the catalogue has it."""
+    """Returns `template`. Marks the template of a later `Message`, so that the catalogue includes it."""
     return template
 
 
@@ -108,7 +110,13 @@ def translate(text: str, language: str = "en") -> str:
         return str.__str__(text)
     try:
         translated = _format_message(msgid, text.fields, language)
-    except (KeyError, IndexError, ValueError, TypeError, AttributeError):  # fields of another version of the sender
+    except (
+        KeyError,
+        IndexError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ):  # fields of another version
         return str.__str__(text)
     return _CHINESE_SPACE.sub("", translated)
 
@@ -121,7 +129,7 @@ def _format_message(msgid: str, fields: Mapping[str, Any], language: str) -> str
 
 
 def _is_text_list(value: Any) -> bool:
-    """Whether `value` is a list of texts: a tuple that has text, or a list that has messages."""
+    """Returns whether `value` is a list of texts: a tuple with text, or a list with messages."""
     kind = str if isinstance(value, tuple) else Message if isinstance(value, list) else None
     return kind is not None and any(isinstance(part, kind) for part in value)
 
@@ -173,7 +181,7 @@ def pack_messages(data: Any) -> Any:
 
 
 def _pack_field(value: Any) -> Any:
-    """Packs a field of a message. A value that JSON does not have, such as a path, becomes its text."""
+    """Packs a field of a message. A value that JSON cannot represent, such as a path, becomes its text."""
     return pack_messages(value if isinstance(value, str | int | float | dict | list | tuple | None) else str(value))
 
 

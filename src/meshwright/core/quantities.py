@@ -1,7 +1,7 @@
-"""Parses quantities: SI base units in code (bytes, seconds, FLOP/s), text with units for people.
+"""Parses quantities. Code uses base units (bytes, seconds, FLOP/s); people write text with units.
 
 A number without a unit is already in base units. A text carries its unit: '80 GiB', '450 GB/s', '3 us', '312 TFLOP/s'.
-Decimal prefixes are powers of 1000, binary ones (KiB, MiB, GiB, TiB) are powers of 1024.
+Decimal prefixes are powers of 1000, binary prefixes (KiB, MiB, GiB, TiB) are powers of 1024.
 """
 
 from __future__ import annotations

@@ -209,8 +209,8 @@ def network_interface_of(host: str) -> str:
 
 
 def collective_environment(address: str) -> dict[str, str]:
-    """Returns the environment that selects the network interface for gloo and NCCL, unless the user has set it. It is
-    the interface with `address`, the address of this machine in the job.
+    """Returns the environment that selects the network interface for gloo and NCCL, unless the user has set it. The
+    selected interface has `address`, the address of this machine in the job.
 
     By default gloo uses the interface to which the host name resolves, which is often loopback. NCCL uses the first
     interface that is up. If all ranks are on one machine, NCCL keeps its default.

@@ -197,7 +197,8 @@ def _loss_message(curve: LossCurve) -> Message:
 
 
 def _steps_message(steps: Sequence[int]) -> Message:
-    """
+    """Returns a message that names the steps. More than six steps are abbreviated.
+
     >>> translate(_steps_message((5,))), translate(_steps_message((1, 2, 3, 4, 5, 6, 7, 8)))
     ('step 5', '8: steps 1, 2, 3, ... 8')
     """

@@ -82,7 +82,7 @@ OFFLOAD_AMOUNT_FIELDS = {
     **dict.fromkeys(PARAMETER_OFFLOADS, "weights_share"),
     **dict.fromkeys(ACTIVATION_OFFLOADS, "offload_layers"),
 }
-"""The field of a plan that holds the number after the name of an offload: the offloaded percentage, or the number of
+"""The field of a plan with the number after the name of an offload: the offloaded percentage, or the number of
 blocks."""
 
 
@@ -129,7 +129,7 @@ MeshAxis = Literal["pp", "dp", "tp"]
 
 
 class ContextParallelMethod(StrEnum):
-    """How context-parallel ranks compute attention over the whole sequence."""
+    """The method by which context-parallel ranks compute attention over the whole sequence."""
 
     ring = "ring"
     """Keys and values are passed around a ring of ranks (Liu et al., Ring Attention, arXiv 2310.01889)."""

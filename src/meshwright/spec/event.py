@@ -74,7 +74,7 @@ class RunEvent(StrictModel):
     node: str = Field(default="", description="the node that joined, was lost, or leaves")
 
     def to_line(self) -> str:
-        """Returns the event as a line of the file. `messages` of the line has the templates and fields of `cause` and
+        """Returns the event as a line of the file. Its field `messages` has the templates and fields of `cause` and
         `decision`, so that a report in another language can translate them."""
         texts = {"cause": self.cause, "decision": self.decision}
         messages = {name: pack_messages(text) for name, text in texts.items() if isinstance(text, Message)}

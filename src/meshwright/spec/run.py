@@ -109,8 +109,8 @@ class RunConfig(StrictModel):
 
 
 class ModelSource(StrictModel):
-    """How to build the module: from the `sizes` of a reference model, from a `folder` with a Hugging Face config, or
-    by calling `module`. `rules` are its tensor-parallel rules."""
+    """The source from which ranks build the module: the `sizes` of a reference model, a `folder` with a Hugging Face
+    config, or the function `module`. `rules` are its tensor-parallel rules."""
 
     name: str
     sizes: dict[str, Any] = Field(default_factory=dict)

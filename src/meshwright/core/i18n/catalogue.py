@@ -1,7 +1,7 @@
 """Reads the gettext catalogues, `LANGUAGE.po` in this folder, with Python's `gettext`.
 
-The text form is read rather than a compiled `.mo`, so that a wheel needs no build step and a change of a message is one
-line of a diff. Nothing here runs while output is in English.
+The module reads the text form and not a compiled `.mo` file. A wheel therefore needs no build step, and a changed
+message is one line of a diff. If the output is in English, nothing in this module runs.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from importlib.resources import files
 from typing import Any
 
 CATALOGUE_FILES = {"zh": "zh_CN.po"}
-"""The catalogue of each language but English."""
+"""The catalogue file of each language except English."""
 
 
 class PoTranslations(gettext.NullTranslations):
     """The translations of a `.po` file without plural forms."""
 
     entries: dict[tuple[str, str], str]
-    """Translations by context, empty where an entry has none, and msgid."""
+    """The translations by context (empty if an entry has no context) and msgid."""
 
     def _parse(self, fp: Any) -> None:
         self.entries = {}
@@ -41,11 +41,11 @@ class PoTranslations(gettext.NullTranslations):
                 entry = {}
 
     def gettext(self, message: str) -> str:
-        """Returns the translation of `message`, or `message` itself where there is none."""
+        """Returns the translation of `message`, or `message` if there is no translation."""
         return self.entries.get(("", message)) or message
 
     def pgettext(self, context: str, message: str) -> str:
-        """Returns the translation of `message` in `context`, or `message` itself where there is none."""
+        """Returns the translation of `message` in `context`, or `message` if there is no translation."""
         return self.entries.get((context, message)) or message
 
 

@@ -1,7 +1,7 @@
-"""Names of things that a table or a sentence shows: kinds of memory, parts of a step, columns.
+"""Defines the names that tables and sentences show: kinds of memory, parts of a step, columns.
 
-The key is the word of the code and the value its English name. Each group is a gettext context, since one word can have
-several translations.
+A key is the word in the code, and its value is the English name. Each group is a gettext context, because a word can
+have several translations.
 """
 
 from __future__ import annotations

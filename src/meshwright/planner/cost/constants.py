@@ -15,8 +15,8 @@ ALLOCATOR_OVERHEAD = 1.12
 plans (Dazz993/Mist expected_summary.json)."""
 
 SAFE_ALLOCATOR_OVERHEAD = 1.22
-"""A plan fits if it fits with this factor, and is tight if it fits only with a smaller factor. The same 26 stages have
-factors from 1.058 to 1.225."""
+"""A plan fits if it fits with this factor, and is tight if it fits only with a smaller factor. The 26 stages of Mist
+have factors from 1.058 to 1.225."""
 
 USABLE_MEMORY_FRACTION = 0.98
 """Fraction of a device's memory that a process can use. BigScience's nvidia-smi logs show 79.15 to 79.35 of 80 GiB; a
@@ -27,8 +27,8 @@ P2P_BUFFERS = 4
 gradient, and one sent in each direction."""
 
 P2P_BUFFERS_SHARED_MEMORY = 2
-"""Number of these hidden states if ranks read each other's memory. Nothing is received ahead, and both directions send
-from one buffer."""
+"""Number of hidden states that a pipeline rank stores for communication if ranks read each other's memory. Nothing is
+received ahead, and both directions send from one buffer."""
 
 MEMORY_BANDWIDTH_EFFICIENCY = 0.9
 """Fraction of a device's memory bandwidth that large transfers reach (calculon systems/a100_80g.json:

@@ -47,7 +47,8 @@ class RuntimeModel(NamedTuple):
     """Fraction of a block's forward matrix products that backward recomputes even if the plan does not recompute the
     block."""
     repeated_rest: float = 0.0
-    """Fraction of a block's other forward operations that backward recomputes in this case."""
+    """Fraction of a block's other forward operations that backward recomputes even if the plan does not recompute the
+    block."""
     reduce_hidden: bool = True
     """Whether the gradient reduction overlaps with the last backward."""
     gather_hidden: bool = False

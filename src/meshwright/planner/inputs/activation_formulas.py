@@ -16,7 +16,7 @@ The formulas follow these rules of autograd:
 - With selective recompute (analysis/remat/tape.py), the outputs of norms, activation functions, rotations and copies
   are recomputed. They are recomputed from the outputs of matrix products and attention, and from the two sums of the
   residual stream. The input of a float32 norm is saved in the compute type.
-- A compiled block does not save those of these outputs that no matrix product reads, and saves 1/rms.
+- A compiled block does not save a recomputable output that no matrix product reads. It saves 1/rms.
 
 `transient` is the peak memory that the backward of a layer adds to the saved activations. It is two gradients of the
 feed-forward width for a gated product or a composite gelu, and one for gelu. Tensor parallelism divides the tensors

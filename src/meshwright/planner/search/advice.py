@@ -39,7 +39,7 @@ WHAT_IF_NAMES = {
     "low-rank": Message("low-rank gradients between nodes (another result)"),
     "local": Message("nodes that synchronize every 50 steps (another result)"),
 }
-"""What each change of `improvements` is called."""
+"""The description of each change by its name."""
 
 
 class JobImprovement(NamedTuple):

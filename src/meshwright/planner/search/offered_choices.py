@@ -40,8 +40,8 @@ def even_split(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 MAX_FEWER_LAST_BLOCKS = 4
-"""Maximum number of blocks by which the last stage of a pipeline may have fewer than the others. The actual number is
-the work of the head in blocks, rounded up."""
+"""Maximum number of blocks by which the last stage of a pipeline may be shorter than all other stages. The actual
+number is the work of the head in blocks, rounded up."""
 
 MIN_ATTENTION_CORE_FRACTION = 0.01
 """Minimum fraction of a block's saved activations that must belong to the attention core for recompute of the attention
@@ -99,6 +99,6 @@ def offered_recompute(job: Job, pinned: Recompute | None = None) -> list[Recompu
 
 
 def max_fewer_last_blocks(job: Job) -> int:
-    """Returns the maximum number of blocks by which the last stage may have fewer than the others."""
+    """Returns the maximum number of blocks by which the last stage may be shorter than all other stages."""
     work = {layer.name: layer.flops + layer.attention_flops * job.workload.sequence for layer in job.model.layers}
     return min(ceil(work.get("head", 0.0) / work["block"]), MAX_FEWER_LAST_BLOCKS) if work.get("block") else 0

@@ -90,8 +90,8 @@ TIME_ITEMS = tuple(name for name in TimeBreakdown.model_fields if name != "step"
 
 
 class ComparisonOutcome(StrEnum):
-    """How a plan compares with the chosen plan. `faster` is possible if the search does not try the plan, or has
-    another objective."""
+    """The outcome of the comparison with the chosen plan. `faster` is possible if the search does not try the plan, or
+    has another objective."""
 
     chosen = "chosen"
     slower = "slower"
