@@ -1,7 +1,7 @@
 """Describes the predicted memory and time of a plan. `StepRecord` has the measured values with the same names.
 
-The fit status has three values: the plan fits; it is tight, because a fragmenting allocator may need more memory; or it
-does not fit, on the device or only on the host.
+The fit status has three values. A plan fits, or it does not fit (on the device or only on the host). It is tight if a
+fragmenting allocator may need more memory than there is.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ sharded fraction of the saved activations. Sources of the formulas: Calculon (SC
 constants have separate sources.
 
 The rate of a matrix product depends on its shape, because the shape determines the number of tiles for the device's
-processors. A product with m x n outputs and inner dimension k is cut into tiles of rows x columns outputs. p processors
-compute p tiles at a time, so the last wave may be partly empty (wave quantisation). A small product uses small tiles,
-which reach a smaller fraction of the peak. For each of MATMUL_TILES
+processors. A product with m x n outputs and inner dimension k is cut into tiles of rows x columns outputs. With p
+processors, p tiles are computed at a time, so the last wave may be partly empty (wave quantisation). A small product
+uses small tiles, which reach a smaller fraction of the peak. For each of MATMUL_TILES
 
     time = ceil(m / rows) ceil(n / columns) / p, rounded up, x (2 rows columns k p-th of the rate x the tile's factor)
 

@@ -19,10 +19,10 @@ near, where far and near are bandwidths. Gradient compression (`CompressionRatio
 Ranks that compute between collectives also have synchronisation overhead. It is `meeting` of the link for each doubling
 of the ranks, and twice as much in an all-reduce. The profiler measures it for CPU ranks; for other ranks it is 0.
 
-NCCL uses one ring for each rank of the group in a node, each over the network link of a different rank. B is then the
-lesser of two bandwidths: that of the link inside the node, and the sum of these network links. A group has `ranks`
-ranks at distance `stride`, and begins at a multiple of ranks * stride. It is inside a domain if the size of the domain
-is a multiple of ranks * stride.
+Rings that cross nodes leave each node once for each rank of the group in it, over the network link of this rank. B is
+then the lesser of two bandwidths: that of the link inside the node, and the sum of these network links. A group has
+`ranks` ranks at distance `stride`, and begins at a multiple of ranks * stride. It is inside a domain if the size of the
+domain is a multiple of ranks * stride.
 
 >>> nvlink = Link(name="NVLink", bandwidth=300e9, latency=3e-6, efficiency=1.0)
 >>> links = LinkModel(8, nvlink, Link(name="IB", bandwidth=25e9, efficiency=1.0))

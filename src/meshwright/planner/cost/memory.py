@@ -7,8 +7,8 @@
     before their reduction to shards (ZeRO 2, 3), gathered weights (ZeRO 3), and the float32
                  gradient of an update
 
-The module also computes the flat buffers of pipeline ranks for a whole plan grid at once: the number of parameter
-groups of each length, and the length of their shards.
+The module also computes the flat buffers of pipeline ranks for a whole plan grid: the number of parameter groups of
+each length, and the length of their shards.
 
 Sources: Rajbhandari et al., ZeRO, section 3; Korthikanti et al., arXiv 2205.05198, for activations under tensor and
 sequence parallelism.

@@ -109,8 +109,8 @@ def swap_buffer_bytes(
 ) -> Array:
     """Returns the bytes of all staging buffers of a rank whose parameter groups have at most `largest` elements.
 
-    The buffers are the chunks for states in files, the buffer into which weight shards are fetched, the buffer from
-    which the CPU writes activations, and the buffer of gradients that are copied to the host.
+    The buffers are chunks for states in files, and a buffer into which weight shards are fetched. There is also a
+    buffer from which the CPU writes activations, and a buffer of gradients that are copied to the host.
 
     Elements with only states or only weights offloaded are in other chunks than elements with both offloaded. The two
     kinds share the buffers if each fits in one chunk.

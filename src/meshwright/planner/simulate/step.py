@@ -1,7 +1,7 @@
 """Simulates one step of a plan action by action.
 
-The simulation contains every forward and backward of every virtual stage in the order of the schedule, every message
-between stages, every gather and reduction of the data ranks, and the update.
+The simulation contains every forward and backward of every virtual stage in the order of the schedule, and every
+message between stages. It also contains every gather and reduction of the data ranks, and the update.
 
 These rules apply in addition to those of the schedule. A rank posts its collectives in order. A collective starts when
 all members have arrived and their previous collectives have ended. A collective and compute on the same device slow

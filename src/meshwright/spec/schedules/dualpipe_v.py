@@ -1,10 +1,11 @@
 """DualPipe-V: two stages on each rank as a V, as in ZB-V. In the steady state a forward of one stage is paired with a
 backward of the other stage. A runtime can then overlap the communication of either with the computation of the other.
 
-W follows B at once, except where a rank would wait. In the paper a rank idles for at most (p - 1) (F&B + B - 3 W),
-where B is a whole backward. Here it idles less, because the gradient of the input is sent before the gradients of the
-weights are computed. The idle time is (p - 1) f if forward and both halves of backward each take f seconds on a stage.
-Every rank has (2 p + 1) / 2 micro-batches of both stages in flight. The number of micro-batches m is at least 2 p.
+W follows B at once, except where a rank would wait. In the published schedule a rank idles for at most (p - 1) (F&B + B
+- 3 W), where B is a whole backward. Here it idles less, because the gradient of the input is sent before the gradients
+of the weights are computed. The idle time is (p - 1) f if forward and both halves of backward each take f seconds on a
+stage. Every rank has (2 p + 1) / 2 micro-batches of both stages in flight. The number of micro-batches m is at least 2
+p.
 
 Source: DeepSeek-V3 technical report, arXiv 2412.19437, section 3.2.1; deepseek-ai/DualPipe, dualpipev.py.
 
