@@ -114,7 +114,7 @@ class FunctionRebinder:
         return copy.deepcopy(value, self.memo)
 
     def rebind_copies(self) -> None:
-        """In copied lists, dictionaries and objects, replaces functions by rebuilt ones."""
+        """Replaces functions in copied lists, dictionaries and objects by rebuilt functions."""
         done: set[int] = {id(self.memo)}  # deepcopy keeps the originals alive under this key
         while fresh := [key for key in self.memo if key not in done]:
             done.update(fresh)

@@ -6,8 +6,8 @@ tensor in memory at a time. Above 5 GB it writes several files and an index, as 
 (max_shard_size, `model.safetensors.index.json`).
 
 LoRA adapters are either merged into the weights or exported separately in the format of peft. A merged weight is W +
-(alpha / rank) B A in the saved type, computed one layer at a time, where W is the base weight and A and B are the
-adapter matrices. For layers that store their weight as (in, out), the product is transposed. Source: huggingface/peft,
+(alpha / rank) B A in the saved type, with the base weight W and the adapter matrices A and B. It is computed one layer
+at a time. For layers that store their weight as (in, out), the product is transposed. Source: huggingface/peft,
 `adapter_config.json` and `adapter_model.safetensors` (keys without the name of the adapter, with the prefix
 'base_model.model.').
 

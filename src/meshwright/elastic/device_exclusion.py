@@ -127,12 +127,12 @@ class DeviceExclusion:
 
     @staticmethod
     def are_to_move(slots: Sequence[int], there: Sequence[int] | None) -> bool:
-        """Whether a rank at `slots` must move because its node is leaving, and the devices in `there` are enough for
-        all ranks."""
+        """Returns whether a rank at `slots` must move because its node is leaving, and the devices in `there` are
+        enough for all ranks."""
         return there is not None and len(there) >= len(slots) and not set(slots) <= set(there)
 
     def leads(self, slots: Sequence[int]) -> bool:
-        """Whether excluding the devices in `slots` would leave no device of the first of several machines."""
+        """Returns whether excluding the devices in `slots` would leave no device of the first of several machines."""
         return self.there is not None and not set(range(self.first)) - self.out.keys() - set(slots)
 
     def leave_out(self, slots: Sequence[int], times: float = 0.0) -> None:

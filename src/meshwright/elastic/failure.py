@@ -81,8 +81,8 @@ class RankFailed(MeshwrightError):
 
 
 def is_oom(failure: RankExit) -> bool:
-    """Whether the rank ran out of memory. Either its error says so, or it was killed and the kernel has counted an OOM
-    kill since its generation began.
+    """Returns whether the rank ran out of memory. Either its error says so, or it was killed and the kernel has counted
+    an OOM kill since its generation began.
 
     >>> is_oom(RankExit(0, 0.0, 1, "OutOfMemory", "rank 0 is out of memory in step 2", known=True))
     True

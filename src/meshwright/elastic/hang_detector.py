@@ -371,7 +371,8 @@ class HangDetector:
         )
 
     def _makes_no_progress(self, rank: int, process: int) -> bool:
-        """Whether `rank` publishes that it waits, but has not checked for half its limit although it had CPU time."""
+        """Returns whether `rank` publishes that it waits, but has not checked for half its limit although it had CPU
+        time."""
         seen = self._waits[rank]
         return self.clock() - seen.at - (self.signs(process).in_line - seen.in_line) > 0.5 * self._limit(rank, process)
 

@@ -161,7 +161,7 @@ def peer_credentials(end: socket.socket) -> tuple[int, int]:
 
 
 def is_same_user(end: socket.socket) -> bool:
-    """Whether the peer of a Unix socket runs as the same user."""
+    """Returns whether the peer of a Unix socket runs as the same user."""
     return peer_credentials(end)[1] == os.geteuid()
 
 

@@ -66,11 +66,13 @@ class SnapshotLocations:
         self._written.add(key)
 
     def has(self, key: str) -> bool:
-        """Whether all ranks have written snapshots under `key`, and each snapshot or its replica is available."""
+        """Returns whether all ranks have written snapshots under `key`, and each snapshot or its replica is
+        available."""
         return key in self._written and all(self._found(key))
 
     def is_safe(self, key: str) -> bool:
-        """Whether snapshots under `key` survive the loss of a node: they have replicas, or only one node has ranks."""
+        """Returns whether snapshots under `key` survive the loss of a node: they have replicas, or only one node has
+        ranks."""
         return key in self._mirrors or len(set(self._homes.get(key, ()))) <= 1
 
     def mirrored(self, key: str, mirrors: Mapping[int, str]) -> None:

@@ -235,7 +235,7 @@ class Supervisor:
             self._writer.heed(event, self.generation, self._holdings)
 
     def _is_failed(self, now: Attempt, heard: float) -> bool:
-        """Whether the generation has failed and the culprit is known.
+        """Returns whether the generation has failed and the culprit is known.
 
         After a lost connection or a failure without recovery, other ranks get SETTLE_SECONDS to report errors. The time
         counts up to `heard`, the start of this round.
@@ -245,8 +245,8 @@ class Supervisor:
         return now.waited(heard) > SETTLE_SECONDS or (now.guilty and self.care.retries > 0 and self._begun)
 
     def _is_resized(self, now: Attempt) -> bool:
-        """Whether to use another number of ranks or other devices. Closes the old snapshots once the new ones are
-        complete."""
+        """Returns whether to use another number of ranks or other devices. Closes the old snapshots once the new ones
+        are complete."""
         if (
             self._old is not None
             and self._holdings.snapshot_step
@@ -298,7 +298,7 @@ class Supervisor:
     # --- between generations
 
     def _heals(self, now: Attempt) -> bool:
-        """Whether to try another generation ([Note: giving up] in restart_policy.py)."""
+        """Returns whether to try another generation ([Note: giving up] in restart_policy.py)."""
         if self._agent.ended and now.living and not now.guilty:
             removed = self._agent.status()
             if self._killed or not self._begun or not self.care.retries:
@@ -438,14 +438,14 @@ class Supervisor:
 
 
 def _has_newer_snapshots(run: Supervisor) -> bool:
-    """Whether the next ranks can resume from snapshots of the current plan while snapshots of the previous plan
+    """Returns whether the next ranks can resume from snapshots of the current plan while snapshots of the previous plan
     exist."""
     homes = run._agent.homes
     return homes is not None and homes.has(run._holdings.key)
 
 
 def _are_snapshots_replicated(run: Supervisor) -> bool:
-    """Whether the snapshots of the current plan survive the loss of a node, like those of the previous plan."""
+    """Returns whether the snapshots of the current plan survive the loss of a node, like those of the previous plan."""
     homes = run._agent.homes
     return homes is None or homes.is_safe(run._holdings.key)
 

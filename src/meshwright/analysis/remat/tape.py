@@ -194,7 +194,7 @@ class RematTape(TorchFunctionMode):
             return False
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """The pack hook of `saved_tensors_hooks`."""
+        """Packs a tensor that autograd saves; the pack hook of `saved_tensors_hooks`."""
         if not self._is_plain(tensor):
             return tensor
         self.saved.append(SavedTensor(tensor.detach()))
@@ -241,7 +241,7 @@ class RematTape(TorchFunctionMode):
 
     # --- backward
     def unpack(self, saved: Any) -> torch.Tensor:
-        """The unpack hook of `saved_tensors_hooks`."""
+        """Returns the tensor that `pack` stored or dropped; the unpack hook of `saved_tensors_hooks`."""
         if isinstance(saved, torch.Tensor):
             return saved
         if saved.tensor is not None:  # an error ended the forward before `finish`

@@ -112,8 +112,8 @@ def _block_lines(data: Any, indent: str) -> Iterator[str]:
 
 
 def _is_literal_block(text: str) -> bool:
-    """Whether a literal block reads back as `text`: it is printable ASCII, begins with no blank, and ends with exactly
-    one line end."""
+    """Returns whether a literal block reads back as `text`: it is printable ASCII, begins with no blank, and ends with
+    exactly one line end."""
     return (
         text.endswith("\n")
         and not text.endswith("\n\n")

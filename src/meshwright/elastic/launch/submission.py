@@ -325,7 +325,7 @@ def _inter_node_links(cluster: Cluster, interface: str, host: bool) -> list[Envi
 
 
 def is_rate_name(link: str) -> bool:
-    """Whether the name of a link states only its rate and not its kind.
+    """Returns whether the name of a link states only its rate and not its kind.
 
     >>> [is_rate_name(name) for name in ("100Gb", "4x200Gb", "25GB/s", "25", "ethernet-100", "ib-ndr")]
     [True, True, True, True, False, False]
