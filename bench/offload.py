@@ -105,10 +105,10 @@ def update(folder: Path) -> list[dict[str, Any]]:
     for _ in range(STEPS):
         rates.append(alone(folder))
         for plan, trainer in trainers.items():
-            timed = Timed(trainer.engine.zero.update)
-            trainer.engine.zero.update = timed  # type: ignore[method-assign]
+            timed = Timed(trainer.engine.updater.step)
+            trainer.engine.updater.step = timed  # type: ignore[method-assign]
             waited = trainer.step(batch).exposed.get("offload", 0.0)
-            trainer.engine.zero.update = timed.call  # type: ignore[method-assign]
+            trainer.engine.updater.step = timed.call  # type: ignore[method-assign]
             seconds[plan]["update"].append(timed.seconds)
             seconds[plan]["waited"].append(waited)
     writing, reading = (median(each) for each in zip(*rates, strict=True))
@@ -201,14 +201,14 @@ def over_a_link() -> list[dict[str, Any]]:
         )
     finally:
         build_context.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
-    zero = made.engine.zero
+    zero, updater = made.engine.zero, made.engine.updater
     paced.weights |= {unit.weights.untyped_storage().data_ptr() for unit in zero.trainable}
     each_way = sum(unit.grad_shard.numel() * unit.grad_shard.element_size() for unit in zero.trainable)
     made.step({"input_ids": ids, "labels": ids})
 
     def updated(way: float) -> float:
-        paced.rate, timed = each_way / way if way else math.inf, Timed(type(zero).update.__get__(zero))
-        zero.update = timed  # type: ignore[method-assign]
+        paced.rate, timed = each_way / way if way else math.inf, Timed(type(updater).step.__get__(updater))
+        updater.step = timed  # type: ignore[method-assign]
         made.step({"input_ids": ids, "labels": ids})
         return timed.seconds
 

@@ -140,7 +140,7 @@ def updates() -> tuple[float, float]:
     for _ in range(5):
         measured.append(measure_update_rate(torch.device("cpu")))
         began = time.thread_time()
-        trainer.engine.zero.update(trainer.optimizer, 1.0)
+        trainer.engine.updater.step(trainer.optimizer, 1.0)
         trained.append(((1 << 23) + (1 << 11)) / (time.thread_time() - began))
     return max(measured), max(trained)
 

@@ -219,7 +219,7 @@ def many_windows(folder: str, way: str, precision: str) -> list[torch.Tensor]:
     for _ in range(3):
         trainer.step(batch)
     found = trainer.full_state_dict()
-    assert found is not None and len(trainer.engine.zero.optimizer_params()) > 12
+    assert found is not None and len(trainer.engine.updater.optimizer_params()) > 12
     return list(found.values())
 
 

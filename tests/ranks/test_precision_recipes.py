@@ -64,7 +64,7 @@ def update_with(plan: str, chosen: Recipe, steps: int) -> dict[str, torch.Tensor
                     unit.grad_shard[first - unit.shard_range.start : last - unit.shard_range.start] = local.flatten()[
                         first - offset : last - offset
                     ]
-        engine.zero.update(trainer.optimizer, 1.0, step)
+        engine.updater.step(trainer.optimizer, 1.0, step)
     return trainer.full_state_dict()
 
 

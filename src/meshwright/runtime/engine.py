@@ -29,6 +29,7 @@ from meshwright.runtime.loss.objective import Batch, LossHead
 from meshwright.runtime.non_tensor_state import ExtraState
 from meshwright.runtime.offload.activation_store import ActivationStore
 from meshwright.runtime.offload.swapper import StateSwapper
+from meshwright.runtime.optim.updater import Updater
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import BlockWrapper, StageCursor, StageExit
 from meshwright.runtime.pipeline.runner import ScheduleRunner, StageTensors
@@ -268,6 +269,7 @@ class Engine:
     shards: ShardTable
     pipeline: ScheduleRunner
     gates: Sequence[BlockWrapper]
+    updater: Updater
     experts: EpGroups | None = None
     outer: OuterOptimizer | None = None
     """The outer optimizer of local SGD (DiLoCo)."""

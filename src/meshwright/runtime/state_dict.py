@@ -27,8 +27,9 @@ from meshwright.runtime.non_tensor_state import (
     iter_tensors,
     restore_state,
 )
-from meshwright.runtime.optim.apply import isolate_skipped_params, mark_skipped
+from meshwright.runtime.optim.full_tensor import FullTensorStep
 from meshwright.runtime.optim.param_groups import FullParam
+from meshwright.runtime.optim.updater import isolate_skipped_params, mark_skipped
 from meshwright.runtime.shard.optimizer_shard import (
     ScalarState,
     ScalarValues,
@@ -166,21 +167,20 @@ def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[Loca
 def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:
     """Yields states with one element per weight, and all states of full tensors. Scalars are in `optimizer_scalars`."""
     for unit in _param_groups(engine, saving):
-        if unit.optim_shard.full_tensor_step is not None:
-            yield from _full_tensor_states(unit, optimizer, saving)
+        if (full_tensors := engine.updater.full_tensor_step(unit)) is not None:
+            yield from _full_tensor_states(unit, full_tensors, optimizer, saving)
             continue
         for key, parts in unit.optim_shard.state_parts(optimizer).items():
-            yield from _param_group_pieces(engine, f"optimizer/{key}", unit, parts, saving, engine.zero.stateless)
+            yield from _param_group_pieces(engine, f"optimizer/{key}", unit, parts, saving, engine.updater.stateless)
 
 
-def _full_tensor_states(unit: FlatParamGroup, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:
+def _full_tensor_states(
+    unit: FlatParamGroup, full_tensors: FullTensorStep, optimizer: torch.optim.Optimizer, saving: bool
+) -> Iterator[LocalPiece]:
     """Yields the states of the full tensors that this rank owns, of any shape. Where several ranks own equal states,
     one of them saves these."""
-    assert unit.optim_shard.full_tensor_step is not None
-    for part, parameter in zip(
-        unit.optim_shard.full_tensor_step.owned, unit.optim_shard.full_tensor_step.parameters, strict=True
-    ):
-        if saving and (unit.placement.replica or (not part.split and unit.optim_shard.full_tensor_step.tensor_rank)):
+    for part, parameter in zip(full_tensors.owned, full_tensors.parameters, strict=True):
+        if saving and (unit.placement.replica or (not part.split and full_tensors.tensor_rank)):
             continue
         for key, value in sorted(iter_tensors(optimizer.state.get(parameter, {})), key=lambda found: found[0]):
             dtype = str(value.dtype).removeprefix("torch.")
@@ -205,11 +205,8 @@ def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[
         for parts in unit.optim_shard.state_parts(optimizer).values()
         for part in parts
     ]
-    for unit in engine.zero.trainable:
-        for parameter in (
-            unit.optim_shard.full_tensor_step.parameters if unit.optim_shard.full_tensor_step is not None else ()
-        ):
-            found += [value.data_ptr() for _, value in iter_tensors(optimizer.state.get(parameter, {}))]
+    for parameter in engine.updater.full_params():
+        found += [value.data_ptr() for _, value in iter_tensors(optimizer.state.get(parameter, {}))]
     return found
 
 
@@ -226,12 +223,7 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
     """
     kinds: dict[str, str] = {}
     scalars: dict[str, float] = {}
-    owned = [
-        parameter
-        for unit in engine.zero.trainable
-        if unit.optim_shard.full_tensor_step is not None
-        for parameter in unit.optim_shard.full_tensor_step.parameters
-    ]
+    owned = engine.updater.full_params()
     whole = any(optimizer.state.get(parameter) for parameter in owned)
     for unit in engine.zero.trainable:
         kinds |= {
@@ -331,18 +323,18 @@ def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: d
                 count=len(optimizer.param_groups),
             )
         )
-    stateless, skipped, states = engine.zero.stateless, saved.get("skipped", {}), saved.get("states")
+    stateless, skipped, states = engine.updater.stateless, saved.get("skipped", {}), saved.get("states")
     scalars, others = _typed_scalars(saved["scalars"], saved), {}
     for unit in engine.zero.trainable:
-        if unit.optim_shard.full_tensor_step is not None:
-            for parameter in unit.optim_shard.full_tensor_step.parameters:
+        if (full_tensors := engine.updater.full_tensor_step(unit)) is not None:
+            for parameter in full_tensors.parameters:
                 optimizer.state.pop(parameter, None)
                 if states is not None and parameter.path in states and parameter.path not in stateless:
                     optimizer.state[parameter] = restore_state(
                         states[parameter.path], partial(_state_device, optimizer, parameter)
                     )
             if saved.get("whole") and states is None:
-                unit.optim_shard.full_tensor_step.make_states(optimizer, stateless)
+                full_tensors.make_states(optimizer, stateless)
             continue
         isolate_skipped_params(unit, stateless | skipped.keys(), optimizer)
         mark_skipped(unit, stateless, stateless)
@@ -353,7 +345,7 @@ def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: d
             if found is not None:
                 others[id(run)] = _typed_scalars(found, saved)
     for unit in engine.zero.trainable:
-        if unit.optim_shard.full_tensor_step is None:
+        if engine.updater.full_tensor_step(unit) is None:
             unit.optim_shard.init_states(optimizer, saved["kinds"], scalars, others)
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=False):
         group.update(

@@ -32,7 +32,6 @@ from meshwright.runtime.expert_parallel.load_balancing import update_expert_bias
 from meshwright.runtime.host_heap import malloc_trim
 from meshwright.runtime.loss.objective import Batch
 from meshwright.runtime.optim.param_groups import OptimizerFactory
-from meshwright.runtime.optim.rounding_seeds import set_rounding_seeds
 from meshwright.runtime.optim.rule_probe import enable_fused_kernels
 from meshwright.runtime.parameter_access import full_parameters, guard_stale_parameters, parameter_refs
 from meshwright.runtime.precision.float8 import check_precision_support
@@ -116,13 +115,11 @@ def parallelize(
             before = parameter_refs(model)
             engine, groups = parallelize_model(model, mesh, chosen, optimizer, **known)
             guard_stale_parameters(engine, before)
-            set_rounding_seeds(engine.zero.trainable, engine.shards, seed)
+            engine.updater.set_rounding_seed(engine.shards, seed)
             malloc_trim()
             torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.coords.cp) * plan.pp + mesh.coords.pp)
-            made = groups.build_optimizer(engine.zero.optimizer_params())
-            engine.zero.stateless = frozenset(
-                () if made.state else engine.zero.param_names
-            )  # Adagrad makes its states at once
+            made = groups.build_optimizer(engine.updater.optimizer_params())
+            engine.updater.set_stateless(() if made.state else engine.zero.param_names)  # Adagrad has states at once
             enable_fused_kernels(made)
             prover.begin(engine)
             return Trainer(engine, made, clip, seed, prover, predicted)
@@ -198,7 +195,7 @@ class Trainer(TrainState):
             factor = 1.0 / scale_used
             if self.clip is not None and own + 1e-6 > self.clip:
                 factor *= self.clip / (own + 1e-6)
-            self.engine.zero.update(self.optimizer, factor, self.steps)
+            self.engine.updater.step(self.optimizer, factor, self.steps)
             here = {mixture.experts.path for mixture in self.engine.mixtures}
             update_expert_bias(self.engine.model, self.engine.anatomy, here, self.passes.loads)
         self.scale.update(finite)

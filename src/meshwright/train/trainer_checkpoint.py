@@ -110,7 +110,7 @@ def _encode_stateless(state: TrainState) -> str:
     """Encodes which trained parameters every update has skipped, because no loss has reached them: one bit each, as a
     hexadecimal number."""
     zero = state.engine.zero
-    left = zero.stateless
+    left = state.engine.updater.stateless
     return f"{int(''.join('01'[name in left] for name in zero.param_names), 2):x}" if left else "0"
 
 
@@ -154,7 +154,7 @@ def load_trainer(state: TrainState, path: Path | MemoryCheckpoint) -> dict[str, 
     engine.zero.quiesce()
     manifest = path.manifest if isinstance(path, MemoryCheckpoint) else read_manifest(path)
     saved = merge_scalar_states(path.states) if isinstance(path, MemoryCheckpoint) else manifest.state
-    engine.zero.stateless = _decode_stateless(engine.zero.param_names, saved)
+    engine.updater.set_stateless(_decode_stateless(engine.zero.param_names, saved))
     with torch.no_grad():
         state_dict.prepare_optimizer(engine, optimizer, saved["optimizer"])
         wanted = [

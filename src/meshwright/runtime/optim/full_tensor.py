@@ -122,6 +122,10 @@ class FullTensorStep:
         self.skipped: Collection[str] = ()
         """Tensors without a gradient in the next update, which the optimizer skips."""
 
+    def skip(self, names: Collection[str]) -> None:
+        """Skips the tensors `names` in the next update."""
+        self.skipped = names
+
     def step(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """Updates `weights`, this rank's shard of the group, with its `gradients`."""
         if self.shard_group is None and not any(part.split for part in self.layouts):
@@ -314,9 +318,12 @@ class FullTensorNeeds(NamedTuple):
 NO_FULL_TENSORS = FullTensorNeeds(frozenset(), {}, {})
 
 
-def install_full_tensor_step(trained: Sequence[FlatParamGroup], shards: ShardTable, needs: FullTensorNeeds) -> None:
-    """Sets the full-tensor update of each group in `trained` whose tensors the optimizer needs whole; a group has such
-    tensors only, or none."""
+def make_full_tensor_steps(
+    trained: Sequence[FlatParamGroup], shards: ShardTable, needs: FullTensorNeeds
+) -> dict[int, FullTensorStep]:
+    """Returns the full-tensor update of each group in `trained` whose tensors the optimizer needs whole, by the group's
+    identity. A group has such tensors only, or none."""
+    steps: dict[int, FullTensorStep] = {}
     parts: dict[int, list[tuple[FlatParamGroup, list[TensorLayout]]]] = {}
     for unit in trained:
         if needs.names & unit.parameters.keys():
@@ -332,7 +339,8 @@ def install_full_tensor_step(trained: Sequence[FlatParamGroup], shards: ShardTab
         }  # both ends of a V hold a tied weight
         owners = assign_owners(list(copies.values()), sharing.shards, ranks)
         for unit, each in layouts:
-            unit.optim_shard.full_tensor_step = FullTensorStep(unit, each, owners, needs.in_block)
+            steps[id(unit)] = FullTensorStep(unit, each, owners, needs.in_block)
+    return steps
 
 
 def _tensor_layout(spec: ShardSpec, unit: FlatParamGroup, name: str) -> TensorLayout:

@@ -218,6 +218,10 @@ class LowBitShard(OptimizerShard):
         self._int8: dict[str, Int8State] = {}
         self._exported: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
 
+    def set_rounding(self, global_indices: Sequence[GlobalIndex], seed: int) -> None:
+        """Sets where the elements are in their global tensors, and the seed of stochastic rounding."""
+        self.global_indices, self.seed = global_indices, seed
+
     # --- one update
     # -----------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -194,26 +194,9 @@ def make_shard_params(flat: torch.Tensor, runs: Sequence[ParamRun]) -> list[Shar
     ]
 
 
-class FullTensorUpdate(Protocol):
-    """Updates a parameter group by full tensors instead of flat parameters (optim/full_tensor.py)."""
-
-    parameters: list[Any]
-    owned: list[Any]
-    skipped: Collection[str]
-    tensor_rank: int
-
-    def step(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Updates `weights`, the shard of the parameter group, with `gradients`."""
-
-    def make_states(self, optimizer: torch.optim.Optimizer, stateless: Collection[str]) -> None:
-        """Creates the states of a first step."""
-
-
 class OptimizerShard:
     """The optimizer's shard. `flat` is the whole tensor, `params` are views of it."""
 
-    full_tensor_step: FullTensorUpdate | None = None
-    """Replaces the flat parameters if the optimizer needs full tensors."""
     isolated: Sequence[ShardParam] = ()
     """The parameters of tensors that an update has skipped ([Note: skipped parameters])."""
 

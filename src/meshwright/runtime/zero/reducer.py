@@ -13,24 +13,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import CollectiveWork, all_reduce
 from meshwright.runtime.comm.group import CommGroup, quiesce_groups, shutdown_groups
-from meshwright.runtime.optim.apply import (
-    apply_offloaded_update,
-    apply_update,
-    check_skippable,
-    prefetch_states,
-    skip_params,
-)
-from meshwright.runtime.optim.param_groups import FullParam
 from meshwright.runtime.parallel_context import ParallelContext
-from meshwright.runtime.shard.offloaded import OffloadedShard
-from meshwright.runtime.shard.optimizer_shard import ShardParam
 from meshwright.runtime.zero import exact_sum
 from meshwright.runtime.zero.external_writes import ExternalWrites
 from meshwright.runtime.zero.param_group import FlatParamGroup, param_shard_range
@@ -87,6 +77,12 @@ class TiedParamGroup(NamedTuple):
     counted_in_norm: bool
 
 
+class BeforeReduction(Protocol):
+    """Is called before the reduction of a group starts, in backward order."""
+
+    def __call__(self) -> None: ...
+
+
 class GradReducer:
     """Reduces all flat parameter groups of this rank. `partial` names parameters whose gradients are partial sums over
     the tensor ranks."""
@@ -103,9 +99,10 @@ class GradReducer:
         tied_groups: Mapping[tuple[int, ...], CommGroup | None],
         param_names: tuple[str, ...] = (),
         disconnected: frozenset[str] = frozenset(),
+        before_reduction: BeforeReduction | None = None,
     ) -> None:
         """`tied_groups` maps stages that share weights to the group of their pipeline ranks."""
-        self.mesh, self.tied_groups = mesh, tied_groups
+        self.mesh, self.tied_groups, self._before_reduction = mesh, tied_groups, before_reduction
         self.stages: dict[tuple[int, ActionKind], StageReducer] = {}
         for number, stage_units in stages.items():
             for kind, is_deferred in ((ActionKind.B, False), (ActionKind.W, True)):
@@ -126,12 +123,9 @@ class GradReducer:
         self.unused = param_names
         """Parameters without a gradient on any rank in the last step. The update skips them, as torch skips parameters
         whose gradient is None."""
-        self.stateless: frozenset[str] = frozenset()
-        """Parameters that every update so far has skipped, so that the optimizer has no states for them."""
         self._local_names = frozenset(name for unit in self.trainable for name in unit.parameters)
         self.disconnected = disconnected
         """Parameters that the outputs do not depend on: zeros from another stage do not count as gradients."""
-        self._updated = False
         self.external_writes = ExternalWrites(self.units)
         for stage in self.stages.values():
             for unit in stage.units:
@@ -160,8 +154,8 @@ class GradReducer:
         stage.ready.clear()
 
     def _start(self, unit: FlatParamGroup) -> None:
-        if self.mesh.state_swapper is not None:
-            prefetch_states(self.mesh.state_swapper, self.trainable)
+        if self._before_reduction is not None:
+            self._before_reduction()
         if unit.zero_stage >= 2:
             while len(self._pending) >= MAX_INFLIGHT_REDUCE:
                 self._pending.popleft()[1].wait()
@@ -286,19 +280,8 @@ class GradReducer:
                 if gradients.numel():
                     yield gradients, holders
 
-    # --- update
-    # ---------------------------------------------------------------------------------------------------------------
-
-    def optimizer_params(self) -> list[ShardParam | FullParam]:
-        """Returns the parameters for the optimizer: flat runs, and full tensors that this rank owns."""
-        params: list[ShardParam | FullParam] = []
-        for unit in self.trainable:
-            params += (
-                unit.optim_shard.params
-                if unit.optim_shard.full_tensor_step is None
-                else unit.optim_shard.full_tensor_step.parameters
-            )
-        return params or [ShardParam(torch.zeros(0), False)]
+    # --- parameters without a gradient
+    # -----------------------------------------------------------------------------------------
 
     def seen_grads(self) -> torch.Tensor:
         """Returns, for each of `unused`, whether it has a gradient in this step on this rank, and last whether another
@@ -334,28 +317,6 @@ class GradReducer:
                 if not unit.grad_shard[param_shard_range(unit, name)].any()
             }
         return received
-
-    def update(self, optimizer: torch.optim.Optimizer, scale: float, step: int = 0) -> None:
-        """Updates the weights with the gradients times `scale` (optim/apply.py)."""
-        self.quiesce()
-        skipped = frozenset(self.unused)
-        check_skippable(optimizer, skipped)
-        for unit in self.trainable:
-            skip_params(unit, skipped, self.stateless, optimizer)
-        if self.mesh.state_swapper is not None and any(
-            isinstance(unit.optim_shard, OffloadedShard) for unit in self.trainable
-        ):
-            apply_offloaded_update(self.mesh.state_swapper, self.trainable, optimizer, scale)
-        else:
-            apply_update(self.trainable, optimizer, scale, step, not self._updated)
-        self._updated, self.stateless = True, self.stateless & skipped
-        for pending in [unit.all_gather_params() for unit in self.trainable]:
-            pending.wait()
-        if self.mesh.plan.zero in (
-            1,
-            2,
-        ):  # user code may write to weights now, which other ranks may still read
-            self.quiesce()
 
     def reshard_all(self) -> None:
         """Frees the full weights of all groups (ZeRO 3)."""

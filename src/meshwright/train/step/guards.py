@@ -40,8 +40,7 @@ from meshwright.train.step.size_ranges import SizeRanges
 
 if TYPE_CHECKING:
     from meshwright.runtime.engine import Engine
-    from meshwright.runtime.zero.param_group import FlatParamGroup
-    from meshwright.runtime.zero.reducer import GradReducer
+    from meshwright.runtime.optim.updater import Updater
 
 
 class OptimizerGuard:
@@ -50,7 +49,7 @@ class OptimizerGuard:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._hooks = optimizer, _count_step_hooks(optimizer)
 
-    def check(self, optimizer: torch.optim.Optimizer, zero: GradReducer) -> None:
+    def check(self, optimizer: torch.optim.Optimizer, updater: Updater) -> None:
         """Raises InputError if `optimizer` is another one, has other parameters, or has step hooks that were not
         probed."""
         if optimizer is not self._optimizer:
@@ -63,7 +62,7 @@ class OptimizerGuard:
             )
         stored, given = (
             sum(len(group["params"]) for group in optimizer.param_groups),
-            max(sum(map(_count_optimizer_parameters, zero.trainable)), 1),
+            max(sum(len(updater.params_of(unit)) for unit in updater.reducer.trainable), 1),
         )
         if stored != given:
             raise InputError(
@@ -101,11 +100,6 @@ def check_torch_modes(device: torch.device) -> None:
                 "were proven: leave it out and give parallelize a precision, 'bf16' or 'fp16'"
             )
         )
-
-
-def _count_optimizer_parameters(unit: FlatParamGroup) -> int:
-    master = unit.optim_shard
-    return len(master.params) if master.full_tensor_step is None else len(master.full_tensor_step.parameters)
 
 
 def _count_step_hooks(optimizer: torch.optim.Optimizer) -> int:
@@ -178,7 +172,7 @@ class StepGuards:
     def check_around(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         """Raises InputError where the user's code has put something unchecked around the step."""
         check_torch_modes(engine.mesh.device)
-        self._optimizer.check(optimizer, engine.zero)
+        self._optimizer.check(optimizer, engine.updater)
         self.check_hooks(engine)
 
     def check_hooks(self, engine: Engine) -> None:

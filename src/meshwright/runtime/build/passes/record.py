@@ -28,6 +28,7 @@ from meshwright.runtime.loss.objective import LossFunction
 from meshwright.runtime.non_tensor_state import ExtraState
 from meshwright.runtime.optim.full_tensor import FullTensorNeeds
 from meshwright.runtime.optim.param_groups import OptimizerFactory, ParamGroups
+from meshwright.runtime.optim.updater import Updater
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import BlockWrapper, StageCursor
 from meshwright.runtime.shard.shard_table import ShardTable
@@ -114,6 +115,7 @@ class Build:
     flat = WriteOnce[FlatGroups]()  # flatten_parameters
     wgrad_accumulation = WriteOnce[StepBackward]()  # defer_weight_grads
     reducer = WriteOnce[GradReducer]()  # reduce_gradients
+    updater = WriteOnce[Updater]()  # reduce_gradients
     cursor = WriteOnce[StageCursor]()  # wrap_blocks
     wrappers = WriteOnce[Sequence[BlockWrapper]]()  # wrap_blocks
     engine = WriteOnce[Engine]()  # assemble

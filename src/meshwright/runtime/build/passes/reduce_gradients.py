@@ -1,9 +1,12 @@
-"""Makes the reducer of gradients, and the update of tensors that the optimizer needs whole."""
+"""Makes the reducer of gradients, and the updater of weights."""
 
 from __future__ import annotations
 
+import functools
+
 from meshwright.runtime.build.passes.record import Build, build_pass
-from meshwright.runtime.optim.full_tensor import install_full_tensor_step
+from meshwright.runtime.optim.full_tensor import make_full_tensor_steps
+from meshwright.runtime.optim.updater import Updater, prefetch_states
 from meshwright.runtime.tensor_parallel.layers import partial_grad_names
 from meshwright.runtime.zero.reducer import GradReducer
 
@@ -20,13 +23,15 @@ from meshwright.runtime.zero.reducer import GradReducer
         "flat",
         "wgrad_accumulation",
     ),
-    writes=("reducer",),
+    writes=("reducer", "updater"),
 )
 def reduce_gradients(build: Build) -> None:
-    """Makes the reducer over the flat groups. Runs after weight gradients are deferred, which decides when a group is
+    """Makes the reducer and the updater of the flat groups. Runs after weight gradients are deferred, which decides when a group is
     complete."""
     plan, partition = build.context.plan, build.partition
     partial = partial_grad_names(build.model, partition.graph, plan.sequence_parallel) if plan.tp > 1 else set()
+    swapper = build.context.state_swapper
+    trainable = [unit for units in build.flat.stages.values() for unit in units if not unit.frozen]
     build.reducer = GradReducer(
         build.context,
         build.flat.stages,
@@ -35,5 +40,6 @@ def reduce_gradients(build: Build) -> None:
         build.tied_groups,
         build.trained,
         partition.idle,
+        None if swapper is None else functools.partial(prefetch_states, swapper, trainable),
     )
-    install_full_tensor_step(build.reducer.trainable, build.shards, build.full_tensors)
+    build.updater = Updater(build.reducer, make_full_tensor_steps(trainable, build.shards, build.full_tensors))

@@ -14,7 +14,7 @@ steps per parameter, goes by chunks in any case.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 
 import torch
@@ -23,11 +23,114 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.runtime.host_heap import malloc_trim
 from meshwright.runtime.offload.swapper import StateSwapper
-from meshwright.runtime.optim.param_groups import SubsetStep, step_subsets
-from meshwright.runtime.shard.low_bit import LowBitShard
+from meshwright.runtime.optim.full_tensor import FullTensorStep
+from meshwright.runtime.optim.param_groups import FullParam, SubsetStep, step_subsets
+from meshwright.runtime.shard.low_bit import GlobalIndex, LowBitShard
 from meshwright.runtime.shard.offloaded import OffloadedChunk, OffloadedShard
 from meshwright.runtime.shard.optimizer_shard import OptimizerShard, ShardParam, TensorExtent, nested_optimizers
+from meshwright.runtime.shard.shard_table import ShardTable
 from meshwright.runtime.zero.param_group import FlatParamGroup
+from meshwright.runtime.zero.reducer import GradReducer
+
+
+class Updater:
+    """Updates the weights of this rank from their reduced gradients. Main weights and optimizer states change here
+    alone, and when a checkpoint is loaded."""
+
+    def __init__(self, reducer: GradReducer, full_tensor_steps: Mapping[int, FullTensorStep]) -> None:
+        """`full_tensor_steps`: the update of groups whose tensors the optimizer needs whole, by the group's
+        identity."""
+        self.reducer, self._full_tensor_steps = reducer, full_tensor_steps
+        self.stateless: frozenset[str] = frozenset()
+        """Parameters that every update so far has skipped, so that the optimizer has no states for them."""
+        self._has_updated = False
+
+    def full_tensor_step(self, unit: FlatParamGroup) -> FullTensorStep | None:
+        """The update of `unit` by full tensors, or None if it is by flat parameters."""
+        return self._full_tensor_steps.get(id(unit))
+
+    def params_of(self, unit: FlatParamGroup) -> Sequence[ShardParam | FullParam]:
+        """Returns the parameters of `unit` for the optimizer: flat runs, or full tensors that this rank owns."""
+        full_tensors = self.full_tensor_step(unit)
+        return unit.optim_shard.params if full_tensors is None else full_tensors.parameters
+
+    def full_params(self) -> list[FullParam]:
+        """Returns the full tensors that this rank owns."""
+        return [
+            each
+            for unit in self.reducer.trainable
+            if (full_tensors := self.full_tensor_step(unit)) is not None
+            for each in full_tensors.parameters
+        ]
+
+    def optimizer_params(self) -> list[ShardParam | FullParam]:
+        """Returns the parameters of all groups for the optimizer."""
+        params = [each for unit in self.reducer.trainable for each in self.params_of(unit)]
+        return params or [ShardParam(torch.zeros(0), False)]
+
+    def set_stateless(self, names: Iterable[str]) -> None:
+        """Sets the parameters without optimizer states, when an optimizer is made or its states are loaded."""
+        self.stateless = frozenset(names)
+
+    def set_rounding_seed(self, shards: ShardTable, seed: int) -> None:
+        """Sets the seed of stochastic rounding. It is by the global index of each element, so it is the same on any
+        number of ranks."""
+        for unit in self.reducer.trainable:
+            if isinstance(unit.optim_shard, LowBitShard) and unit.optim_shard.stochastic:
+                unit.optim_shard.set_rounding(tuple(global_indices(shards, unit)), seed)
+
+    def step(self, optimizer: torch.optim.Optimizer, scale: float, step: int = 0) -> None:
+        """Updates the weights with the gradients times `scale`. `step` counts the steps of the run. All ranks call it,
+        after `GradReducer.finish_gradients`."""
+        reducer = self.reducer
+        reducer.quiesce()
+        skipped, swapper = frozenset(reducer.unused), reducer.mesh.state_swapper
+        check_skippable(optimizer, skipped)
+        for unit in reducer.trainable:
+            self._skip_params(unit, skipped, optimizer)
+        if swapper is not None and any(isinstance(unit.optim_shard, OffloadedShard) for unit in reducer.trainable):
+            apply_offloaded_update(swapper, reducer.trainable, optimizer, scale)
+        else:
+            self._update_resident(optimizer, scale, step)
+        self._has_updated, self.stateless = True, self.stateless & skipped
+        for pending in [unit.all_gather_params() for unit in reducer.trainable]:
+            pending.wait()
+        if reducer.mesh.plan.zero in (1, 2):  # user code may write to weights now, which other ranks may still read
+            reducer.quiesce()
+
+    def _skip_params(self, unit: FlatParamGroup, names: Set[str], optimizer: torch.optim.Optimizer) -> None:
+        """Skips the tensors `names` in the next update of `unit`."""
+        full_tensors = self.full_tensor_step(unit)
+        if full_tensors is not None:
+            full_tensors.skip(names)
+            return
+        isolate_skipped_params(unit, names, optimizer)
+        mark_skipped(unit, names, self.stateless)
+
+    def _update_resident(self, optimizer: torch.optim.Optimizer, scale: float, step: int) -> None:
+        """Updates all groups where their states are on the device."""
+        together: list[FlatParamGroup] = []
+        separately: list[FlatParamGroup] = []
+        for unit in self.reducer.trainable:
+            needs_own_step = self.full_tensor_step(unit) is not None or is_updated_by_chunk(unit)
+            (separately if needs_own_step else together).append(unit)
+        creates_states = not (self._has_updated or optimizer.state)
+        with step_subsets(optimizer) as subset_step:
+            if creates_states and type(optimizer).__module__.startswith("torch.optim."):
+                separately = together + separately
+            else:
+                _update_jointly(together, optimizer, scale)
+            for unit in separately:
+                full_tensors = self.full_tensor_step(unit)
+                if full_tensors is not None:
+                    subset_step(full_tensors.parameters)
+                    gradients = _upcast_grad(unit.grad_shard, unit.optim_shard, scale)
+                    full_tensors.step(optimizer, unit.optim_shard.flat, gradients)
+                else:
+                    _update_by_chunk(unit, optimizer, subset_step, scale, step, creates_states)
+                unit.copy_to_params()
+                if creates_states:
+                    malloc_trim()
 
 
 def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
@@ -51,18 +154,8 @@ def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) ->
                 )
 
 
-def skip_params(unit: FlatParamGroup, names: Set[str], stateless: Set[str], optimizer: torch.optim.Optimizer) -> None:
-    """Skips the tensors `names` in the next update of `unit`. `stateless`: tensors that every update before it has
-    skipped."""
-    if unit.optim_shard.full_tensor_step is not None:
-        unit.optim_shard.full_tensor_step.skipped = names
-        return
-    isolate_skipped_params(unit, names, optimizer)
-    mark_skipped(unit, names, stateless)
-
-
 def mark_skipped(unit: FlatParamGroup, names: Set[str], stateless: Set[str]) -> None:
-    """Marks the parameters to skip, once they are isolated."""
+    """Marks the isolated parameters that the next update skips, and those that every update before has skipped."""
     for run in unit.optim_shard.isolated:
         run.skipped, run.stateless = run.path in names, run.path in stateless
 
@@ -93,36 +186,11 @@ TRIM_INTERVAL_CHUNKS = 4
 """Chunks of new states between two calls of malloc_trim."""
 
 
-def needs_own_step(unit: FlatParamGroup) -> bool:
+def is_updated_by_chunk(unit: FlatParamGroup) -> bool:
     """Whether `unit` is not updated jointly with others."""
     shard = unit.optim_shard
     upcasts = isinstance(shard, LowBitShard) or unit.grad_shard.dtype != shard.flat.dtype
-    return upcasts or shard.full_tensor_step is not None or any(run.needs_new_state for run in shard.isolated)
-
-
-def apply_update(
-    units: Iterable[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float, step: int, first: bool
-) -> None:
-    """Updates `units` with gradients times `scale`. `step` counts the steps of the run. `first`: no update of this
-    process came before."""
-    together: list[FlatParamGroup] = []
-    separately: list[FlatParamGroup] = []
-    for unit in units:
-        (separately if needs_own_step(unit) else together).append(unit)
-    creates_states = first and not optimizer.state
-    with step_subsets(optimizer) as subset_step:
-        if creates_states and type(optimizer).__module__.startswith("torch.optim."):
-            separately = together + separately
-        else:
-            _update_jointly(together, optimizer, scale)
-        for unit in separately:
-            if unit.optim_shard.full_tensor_step is not None:
-                _update_full_tensors(unit, optimizer, subset_step, scale)
-            else:
-                _update_by_chunk(unit, optimizer, subset_step, scale, step, creates_states)
-            unit.copy_to_params()
-            if creates_states:
-                malloc_trim()
+    return upcasts or any(run.needs_new_state for run in shard.isolated)
 
 
 def _update_jointly(units: Sequence[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float) -> None:
@@ -136,15 +204,6 @@ def _update_jointly(units: Sequence[FlatParamGroup], optimizer: torch.optim.Opti
         unit.optim_shard.clear_grad()
         unit.optim_shard.link_new_states(optimizer)
         unit.copy_to_params()
-
-
-def _update_full_tensors(
-    unit: FlatParamGroup, optimizer: torch.optim.Optimizer, subset_step: SubsetStep, scale: float
-) -> None:
-    tensors = unit.optim_shard.full_tensor_step
-    assert tensors is not None
-    subset_step(tensors.parameters)
-    tensors.step(optimizer, unit.optim_shard.flat, _upcast_grad(unit.grad_shard, unit.optim_shard, scale))
 
 
 def _update_by_chunk(
@@ -218,3 +277,23 @@ def _offloaded_chunks(units: Sequence[FlatParamGroup], complete: bool = True) ->
             chunk.grads_on_host = unit.host_grads is not None
             chunks.append(chunk)
     return chunks
+
+
+def global_indices(shards: ShardTable, unit: FlatParamGroup) -> Iterator[GlobalIndex]:
+    """Yields where the elements that this rank updates of `unit` are in their global tensors."""
+    for name, offset in unit.layout.offsets.items():
+        start = max(offset, unit.shard_range.start)
+        stop = min(offset + unit.parameters[name].numel(), unit.shard_range.stop)
+        if start >= stop:
+            continue
+        spec = shards.params[name]
+        before = spec.expert_offset(unit.parameters[name].numel())
+        at = start - unit.shard_range.start
+        if spec.tp_split is None:
+            yield GlobalIndex(name, at, start - offset, stop - start, before)
+            continue
+        shape, dim = spec.global_shape, spec.tp_split.dim
+        rows = torch.cat([torch.arange(first, last) for first, last in spec.intervals()])
+        if spec.is_expert:
+            before *= spec.tp_ranks  # the offset counts this rank's part of each expert, the global tensor all parts
+        yield GlobalIndex(name, at, start - offset, stop - start, before, rows, shape[dim], shape[dim + 1 :].numel())
