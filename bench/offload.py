@@ -202,8 +202,8 @@ def over_a_link() -> list[dict[str, Any]]:
     finally:
         build_context.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     zero, updater = made.engine.zero, made.engine.updater
-    paced.weights |= {unit.weights.untyped_storage().data_ptr() for unit in zero.trainable}
-    each_way = sum(unit.grad_shard.numel() * unit.grad_shard.element_size() for unit in zero.trainable)
+    paced.weights |= {unit.weights.full.untyped_storage().data_ptr() for unit in zero.trainable}
+    each_way = sum(unit.gradients.shard.numel() * unit.gradients.shard.element_size() for unit in zero.trainable)
     made.step({"input_ids": ids, "labels": ids})
 
     def updated(way: float) -> float:

@@ -83,7 +83,8 @@ def measured(pairs: int, warm: int) -> dict[str, Any]:
     units = trainer.engine.zero.units
     parts = window_count(elements, sizes.batch * sizes.sequence / 2, 8, "cpu")
     found["bytes"] = sum(
-        2 * 4 * min(unit.weights.numel(), max(MIN_WINDOW_ELEMENTS, -(-unit.weights.numel() // parts))) for unit in units
+        2 * 4 * min(unit.weights.full.numel(), max(MIN_WINDOW_ELEMENTS, -(-unit.weights.full.numel() // parts)))
+        for unit in units
     )
     return found
 

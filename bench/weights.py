@@ -81,7 +81,7 @@ def one_rank(folder: Path, plan: str, precision: str, out: Path) -> None:
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     held = trainer.bytes()
-    good = all(bool(part.isfinite().all()) for unit in trainer.engine.zero.units for part in unit.storages)
+    good = all(bool(part.isfinite().all()) for unit in trainer.engine.zero.units for part in unit.weights.storages)
     found = {"rank": trainer.mesh.rank, "empty": empty, "peak": peak, "seconds": seconds, "finite": good, **held}
     (out / f"{trainer.mesh.rank}.json").write_text(json.dumps(found))
     trainer.close()

@@ -240,7 +240,7 @@ def take(unit: FlatParamGroup, name: str, gradient: torch.Tensor) -> None:
     """One bit of one number of one gradient of this rank, or the number, before it is added to those of others."""
     for fault in FAULTS:
         place = (fault["rank"], fault["step"], fault["phase"])
-        if gradient.ndim == 2 and place == (unit.mesh.rank, STEP[0], "gradient") and is_now(fault):
+        if gradient.ndim == 2 and place == (unit.layout.context.rank, STEP[0], "gradient") and is_now(fault):
             gradient = gradient.clone()
             if fault["how"] == "nan":
                 gradient.view(-1)[gradient.numel() // 3] = torch.nan

@@ -271,7 +271,7 @@ def after_dropping(plan: str) -> tuple[int, dict[str, torch.Tensor]]:
         trainer.step({"input_ids": ids, "labels": ids})
     split, units = trainer.engine.anatomy.splits, trainer.engine.zero.units
     found = {
-        name: unit.view(unit.weights, name).clone()
+        name: unit.layout.view(unit.weights.full, name).clone()
         for unit in units
         for name in unit.layout.offsets
         if name not in split

@@ -25,7 +25,7 @@ def test_ranks_that_are_lost_or_asked_for_change_the_plan_and_not_the_losses(
     """4 ranks, 2 by request, 4 again by request, then 3 because one fails again and again."""
     whole = launch(text, tmp_path / "whole", "dp4.mb2")
     train(agent, whole, [])
-    broken = launch(text, tmp_path / "broken", "dp2x2.z2.mb2", least=2)
+    broken = launch(text, tmp_path / "broken", "dp2x2.z2.mb2", min_ranks=2)
     faults = [{"rank": 3, "step": step, "phase": "backward", "how": "SIGKILL"} for step in (12, 13, 14)]
     plans = {2: "pp2.z1.mb2", 3: "dp1", 4: "tp2.dp2.z1"}
     train(agent, broken, faults, plans=plans, asks={2: 2, 6: 4})

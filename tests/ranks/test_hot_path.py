@@ -43,7 +43,7 @@ def seconds_each(plan: str) -> list[float]:
     for _ in range(PASSES):
         for unit, least in zip(units, found, strict=True):
             names = list(unit.parameters)
-            unit.begin_step(1)
+            unit.gradients.begin_step(1)
             for at in range(len(least)):
                 began = time.thread_time()
                 for name in names[at * FEW : (at + 1) * FEW]:

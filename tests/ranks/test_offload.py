@@ -18,6 +18,7 @@ from equality import anatomy_of, make_batch, make_model, make_optimizer
 from meshwright.core.errors import MeshwrightError
 from meshwright.runtime.offload.swap_file import OffloadFailed
 from meshwright.runtime.offload.swapper import StateSwapper
+from meshwright.runtime.zero.param_group import make_optim_shard
 from meshwright.spec.enums import Offload
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import recipe
@@ -324,11 +325,12 @@ def test_a_file_that_is_lost_ends_the_run_in_one_line_and_its_checkpoint_is_good
 def masters(folder: str) -> set[str]:
     """Devices of the float32 weights whose 16-bit copy waits in a file, of ranks that compute on another device than
     the host."""
-    units = made("llama", "dp1.z3.off-parameters-disk", "bf16", folder).engine.zero.units
+    units, found = made("llama", "dp1.z3.off-parameters-disk", "bf16", folder).engine.zero.units, set[str]()
     for unit in units:
-        unit.mesh = replace(unit.mesh, device=torch.device("meta"))
-        unit._init_optim_shard(recipe("bf16"), {})
-    return {unit.optim_shard.flat.device.type for unit in units}
+        context = replace(unit.layout.context, device=torch.device("meta"))
+        shard = make_optim_shard(replace(unit.layout, context=context), unit.weights, recipe("bf16"), {})
+        found.add(shard.flat.device.type)
+    return found
 
 
 def test_float32_weights_stay_on_device_where_16_bit_weights_are_offloaded(ranks: Any, tmp_path: Any) -> None:

@@ -69,7 +69,10 @@ def trained(name: str, plan: str, precision: str, folder: str, apart: bool) -> t
         moved,
         own,
         any(
-            isinstance(each, CpuShard) for unit in units if unit.offloaded is not None for each in unit.offloaded.shards
+            isinstance(each, CpuShard)
+            for unit in units
+            if unit.weights.offloaded is not None
+            for each in unit.weights.offloaded.shards
         ),
     )
 

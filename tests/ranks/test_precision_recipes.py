@@ -52,7 +52,7 @@ def update_with(plan: str, chosen: Recipe, steps: int) -> dict[str, torch.Tensor
     engine = trainer.engine
     for step in range(steps):
         for unit in engine.zero.trainable:
-            unit.grad_shard.zero_()
+            unit.gradients.shard.zero_()
             for name, offset in unit.layout.offsets.items():
                 whole = torch.randn(engine.shapes[name], generator=torch.Generator().manual_seed(step + len(name)))
                 first, last = (
@@ -61,9 +61,9 @@ def update_with(plan: str, chosen: Recipe, steps: int) -> dict[str, torch.Tensor
                 )
                 if first < last:
                     local = share(trainer, name, whole)
-                    unit.grad_shard[first - unit.shard_range.start : last - unit.shard_range.start] = local.flatten()[
-                        first - offset : last - offset
-                    ]
+                    unit.gradients.shard[first - unit.shard_range.start : last - unit.shard_range.start] = (
+                        local.flatten()[first - offset : last - offset]
+                    )
         engine.updater.step(trainer.optimizer, 1.0, step)
     return trainer.full_state_dict()
 

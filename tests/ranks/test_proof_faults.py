@@ -32,7 +32,7 @@ def module_of(trainer: Trainer, path: str) -> nn.Module:
 def weight(trainer: Trainer, name: str) -> tuple[FlatParamGroup, torch.Tensor]:
     """The unit of a parameter, and this rank's copy of it."""
     unit = next(unit for unit in trainer.engine.zero.units if name in unit.parameters)
-    return unit, unit.view(unit.weights, name)
+    return unit, unit.layout.view(unit.weights.full, name)
 
 
 def here(trainer: Trainer) -> bool:
@@ -73,7 +73,7 @@ def stale_tied_weight(trainer: Trainer) -> None:
         with torch.no_grad():
             next(
                 unit for unit in trainer.engine.zero.units if "model.embed_tokens.weight" in unit.parameters
-            ).weights.mul_(0.99)
+            ).weights.full.mul_(0.99)
 
 
 def swapped_blocks(trainer: Trainer) -> None:

@@ -77,7 +77,7 @@ def change(name: str) -> Callable[[Trainer], None]:
         """The rows of this rank's part of a weight stand in another order, without a trace in the versions of
         tensors."""
         unit = next(unit for unit in trainer.engine.zero.units if name in unit.parameters)
-        rows = unit.view(unit.weights, name).data
+        rows = unit.layout.view(unit.weights.full, name).data
         rows.copy_(rows.flip(0))
 
     return plant

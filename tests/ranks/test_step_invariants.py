@@ -47,7 +47,7 @@ def planted(trainer: Trainer, fault: str, batch: Any) -> Any:
 
         def scaled() -> None:
             finish()
-            engine.zero.trainable[-1].grad_shard.mul_(1.01 if trainer.mesh.rank == 1 else 1.0)
+            engine.zero.trainable[-1].gradients.shard.mul_(1.01 if trainer.mesh.rank == 1 else 1.0)
 
         engine.zero.finish_gradients = scaled  # type: ignore[method-assign]
     if fault == "labels":

@@ -72,10 +72,12 @@ def gradients_at_once(plan: str) -> float:
     slots = {
         id(group.shm): group.shm.buffers
         for unit in units
-        if (group := unit.shard_group) is not None and group.shm is not None
+        if (group := unit.layout.shard_group) is not None and group.shm is not None
     }
     held = sum(slot.segment.size for each in slots.values() for slot in each._all)
-    return held / sum(unit.gradients.numel() * unit.placement.shards * unit.gradients.itemsize for unit in units)
+    return held / sum(
+        unit.gradients.buffer.numel() * unit.placement.shards * unit.gradients.buffer.itemsize for unit in units
+    )
 
 
 def test_full_gradients_of_uneven_shards_are_reduced_after_each_micro_batch(ranks: Any) -> None:

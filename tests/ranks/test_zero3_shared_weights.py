@@ -44,10 +44,10 @@ def others_write() -> list[list[float]]:
     there."""
     trainer, found = trainer_of("dp2.z3"), []
     for unit in trainer.engine.zero.units:
-        unit.storages[0].fill_(trainer.mesh.rank + 1.0)
-        unit.unshard()
-        found.append([float(unit.weights[0]), float(unit.weights[-1])])
-        unit.reshard()
+        unit.weights.storages[0].fill_(trainer.mesh.rank + 1.0)
+        unit.weights.unshard()
+        found.append([float(unit.weights.full[0]), float(unit.weights.full[-1])])
+        unit.weights.reshard()
     trainer.close()
     return found
 
@@ -139,7 +139,7 @@ def test_a_custom_backward_that_reads_resharded_weights_ends_in_one_line(ranks: 
 
 def held_once(plan: str) -> bool:
     trainer = trainer_of(plan)
-    found = {unit.shared is not None for unit in trainer.engine.zero.units}
+    found = {unit.weights.shared is not None for unit in trainer.engine.zero.units}
     trainer.close()
     return found == {True}
 

@@ -630,6 +630,60 @@ def test_nothing_is_left_to_do() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+OWNERS = (
+    "Engine",
+    "StageExecutor",
+    "ScheduleRunner",
+    "BlockWrapper",
+    "FlatParamGroup",
+    "FlatLayout",
+    "GroupWeights",
+    "GroupGradients",
+    "GradReducer",
+    "StageReducer",
+    "Updater",
+)
+"""Classes of the runtime whose fields only their own methods set."""
+OWNER_NAMES = frozenset(
+    [
+        "engine",
+        "executor",
+        "pipeline",
+        "runner",
+        "gate",
+        "wrapper",
+        "unit",
+        "flat",
+        "group",
+        "weights",
+        "gradients",
+        "zero",
+        "reducer",
+        "stage",
+        "updater",
+    ]
+)
+"""What instances of these classes are called."""
+
+
+def test_only_their_own_methods_set_fields_of_the_engine_and_its_parts() -> None:
+    """An engine, a parameter group or a wrapper is complete when it exists."""
+    others = set(CLASSES) - set(OWNERS)
+    shared = {field for name in others for field in fields_of(name)}
+    fields = {field for name in OWNERS for field in fields_of(name)}
+    wrong = []
+    for path, tree in TREES.items():
+        if package_of(path) not in ("runtime", "train", "checkpoint"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del) and node.attr in fields:
+                owner = ast.unparse(node.value)
+                named = re.split(r"[.\[(]", owner)[-1] in OWNER_NAMES
+                if owner not in ("self", "cls", "build") and (named or node.attr not in shared):
+                    wrong.append(f"{path}:{node.lineno} {owner}.{node.attr}")
+    assert not wrong, "\n".join(wrong)
+
+
 # The public command line, and the tests.
 
 FROZEN = ROOT / "tests" / "unit" / "golden" / "commands.json"

@@ -129,8 +129,8 @@ def _format_message(msgid: str, fields: Mapping[str, Any], language: str) -> str
 
 
 def _is_text_list(value: Any) -> bool:
-    """Returns whether `value` is a list of texts: a tuple with text, or a list with messages."""
-    kind = str if isinstance(value, tuple) else Message if isinstance(value, list) else None
+    """Returns whether `value` is a list of texts: a plain tuple with text, or a list with messages."""
+    kind = str if type(value) is tuple else Message if isinstance(value, list) else None
     return kind is not None and any(isinstance(part, kind) for part in value)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -30,7 +30,6 @@ from meshwright.analysis.remat.tape import RECOMPUTABLE_OPS
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
-from meshwright.runtime.pipeline.block_wrapper import BlockWrapper
 from meshwright.spec.plan import Plan
 
 COMPILER_ENV = "MESHWRIGHT_COMPILER"
@@ -56,24 +55,16 @@ def compiler_backend() -> str:
     return os.environ.get(COMPILER_ENV) or "inductor"
 
 
-def compile_blocks(
-    gates: Sequence[BlockWrapper], blocks: Sequence[nn.Module], lean: Collection[int], put_off: Collection[int]
-) -> None:
-    """Compiles the computation inside the wrappers of `blocks` when it first runs. `lean`: blocks with selective
-    recompute. `put_off`: blocks with deferred weight gradients, which compile in pieces."""
-    for gate in gates:
-        if gate.index is not None:
-            block = blocks[gate.index]
-            for module in block.modules():
-                _disable_compiler(module, block)
-            chosen = (
-                _backend_for_sac
-                if gate.index in lean
-                else _backend_for_deferred_wgrad
-                if gate.index in put_off
-                else compiler_backend()
-            )
-            gate.inner = torch.compile(gate.inner, backend=chosen, dynamic=False)
+def compile_block(
+    forward: Callable[..., Any], block: nn.Module, is_lean: bool, defers_wgrad: bool
+) -> Callable[..., Any]:
+    """Returns the `forward` of `block`, which is compiled when it first runs. `is_lean`: with selective recompute.
+    `defers_wgrad`: with deferred weight gradients, so that it compiles in pieces."""
+    for module in block.modules():
+        _disable_compiler(module, block)
+    chosen = _backend_for_sac if is_lean else _backend_for_deferred_wgrad if defers_wgrad else compiler_backend()
+    compiled: Callable[..., Any] = torch.compile(forward, backend=chosen, dynamic=False)
+    return compiled
 
 
 def _backend_for_deferred_wgrad(graph: Any, given: Any, **options: Any) -> Any:

@@ -7,8 +7,8 @@ checks of `preflight` around them. The build (build/parallelize.py) makes both, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -176,6 +176,15 @@ class StageExecutor:
     mixtures: Sequence[ExpertDispatcher] = ()
     balance: AuxLoss | None = None
     context: ContextState | None = None
+
+    @contextmanager
+    def checked_by(self, checks: StepChecks) -> Iterator[None]:
+        """Uses other `checks` inside."""
+        before, self.checks = self.checks, checks
+        try:
+            yield
+        finally:
+            self.checks = before
 
     def num_inputs(self, stage: int) -> int:
         """Returns how many tensors `stage` receives."""
@@ -409,4 +418,4 @@ class Engine:
         step."""
         for unit in self.zero.units:
             if not unit.hooked:
-                unit.unshard()
+                unit.weights.unshard()

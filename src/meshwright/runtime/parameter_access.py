@@ -120,9 +120,9 @@ def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> I
     parameter for."""
     own = {name: each for unit in engine.zero.units for name, each in unit.parameters.items()}
     units = [unit for unit in engine.zero.units if unit.parameters.keys() & full.keys()]
-    closed = [unit for unit in units if unit.access_guard.is_denied]
+    closed = [unit for unit in units if unit.weights.access_guard.is_denied]
     for unit in closed:
-        unit.access_guard.allow()
+        unit.weights.access_guard.allow()
     swapped: list[tuple[nn.Parameter, torch.Tensor]] = []
     registered: list[tuple[nn.Module, str, dict[str, Any]]] = []
     installed: dict[str, nn.Parameter] = {}
@@ -150,7 +150,7 @@ def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> I
             del module._parameters[leaf]
             vars(module).update(before)
         for unit in closed:
-            unit.access_guard.deny()
+            unit.weights.access_guard.deny()
 
 
 def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int]]) -> None:
@@ -193,7 +193,7 @@ def _write_shards(engine: Engine, full: dict[str, torch.Tensor]) -> None:
             data.copy_(_elements_of_piece(full[name], piece).to(data.device))
     for unit in engine.zero.units:
         unit.copy_to_params()
-        unit.all_gather_params().wait()
+        unit.weights.all_gather().wait()
 
 
 def _elements_of_piece(full: torch.Tensor, piece: ShardMetadata) -> torch.Tensor:

@@ -149,7 +149,7 @@ def gradient_pieces(engine: Engine) -> Iterator[LocalPiece]:
     """Yields the local pieces of the gradients, named `gradient/parameter`, for saving."""
     for unit in _param_groups(engine, True):
         if not unit.frozen:
-            yield from _param_group_pieces(engine, "gradient", unit, [unit.grad_shard], True)
+            yield from _param_group_pieces(engine, "gradient", unit, [unit.gradients.shard], True)
 
 
 def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[LocalPiece]:
@@ -158,7 +158,7 @@ def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[Loca
     for unit in _param_groups(engine, True):
         if names.isdisjoint(unit.layout.offsets) or (kind == "gradient" and unit.frozen):
             continue
-        parts = unit.optim_shard.parts if kind == "model" else [unit.grad_shard]
+        parts = unit.optim_shard.parts if kind == "model" else [unit.gradients.shard]
         for stored in _param_group_pieces(engine, kind, unit, parts, True):
             if stored.piece.name.rpartition(f"{kind}/")[2] in names:
                 yield stored

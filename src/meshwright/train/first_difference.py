@@ -130,12 +130,11 @@ def _record_plan_passes(
         finally:
             recorder.now = None  # a recompute in backward is not recorded again
 
-    pipeline.forward = forward
     trainer.engine.preflight.skip(stages=False)  # only the passes of the step itself are recorded
     try:
-        ours = trainer.gradients(dict(batch))[2]
+        with pipeline.replace_forward(forward):
+            ours = trainer.gradients(dict(batch))[2]
     finally:
-        pipeline.forward = inner
         recorder.end()
     return passes, ours
 

@@ -170,7 +170,7 @@ def load_sharded_weights(engine: Engine, path: Path | str) -> None:
         load_weights(path, named, weights)
         for unit in engine.zero.units:
             unit.copy_to_params()
-            unit.all_gather_params().wait()
+            unit.weights.all_gather().wait()
         if engine.outer is not None:
             engine.outer.restart()
     if weights is not None:

@@ -101,7 +101,7 @@ def compare_replicas(state: TrainState) -> list[ReplicaRepair]:
     if mended:
         for unit in state.engine.zero.units:
             unit.copy_to_params()
-            unit.all_gather_params().wait()  # other ranks may have gathered weights from a wrong shard
+            unit.weights.all_gather().wait()  # other ranks may have gathered weights from a wrong shard
     return mended
 
 
@@ -124,7 +124,7 @@ def _replicated_states(state: TrainState) -> Iterator[_ReplicatedState]:
             states = [tensor for kinds in saved for parts in kinds for tensor in parts]
             yield _ReplicatedState("states", sharing.replicate_group, states)
         if sharing.shard_group is not None and state.plan.zero < 3:
-            yield _ReplicatedState("weights", sharing.shard_group, [unit.weights for unit in own])
+            yield _ReplicatedState("weights", sharing.shard_group, [unit.weights.full for unit in own])
 
 
 def tensors_digest(tensors: list[torch.Tensor]) -> str:

@@ -117,7 +117,7 @@ def _gradient_norm(found: GradientSums, state: TrainState) -> float:
 
 
 def _gradient_digest(state: TrainState) -> str:
-    return tensors_digest([unit.grad_shard for unit in state.engine.zero.trainable])
+    return tensors_digest([unit.gradients.shard for unit in state.engine.zero.trainable])
 
 
 def _matches_earlier(tries: list[str], state: TrainState) -> bool:

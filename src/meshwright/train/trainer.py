@@ -283,7 +283,7 @@ class Trainer(TrainState):
     def bytes(self) -> dict[str, int]:
         """Returns this rank's bytes of weights, gradients and optimizer (states and main weights). `offloaded`: what is
         offloaded of these, plus the peak of saved activations offloaded to disk."""
-        stored = [unit.device_bytes() for unit in self.engine.zero.units]
+        stored = [(unit.weights.device_bytes(), unit.gradients.device_bytes()) for unit in self.engine.zero.units]
         optimizer = sum(unit.optim_shard.bytes() for unit in self.engine.zero.units if unit.has_main_params)
         optimizer += sum(unit.optim_shard.state_bytes() for unit in self.engine.zero.trainable)
         offloaded, depot = self.mesh.state_swapper, self.mesh.activation_store

@@ -173,8 +173,8 @@ def load_trainer(state: TrainState, path: Path | MemoryCheckpoint) -> dict[str, 
         loaded = load_checkpoint(path, map(tuple, wanted), plan=state.plan, ranks=rank_exchange(state.mesh))  # type: ignore[arg-type]
         for unit in engine.zero.units:
             unit.copy_to_params()
-            unit.all_gather_params().wait()
-        engine.zero.external_writes.names = {}
+            unit.weights.all_gather().wait()
+        engine.zero.external_writes.forget()
         if engine.outer is not None and not separate:
             engine.outer.restart()
     load_extra_states(engine.model, engine.extra_state.module_keys, saved.get("modules", {}))

@@ -238,7 +238,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
 
 def shared_on_host(setting: CostContext, box: PlanGrid) -> Array:
     """Returns where ranks of one host share one copy of the weights at ZeRO 3, as 0 or 1 over GRID_AXES. Source:
-    runtime/zero/shared_weights.py."""
+    runtime/zero/group_weights.py."""
     where = offload_fractions(box)
     stay = where.parameters + where.parameters_files == 0
     return (stay & (box.zero == 3) & (broadcast_to_axis(box.holders, "z") > 1)) * (1.0 * setting.shares_memory)

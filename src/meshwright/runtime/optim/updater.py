@@ -93,7 +93,7 @@ class Updater:
         else:
             self._update_resident(optimizer, scale, step)
         self._has_updated, self.stateless = True, self.stateless & skipped
-        for pending in [unit.all_gather_params() for unit in reducer.trainable]:
+        for pending in [unit.weights.all_gather() for unit in reducer.trainable]:
             pending.wait()
         if reducer.mesh.plan.zero in (1, 2):  # user code may write to weights now, which other ranks may still read
             reducer.quiesce()
@@ -124,7 +124,7 @@ class Updater:
                 full_tensors = self.full_tensor_step(unit)
                 if full_tensors is not None:
                     subset_step(full_tensors.parameters)
-                    gradients = _upcast_grad(unit.grad_shard, unit.optim_shard, scale)
+                    gradients = _upcast_grad(unit.gradients.shard, unit.optim_shard, scale)
                     full_tensors.step(optimizer, unit.optim_shard.flat, gradients)
                 else:
                     _update_by_chunk(unit, optimizer, subset_step, scale, step, creates_states)
@@ -189,15 +189,15 @@ TRIM_INTERVAL_CHUNKS = 4
 def is_updated_by_chunk(unit: FlatParamGroup) -> bool:
     """Whether `unit` is not updated jointly with others."""
     shard = unit.optim_shard
-    upcasts = isinstance(shard, LowBitShard) or unit.grad_shard.dtype != shard.flat.dtype
+    upcasts = isinstance(shard, LowBitShard) or unit.gradients.shard.dtype != shard.flat.dtype
     return upcasts or any(run.needs_new_state for run in shard.isolated)
 
 
 def _update_jointly(units: Sequence[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float) -> None:
     for unit in units:
         if scale != 1.0:
-            unit.grad_shard.mul_(scale)
-        unit.optim_shard.set_grad(unit.grad_shard)
+            unit.gradients.shard.mul_(scale)
+        unit.optim_shard.set_grad(unit.gradients.shard)
     if units:
         optimizer.step()
     for unit in units:
@@ -217,7 +217,7 @@ def _update_by_chunk(
     shard = unit.optim_shard
     for number, chunk in enumerate(shard.iter_chunks(), 1):
         shard.upcast(optimizer, step, chunk)
-        shard.set_grad(_upcast_grad(unit.grad_shard[chunk.elements], shard, scale), chunk.runs)
+        shard.set_grad(_upcast_grad(unit.gradients.shard[chunk.elements], shard, scale), chunk.runs)
         subset_step.step(shard.params[chunk.runs])
         shard.clear_grad(chunk.runs)
         shard.downcast(optimizer, chunk)
@@ -273,8 +273,8 @@ def _offloaded_chunks(units: Sequence[FlatParamGroup], complete: bool = True) ->
         assert isinstance(unit.optim_shard, OffloadedShard)
         unit.optim_shard.unmap()
         for chunk in unit.optim_shard.chunks:
-            chunk.gradients = unit.grad_shard[chunk.unit_range] if complete else None
-            chunk.grads_on_host = unit.host_grads is not None
+            chunk.gradients = unit.gradients.shard[chunk.unit_range] if complete else None
+            chunk.grads_on_host = unit.gradients.host is not None
             chunks.append(chunk)
     return chunks
 

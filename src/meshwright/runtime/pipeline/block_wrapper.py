@@ -17,7 +17,7 @@ that no other module reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,26 +95,48 @@ class StageCursor:
         return min(ran ^ self.entered_first.setdefault(self.start, ran), default=None)
 
 
+@dataclass(frozen=True)
+class GatheredGroups:
+    """The parameter groups that a wrapper gathers for its module (ZeRO 3)."""
+
+    units: Sequence[FlatParamGroup] = ()
+    previous: Sequence[FlatParamGroup] = ()
+    """Those of the block before, which backward needs next."""
+    following: Sequence[FlatParamGroup] = ()
+    """Those of the block after, which forward needs next."""
+    is_sole_user: bool = False
+    """No other module reads the weights."""
+    is_tied: bool = False
+    """Another wrapper has the same weights. Their gradient is complete, and they are resharded, long after this one
+    ends."""
+
+
+HiddenFunction = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the hidden state that goes on, of the one that comes."""
+
+
 class BlockWrapper:
     """Wraps the forward of one module. `index` is its index among the blocks, None outside of them."""
 
-    def __init__(self, module: nn.Module, run: StageCursor, index: int | None = None) -> None:
-        self.inner: Callable[..., Any] = module.forward
+    def __init__(
+        self,
+        module: nn.Module,
+        run: StageCursor,
+        index: int | None = None,
+        gathered: GatheredGroups = GatheredGroups(),
+        inner: Callable[..., Any] | None = None,
+        before: HiddenFunction | None = None,
+        after: HiddenFunction | None = None,
+    ) -> None:
+        """`inner` computes the module; by default it is its forward. `before` and `after` change the hidden state on
+        entry and at the end."""
+        self.inner = inner or module.forward
         self.moving = MutatedBuffers(module)
-        self.run, self.index = run, index
-        self.units: list[FlatParamGroup] = []
-        self.previous: list[FlatParamGroup] = []
-        self.following: list[FlatParamGroup] = []
+        self.run, self.index, self.gathered = run, index, gathered
+        self.before, self.after = before, after
         self.needs_weights_backward = not isinstance(module, nn.Embedding)
-        self.is_sole_user = False
-        """Whether no other module reads the weights that this wrapper gathers."""
         self.called = 0
         """The last pass that called it."""
-        self.is_tied = False
-        """Whether another wrapper has the same weights. Their gradient is complete, and they are resharded, long after
-        this one ends."""
-        self.before: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self.after: Callable[[torch.Tensor], torch.Tensor] | None = None
         module.forward = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,15 +168,16 @@ class BlockWrapper:
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.index is not None:
             self.run.entered.add(self.index)
-        _unshard(self.units, self.following)
+        gathered, units = self.gathered, self.gathered.units
+        _unshard(units, gathered.following)
         entering = hidden_of(args, kwargs)
-        if self.units and isinstance(entering, torch.Tensor) and entering.requires_grad:
-            if self.is_sole_user and self.called != self.run.passes:
+        if units and isinstance(entering, torch.Tensor) and entering.requires_grad:
+            if gathered.is_sole_user and self.called != self.run.passes:
                 entering = entering.view_as(entering)
                 args, kwargs = with_hidden(args, kwargs, entering)
                 entering.register_hook(self._end_of_backward)
             if any(
-                unit.wgrad_queue or unit.frozen or self.is_tied for unit in self.units
+                unit.wgrad_queue or unit.frozen or gathered.is_tied for unit in units
             ):  # W and reductions, which end other actions, need no weights
                 entering.register_hook(self._close_behind_backward)
         self.called = self.run.passes
@@ -162,30 +185,30 @@ class BlockWrapper:
             output = self.run.keeping(self.inner, self.index - self.run.start, args, kwargs, self.moving)
         else:
             output = self.inner(*args, **kwargs)
-        for unit in self.units:
-            unit.reshard()
-        if self.units and self.needs_weights_backward:
+        for unit in units:
+            unit.weights.reshard()
+        if units and self.needs_weights_backward:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._open_for_backward)
         return output
 
     def _open_for_backward(self, gradient: torch.Tensor) -> None:
-        _unshard(self.units, self.previous)
+        _unshard(self.gathered.units, self.gathered.previous)
 
     def _end_of_backward(self, gradient: torch.Tensor) -> None:
-        for unit in reversed(self.units):
+        for unit in reversed(self.gathered.units):
             if unit.reducer is not None and unit.wgrad_queue is None:
                 unit.reducer.mark_unused(unit)
 
     def _close_behind_backward(self, gradient: torch.Tensor) -> None:
-        for unit in self.units:
-            unit.reshard()
+        for unit in self.gathered.units:
+            unit.weights.reshard()
 
 
-def _unshard(units: list[FlatParamGroup], ahead: list[FlatParamGroup]) -> None:
+def _unshard(units: Sequence[FlatParamGroup], ahead: Sequence[FlatParamGroup]) -> None:
     """Unshards the weights of `units`, and starts to gather the next ones (`ahead`) in the background."""
     for unit in units:
-        unit.unshard()
+        unit.weights.unshard()
     for unit in ahead:
-        unit.prefetch()
+        unit.weights.prefetch()

@@ -9,7 +9,8 @@ before it. Where the schedule separates W, the queues of the parameter groups st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -40,6 +41,9 @@ class RankSchedule(NamedTuple):
     lines: Sequence[tuple[int, Sequence[P2PKey]]]
 
 
+StageForward = Callable[[int, Batch, StageTensors], StageTensors]
+
+
 @dataclass
 class ScheduleRunner:
     """Runs a schedule.
@@ -49,7 +53,7 @@ class ScheduleRunner:
     """
 
     mesh: ParallelContext
-    forward: Callable[[int, Batch, StageTensors], StageTensors]
+    forward: StageForward
     backward_done: Callable[[Action], None]
     parts: Callable[[int], int]
     exact: bool = False
@@ -66,6 +70,29 @@ class ScheduleRunner:
 
     def __post_init__(self) -> None:
         self.wire = make_p2p(self.mesh)
+
+    def set_labels(self, labels: int) -> None:
+        """Sets the number of labels in the loss of the next batch."""
+        self.labels = labels
+
+    @contextmanager
+    def replace_forward(self, forward: StageForward) -> Iterator[None]:
+        """Calls `forward` inside instead of the stage's, to observe its passes."""
+        before, self.forward = self.forward, forward
+        try:
+            yield
+        finally:
+            self.forward = before
+
+    @contextmanager
+    def run_one_by_one(self) -> Iterator[None]:
+        """Runs micro-batches one by one inside, and accumulates no weight gradients in place."""
+        self.one_by_one = True
+        try:
+            with self.own.pause():
+                yield
+        finally:
+            self.one_by_one = False
 
     def run(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
         """Runs all micro-batches, with backward of `scale` x loss, or forward only when `scale` is None.

@@ -369,7 +369,9 @@ def isolated_pass(
         if engine.mesh.plan.compile:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         lying = {
-            name: StorageSpan(unit.weights, unit.layout.offsets[name], unit.layout.offsets[name] + parameter.numel())
+            name: StorageSpan(
+                unit.weights.full, unit.layout.offsets[name], unit.layout.offsets[name] + parameter.numel()
+            )
             for unit in engine.zero.units
             for name, parameter in unit.parameters.items()
             if every or name in engine.preflight.written

@@ -141,16 +141,10 @@ def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
     """Projects the gradients of passes inside instead of summing, sending or counting them, so that no check changes a
     step."""
     found = GradientFingerprint()
-    pipeline, stages = engine.pipeline, engine.zero.stages.values()
-    pipeline.one_by_one = pipeline.own.is_paused = True
-    for stage in stages:
-        stage.probe = found.add
     try:
-        yield found
+        with engine.pipeline.run_one_by_one(), engine.zero.divert_gradients(found.add):
+            yield found
     finally:
-        pipeline.one_by_one = pipeline.own.is_paused = False
-        for stage in stages:
-            stage.probe = None
         _column_factors.cache_clear()
 
 
@@ -223,7 +217,7 @@ def _write_constants(engine: Engine, constants: Mapping[str, float], noisy: bool
             unit.copy_to_params()
     for unit in engine.zero.units:
         if not constants.keys().isdisjoint(unit.layout.offsets):
-            unit.all_gather_params().wait()
+            unit.weights.all_gather().wait()
     engine.zero.quiesce()
 
 

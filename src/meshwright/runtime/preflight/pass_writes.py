@@ -239,14 +239,14 @@ def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
     restores their original storage."""
     found = {}
     for unit in engine.zero.units:
-        own = unit.weights.untyped_storage()._cdata
-        for name, parameter in unit.parameters.items() if unit.shared is None else ():
+        own = unit.weights.full.untyped_storage()._cdata
+        for name, parameter in unit.parameters.items() if unit.weights.shared is None else ():
             # resharded parameters of ZeRO 3 refuse access to their storage
             with torch._C.DisableTorchFunctionSubclass():
                 if parameter.untyped_storage()._cdata != own:
                     found[name] = parameter.data.clone()
-                    if unit.zero_stage < 3:
-                        parameter.data = unit.view(unit.weights, name)
+                    if unit.layout.zero_stage < 3:
+                        parameter.data = unit.layout.view(unit.weights.full, name)
     return found
 
 

@@ -25,7 +25,8 @@ In pipelines of 2 and 4 ranks of the reference workload such tensors, and the fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,12 +42,20 @@ class StepBackward:
     def __init__(self) -> None:
         self._run = -1
         self.is_paused = False
-        """Set during preflight checks, whose gradients are not accumulated."""
 
     @property
     def is_running(self) -> bool:
         """Whether the step's backward, and not another one inside of it, is running."""
         return not self.is_paused and self._run == torch._C._current_graph_task_id() != -1
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Accumulates nothing inside: the gradients of preflight checks are not those of a step."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
     def watch(self, ends: Iterable[torch.Tensor | GradientEdge]) -> None:
         """The run starts with the first of `ends` that autograd reaches."""

@@ -19,33 +19,23 @@ import torch
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.runtime.comm.async_collectives import all_reduce
-from meshwright.runtime.comm.compression import make_compressed_reducer
 from meshwright.runtime.comm.group import CommGroup
-from meshwright.runtime.zero.param_group import FlatParamGroup, flat_slice
+from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.runtime.zero.reducer import GradReducer
-from meshwright.spec.precision import DilocoConfig, GradientCompression, Recipe
+from meshwright.spec.precision import DilocoConfig, Recipe
 from meshwright.spec.workload_constraints import diloco_violations
 
 
 class OuterOptimizer:
     """The outer optimizer of this rank's flat parameter groups."""
 
-    def __init__(self, config: DilocoConfig, reducer: GradReducer, compression: GradientCompression | None) -> None:
+    def __init__(self, config: DilocoConfig, reducer: GradReducer) -> None:
         self.config, self.reducer, self.units, self.replica = (
             config,
             reducer,
             reducer.trainable,
             reducer.mesh.coords.dp_replicate,
         )
-        for unit in self.units:
-            unit.compressors = unit.compressors._replace(
-                replicas=make_compressed_reducer(
-                    compression,
-                    _replica_group(unit),
-                    flat_slice(unit, unit.shard_range, unit.optim_shard.flat),
-                    scattered=False,
-                )
-            )
         self.anchors = [unit.optim_shard.flat.detach().clone() for unit in self.units]
         self.velocity = [torch.zeros_like(anchor) for anchor in self.anchors]
 
@@ -76,7 +66,7 @@ class OuterOptimizer:
             anchor.sub_(mean.add_(velocity, alpha=self.config.momentum), alpha=self.config.lr)
             unit.optim_shard.flat.copy_(anchor)
             unit.copy_to_params()
-        for pending in [unit.all_gather_params() for unit in self.units]:
+        for pending in [unit.weights.all_gather() for unit in self.units]:
             pending.wait()
 
     @torch.no_grad()
@@ -95,7 +85,7 @@ def make_outer_optimizer(recipe: Recipe, reducer: GradReducer) -> OuterOptimizer
         return None
     for violation in diloco_violations(reducer.mesh.plan, recipe.local):
         raise InputError(Message("plan {plan}: {message}", plan=reducer.mesh.plan.name, message=violation.message))
-    return OuterOptimizer(recipe.local, reducer, recipe.compression)
+    return OuterOptimizer(recipe.local, reducer)
 
 
 def _replica_group(unit: FlatParamGroup) -> CommGroup | None:

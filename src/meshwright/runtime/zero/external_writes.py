@@ -30,7 +30,7 @@ from meshwright.core.messages import Message
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.parallel_context import ParallelContext
-from meshwright.runtime.zero.param_group import FlatParamGroup, param_shard_range
+from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.precision import Recipe
 
 FULL_PARAMETERS_HINT = "write to it on every rank alike inside `with trainer.full_parameters(write=True)`"
@@ -71,7 +71,7 @@ class ExternalWrites:
     parameter groups."""
 
     def __init__(self, units: Sequence[FlatParamGroup]) -> None:
-        unsharded = [unit for unit in units if unit.zero_stage < 3]
+        unsharded = [unit for unit in units if unit.layout.zero_stage < 3]
         self._parameters = [each for unit in unsharded for each in unit.parameters.items()]
         self._masters = [unit for unit in unsharded if unit.has_main_params]
         self._inside = False
@@ -81,6 +81,10 @@ class ExternalWrites:
     def record_versions(self) -> None:
         """Records the current version of every parameter."""
         self._versions = [parameter._version for _, parameter in self._parameters]
+
+    def forget(self) -> None:
+        """Forgets the writes so far, when a checkpoint replaces all weights."""
+        self.names = {}
 
     def detect(self) -> None:
         """Adds to `names` the parameters written since versions were recorded."""
@@ -173,11 +177,11 @@ class ExternalWrites:
 
     def _runs(self) -> Iterator[WrittenSlice]:
         for unit in self._masters:
-            own, first = unit.weights[unit.shard_range], 0
+            own, first = unit.weights.full[unit.shard_range], 0
             for part in unit.optim_shard.parts:
                 last = first + len(part)
                 for name in unit.layout.offsets:
-                    run = param_shard_range(unit, name)
+                    run = unit.layout.shard_slice(name)
                     start, stop = max(run.start, first), min(run.stop, last)
                     if start < stop:
                         master, weights = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -23,12 +24,15 @@ from meshwright.runtime.comm.group import CommGroup, quiesce_groups, shutdown_gr
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.zero import exact_sum
 from meshwright.runtime.zero.external_writes import ExternalWrites
-from meshwright.runtime.zero.param_group import FlatParamGroup, param_shard_range
+from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.layout import MAX_INFLIGHT_REDUCE
 from meshwright.spec.schedules.action import Action, ActionKind
 
 NORM_UPCAST_ELEMENTS = 1 << 20
 """Low-precision gradients of which the norm makes a float32 copy at a time."""
+
+
+GradientProbe = Callable[[str, torch.Tensor], None]
 
 
 @dataclass
@@ -43,8 +47,45 @@ class StageReducer:
     ready: set[int] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     """Parameters with a gradient in this step on this rank."""
-    probe: Callable[[str, torch.Tensor], None] | None = None
+    probe: GradientProbe | None = None
     """Takes each gradient instead of the sums during a preflight check (preflight/numeric_probes.py)."""
+
+    def reset(self) -> None:
+        """Makes all groups pending."""
+        self.pending = deque(reversed(self.units))
+        self.ready.clear()
+
+    def begin_step(self, passes: int) -> None:
+        """Prepares for `passes` backward passes."""
+        self.passes, self.received = 0, set()
+        self.reset()
+        for unit in self.units:
+            unit.gradients.begin_step(passes)
+
+    def end_pass(self) -> None:
+        """Counts a pass."""
+        self.passes += 1
+        if any(unit.layout.reduces_each_pass for unit in self.units):
+            assert not self.pending, "a unit was not reduced"
+            self.reset()
+
+    @contextmanager
+    def divert(self, probe: GradientProbe) -> Iterator[None]:
+        """Gives each gradient to `probe` inside, and sums, sends and counts none."""
+        self.probe = probe
+        try:
+            yield
+        finally:
+            self.probe = None
+
+    @contextmanager
+    def record_separately(self) -> Iterator[None]:
+        """Records the gradients that come inside in a set of their own."""
+        before, self.received = self.received, set()
+        try:
+            yield
+        finally:
+            self.received = before
 
     def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool:
         """Whether a check has taken the gradient, so that nothing is summed, sent or counted."""
@@ -63,8 +104,8 @@ class StageReducer:
         """Ends a pass for `unit`: parameters without a gradient count as zero."""
         if self.probe is not None:
             if unit.hooked:
-                unit.reshard()
-        elif unit.mark_unused_ready(self.passes + 1):
+                unit.weights.reshard()
+        elif unit.gradients.mark_unused_ready(self.passes + 1):
             self.mark_ready(unit)
 
 
@@ -129,7 +170,7 @@ class GradReducer:
         self.external_writes = ExternalWrites(self.units)
         for stage in self.stages.values():
             for unit in stage.units:
-                unit.reducer = stage
+                unit.report_to(stage)
 
     # --- while backward runs
     # --------------------------------------------------------------------------------------------------
@@ -138,10 +179,7 @@ class GradReducer:
         """Prepares for `passes` backward passes of each stage."""
         self.quiesce()
         for stage in self.stages.values():
-            stage.passes, stage.received = 0, set()
-            self._reset_stage(stage)
-            for unit in stage.units:
-                unit.begin_step(passes)
+            stage.begin_step(passes)
 
     def abort_step(self) -> None:
         """Discards a pass that ended in an error on all ranks and that the script has caught (an unreadable batch)."""
@@ -149,19 +187,15 @@ class GradReducer:
             self._pending.popleft()[1].wait()
         self.reshard_all()
 
-    def _reset_stage(self, stage: StageReducer) -> None:
-        stage.pending = deque(reversed(stage.units))
-        stage.ready.clear()
-
     def _start(self, unit: FlatParamGroup) -> None:
         if self._before_reduction is not None:
             self._before_reduction()
-        if unit.zero_stage >= 2:
+        if unit.layout.zero_stage >= 2:
             while len(self._pending) >= MAX_INFLIGHT_REDUCE:
                 self._pending.popleft()[1].wait()
         self._pending.append((unit, unit.reduce()))
         if unit.hooked:
-            unit.reshard()
+            unit.weights.reshard()
 
     def end_backward(self, action: Action) -> None:
         """Ends a backward action: B for groups without deferred weight gradients, or W. Parameters without a gradient
@@ -174,16 +208,36 @@ class GradReducer:
                 continue
             unit.wgrad_queue.seal(action.micro_batch)
             if unit.hooked:
-                unit.reshard()
+                unit.weights.reshard()
         stage = self.stages[action.stage, action.kind]
         for unit in reversed(stage.units):
             stage.mark_unused(unit)
         if stage.probe is not None:
             return
-        stage.passes += 1
-        if self.mesh.plan.zero >= 2:
-            assert not stage.pending, "a unit was not reduced"
-            self._reset_stage(stage)
+        stage.end_pass()
+
+    @contextmanager
+    def divert_gradients(self, probe: GradientProbe) -> Iterator[None]:
+        """Gives each gradient to `probe` inside, and sums, sends and counts none."""
+        with ExitStack() as stack:
+            for stage in self.stages.values():
+                stack.enter_context(stage.divert(probe))
+            yield
+
+    @contextmanager
+    def isolate_pass(self) -> Iterator[None]:
+        """Restores afterwards which parameters have gradients, and the error feedback of compression. Inside, no
+        parameter has one yet, and gradients are sent uncompressed."""
+        unused, self.unused = self.unused, self.param_names
+        try:
+            with ExitStack() as stack:
+                for stage in self.stages.values():
+                    stack.enter_context(stage.record_separately())
+                for unit in self.units:
+                    stack.enter_context(unit.uncompressed())
+                yield
+        finally:
+            self.unused = unused
 
     def quiesce(self) -> None:
         """Waits until no other rank reads this rank's flat buffers, so that they may be written."""
@@ -194,7 +248,9 @@ class GradReducer:
                 *self.tied_groups.values(),
             )
         )
-        for shared in {id(unit.shard_group): unit.shared for unit in self.units if unit.shared is not None}.values():
+        for shared in {
+            id(unit.layout.shard_group): unit.weights.shared for unit in self.units if unit.weights.shared is not None
+        }.values():
             shared.barrier().wait()
 
     def shutdown(self) -> None:
@@ -211,15 +267,15 @@ class GradReducer:
         while self._pending:
             unit, pending = self._pending.popleft()
             pending.wait()
-            if unit.zero_stage == 1:  # its sum over the replicas overlaps with the sums of later groups
+            if unit.layout.zero_stage == 1:  # its sum over the replicas overlaps with the sums of later groups
                 replica_sums.append(unit.reduce_over_replicas())
-        replica_sums += [unit.reduce_over_replicas() for unit in self.trainable if unit.zero_stage != 1]
+        replica_sums += [unit.reduce_over_replicas() for unit in self.trainable if unit.layout.zero_stage != 1]
         for pending in replica_sums:
             pending.wait()
         self.quiesce()
         for unit in self.trainable:
-            if unit.host_grads is not None:
-                unit.host_grads.wait()
+            if unit.gradients.host is not None:
+                unit.gradients.host.wait()
         for group, runs in self._partial.items():
             joined = torch.cat(runs).to(self.mesh.device)
             all_reduce(joined, group).wait()
@@ -227,8 +283,7 @@ class GradReducer:
                 run.copy_(total)
         self._sum_over_stages()
         for unit in self.trainable:
-            if unit.exact is not None:
-                unit.grad_shard = unit.exact.dequantize(unit.grad_shard)
+            unit.gradients.dequantize()
 
     def _sum_over_stages(self) -> None:
         """Sums the gradients of weights that several stages replicate."""
@@ -237,7 +292,7 @@ class GradReducer:
             if not unit.frozen:
                 replicas.setdefault((tied.stages, tied.layer), []).append(unit)
         for stages, layer in sorted(replicas):  # the same order on all ranks
-            first, *others = [unit.grad_shard for unit in replicas[stages, layer]]
+            first, *others = [unit.gradients.shard for unit in replicas[stages, layer]]
             total = first.to(self.mesh.device)  # some gradients are offloaded to CPU
             for gradients in others:
                 total = total + gradients.to(self.mesh.device)
@@ -248,7 +303,7 @@ class GradReducer:
     def squared_norm(self) -> torch.Tensor:
         """Returns this rank's part of the squared gradient norm (float64 scalar). The sum over all ranks counts each
         element once."""
-        exact_sums = [unit.exact for unit in self.trainable if unit.exact is not None]
+        exact_sums = [unit.gradients.exact for unit in self.trainable if unit.gradients.exact is not None]
         if exact_sums:
             first = self.mesh.tp is None or self.mesh.tp.index == 0
             return exact_sum.square_norm(
@@ -268,15 +323,15 @@ class GradReducer:
         for unit in self.trainable:
             if id(unit) in uncounted:
                 continue
-            length, replicas, replica = unit.grad_shard.numel(), unit.placement.replicas, unit.placement.replica
+            length, replicas, replica = unit.gradients.shard.numel(), unit.placement.replicas, unit.placement.replica
             first, last = (
                 length * replica // replicas,
                 length * (replica + 1) // replicas,
             )  # replicas are identical: each sums its part
             tensor_ranks = 1 if unit.placement.tensor_group is None else unit.placement.tensor_group.size
-            border = min(max(unit.layout.split_end - unit.shard_range.start, first), last)
+            border = min(max(unit.layout.bucket.split_end - unit.shard_range.start, first), last)
             for run, holders in ((slice(first, border), 1), (slice(border, last), tensor_ranks)):
-                gradients = unit.grad_shard[run]
+                gradients = unit.gradients.shard[run]
                 if gradients.numel():
                     yield gradients, holders
 
@@ -314,14 +369,14 @@ class GradReducer:
             received -= {
                 name
                 for name in self.disconnected & unit.layout.offsets.keys()
-                if not unit.grad_shard[param_shard_range(unit, name)].any()
+                if not unit.gradients.shard[unit.layout.shard_slice(name)].any()
             }
         return received
 
     def reshard_all(self) -> None:
         """Frees the full weights of all groups (ZeRO 3)."""
         for unit in self.units:
-            unit.reshard()
+            unit.weights.reshard()
 
 
 def norm_tile_elements(gradients: torch.Tensor) -> int:
@@ -339,5 +394,5 @@ def norm_tile_elements(gradients: torch.Tensor) -> int:
 
 def _partial_grads(unit: FlatParamGroup, partial: set[str]) -> list[torch.Tensor]:
     """Returns views of the partial gradients in this rank's shard of `unit`."""
-    runs = [unit.grad_shard[param_shard_range(unit, name)] for name in unit.layout.offsets if name in partial]
+    runs = [unit.gradients.shard[unit.layout.shard_slice(name)] for name in unit.layout.offsets if name in partial]
     return [run for run in runs if run.numel()]

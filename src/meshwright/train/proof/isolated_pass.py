@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from meshwright.analysis.dry_run import dry_run
 from meshwright.analysis.run_conditions import set_seed
 from meshwright.runtime.backend import backend_of
-from meshwright.runtime.comm.compression import ReducerPair
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.preflight.step_checks import Preflight
 from meshwright.runtime.tensor_parallel.random import has_dropout
@@ -56,24 +55,11 @@ def dropout_factor(rate: float) -> float:
 def preserve_engine(engine: Engine) -> Iterator[None]:
     """Restores what a backward pass writes in addition to gradients: the set of reached parameters, records, and the
     error feedback of compression."""
-    zero = engine.zero
-    preflight, unreached, across = engine.preflight, zero.unused, [unit.compressors for unit in zero.units]
-    reached = [stage.received for stage in zero.stages.values()]
-    engine.executor.checks = Preflight(preflight.stages_run, UNCHECKED_STEP, paths=preflight.paths)
-    zero.unused = zero.param_names
-    for stage in zero.stages.values():
-        stage.received = set()
-    for unit in zero.units:
-        unit.compressors = ReducerPair(None, None)
-    try:
-        with nullcontext() if engine.mesh.plan.compile else preflight.paths.learning():
-            yield
-    finally:
-        engine.executor.checks, zero.unused = preflight, unreached
-        for stage, before in zip(zero.stages.values(), reached, strict=True):
-            stage.received = before
-        for unit, ways in zip(zero.units, across, strict=True):
-            unit.compressors = ways
+    preflight = engine.preflight
+    unchecked = Preflight(preflight.stages_run, UNCHECKED_STEP, paths=preflight.paths)
+    learns = nullcontext() if engine.mesh.plan.compile else preflight.paths.learning()
+    with engine.executor.checked_by(unchecked), engine.zero.isolate_pass(), learns:
+        yield
 
 
 @contextmanager

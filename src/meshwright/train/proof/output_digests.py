@@ -52,12 +52,8 @@ class OutputDigests:
             finally:
                 self.records = False
 
-        pipeline.forward = forward
-        try:
-            with self.of(engine.model):
-                yield
-        finally:
-            pipeline.forward = inner
+        with pipeline.replace_forward(forward), self.of(engine.model):
+            yield
 
     def _hook(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -214,7 +214,7 @@ class ProofSchedule:
     def during(self, state: TrainState, batch: Batch | LocalBatch, reason: str) -> None:
         """Runs a proof after the passes of a step that is outside of what was proven, before its update. The gradients
         do not change. Raises PlanRefused as `before` does."""
-        stored = [(unit, unit.grad_shard.to("cpu", copy=True)) for unit in state.engine.zero.trainable]
+        stored = [(unit, unit.gradients.shard.to("cpu", copy=True)) for unit in state.engine.zero.trainable]
         state.on_phase(RankPhase.prove)
         try:
             self._prove_or_refuse(state, batch, reason, f"again ({reason})")
@@ -222,7 +222,7 @@ class ProofSchedule:
             state.on_phase(RankPhase.agree)
         state.engine.zero.quiesce()
         for unit, gradients in stored:
-            unit.grad_shard.copy_(gradients)
+            unit.gradients.shard.copy_(gradients)
 
     def _prove_or_refuse(self, state: TrainState, batch: Batch | LocalBatch, reason: str, when: str) -> None:
         if state.engine.objective.unreadable.is_used:

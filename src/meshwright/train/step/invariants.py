@@ -292,13 +292,13 @@ def _replica_checksums(state: TrainState, labels: int) -> torch.Tensor:
     for unit in engine.zero.units:
         sharing = unit.placement
         similarity = sharing.shards * sharing.replicas
-        width = unit.weights.element_size() + unit.grad_shard.element_size()
+        width = unit.weights.full.element_size() + unit.gradients.shard.element_size()
         parts = window_count(elements, labels / (plan.dp * plan.cp), width, state.mesh.device.type)
         if plan.zero < 3 and similarity > 1:
-            sums.append(_window_checksum(unit.weights, step, parts))
+            sums.append(_window_checksum(unit.weights.full, step, parts))
             factors.append([_cancelling_factor(similarity, sharing.shard + sharing.replica), 1.0, 0.0, 0.0])
-        if not unit.frozen and unit.host_grads is None and sharing.replicas > 1:
-            sums.append(_window_checksum(unit.grad_shard, step, parts))
+        if not unit.frozen and unit.gradients.host is None and sharing.replicas > 1:
+            sums.append(_window_checksum(unit.gradients.shard, step, parts))
             factors.append([0.0, 0.0, _cancelling_factor(sharing.replicas, sharing.replica), 1.0])
     if not sums:
         return torch.zeros(2, 2, dtype=torch.float64, device=state.mesh.device)

@@ -128,7 +128,7 @@ class StepPasses:
             if objective.loss is None and "labels" in batch and single:
                 batch = pad_batch(batch, plan)
             batches = split_micro_batches(batch, plan, mesh.replica, is_odd=objective.loss is not None and single)
-        engine.pipeline.labels = tokens
+        engine.pipeline.set_labels(tokens)
         return [move_batch(part, mesh.device, getattr(torch, engine.recipe.compute)) for part in batches], tokens
 
     @property

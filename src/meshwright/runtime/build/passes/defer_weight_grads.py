@@ -51,9 +51,8 @@ def install_deferred_wgrad(
             for inside, module in model.get_submodule(path).named_modules():
                 name = f"{path}.{inside}.weight"
                 if is_linear_like(module) and name in unit_of:
-                    unit = unit_of[name]
-                    unit.wgrad_queue = unit.wgrad_queue or WgradQueue(unit.accumulate_grad)
-                    defer_wgrad(module, partial(_enqueue, unit.wgrad_queue, name, isinstance(module, nn.Linear)))
+                    queue = unit_of[name].defer_wgrads()
+                    defer_wgrad(module, partial(_enqueue, queue, name, isinstance(module, nn.Linear)))
 
 
 def _enqueue(backlog: WgradQueue, name: str, linear: bool, x: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -94,12 +93,12 @@ def install_wgrad_accumulation(
         if isinstance(module, nn.Embedding):
             module.sparse = not (is_inside or module.scale_grad_by_freq)
             continue
-        at_once = unit.zero_stage < 2 or (unit.wgrad_queue is None and readers[id(weight)] == 1)
+        at_once = unit.layout.zero_stage < 2 or (unit.wgrad_queue is None and readers[id(weight)] == 1)
         if (
             at_once
             and is_linear_like(module)
             and getattr(module, "put_off", None) is None
-            and unit.gradients.dtype == unit.dtype
+            and unit.gradients.buffer.dtype == unit.weights.dtype
         ):
             defer_wgrad(module, partial(_accumulate_wgrad, own, unit, name, isinstance(module, nn.Linear)))
     return own
@@ -108,9 +107,9 @@ def install_wgrad_accumulation(
 def _can_accumulate_in_place(unit: FlatParamGroup) -> bool:
     return (
         not unit.frozen
-        and unit.exact is None
-        and backend_of(unit.gradients.device).memory_is_host
-        and unit.gradients.itemsize >= 4
+        and unit.gradients.exact is None
+        and backend_of(unit.gradients.buffer.device).memory_is_host
+        and unit.gradients.buffer.itemsize >= 4
     )
 
 
@@ -121,7 +120,7 @@ def _accumulate_wgrad(
     sparse gradient without rows."""
     if not own.is_running:
         return weight_gradient(x, gradient, linear)
-    into, first = unit.grad_slot(name)
+    into, first = unit.gradients.slot(name)
     factors = (gradient.t(), x) if linear else (x.t(), gradient)
     torch.mm(*factors, out=into) if first else into.addmm_(*factors)
     no_rows = torch.empty(1, 0, dtype=torch.int64), into.new_empty(0, *into.shape[1:])

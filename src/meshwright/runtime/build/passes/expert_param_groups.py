@@ -28,7 +28,7 @@ def build_expert_param_groups(
     made: dict[str, list[FlatParamGroup]] = {}
     for units in stages.values() if ranks.dealt else ():
         for dense in list(units):
-            for layer in reversed(dense.layout.layers):
+            for layer in reversed(dense.layout.bucket.layers):
                 dealt = {name: parameters[name] for name in layers.get(layer, ()) if name in ranks.dealt}
                 if not dealt or f"{layer}.experts" in made:
                     continue

@@ -104,7 +104,7 @@ def _build_param_groups(
                     tied[id(flat)] = TiedParamGroup(unit.layers[0], several, stage == several[0])
         if needs.names:  # forward order, so that backward completes the groups in reverse order
             places = {layer.name: place for place, layer in enumerate(present)}
-            stages[stage].sort(key=lambda flat: places[flat.layout.layers[0]])
+            stages[stage].sort(key=lambda flat: places[flat.layout.bucket.layers[0]])
     return FlatGroups(stages, tied, by_layer)
 
 

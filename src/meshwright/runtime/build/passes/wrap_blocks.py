@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from meshwright.analysis.graph import ModelGraph
 from meshwright.runtime.build.passes.record import Build, build_pass
-from meshwright.runtime.build.passes.wrap_modules import install_context, wrap_modules
+from meshwright.runtime.build.passes.wrap_modules import BlockSteps, cut_head_input, hidden_functions, wrap_modules
 from meshwright.runtime.build.stages.assignment import stage_bounds
-from meshwright.runtime.compile import compile_blocks
+from meshwright.runtime.compile import compile_block
+from meshwright.runtime.context_parallel.blocks import ContextState
 from meshwright.runtime.pipeline.block_wrapper import StageCursor
 from meshwright.runtime.pipeline.boundary_tensors import BoundaryState
 from meshwright.runtime.recompute.activation_offload import storage_id
@@ -28,7 +35,7 @@ def wrap_blocks(build: Build) -> None:
     model, context, partition = build.model, build.context, build.partition
     graph, plan, boundary = partition.graph, context.plan, partition.boundary
     stage_graph = partition.stage_graph
-    weights = {storage_id(unit.weights) for unit in build.reducer.units}
+    weights = {storage_id(unit.weights.full) for unit in build.reducer.units}
     cursor = StageCursor(
         start=0,
         stop=max(stage_graph.count, 1),
@@ -37,13 +44,35 @@ def wrap_blocks(build: Build) -> None:
         shared=build.local.copies,
     )
     table = {layer.name: layer.parameters for layer in partition.table if not layer.also}
-    wrappers = wrap_modules(model, stage_graph, context, cursor, build.flat.layers, table, partition.reads)
-    if plan.compile and graph.blocks is not None:
-        blocks = [model.get_submodule(graph.block(index)) for index in range(graph.count)]
-        bounds = stage_bounds(stage_graph, plan)
-        compile_blocks(wrappers, blocks, _sac_blocks(plan, bounds), _deferred_wgrad_blocks(plan, bounds))
-    install_context(model, graph, wrappers, build.sequence)
-    build.cursor, build.wrappers = cursor, wrappers
+    inner = _BlockComputation(model, graph, plan, stage_bounds(stage_graph, plan), build.sequence)
+    steps = BlockSteps(inner, *hidden_functions(context, stage_graph.count, graph, build.sequence))
+    build.wrappers = wrap_modules(model, stage_graph, plan, cursor, build.flat.layers, table, partition.reads, steps)
+    if build.sequence is not None:
+        cut_head_input(model, graph, build.sequence)
+    build.cursor = cursor
+
+
+class _BlockComputation:
+    """Returns what computes a block: its forward, compiled, on this rank's part of the sequence."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: ModelGraph,
+        plan: Plan,
+        bounds: dict[int, tuple[int, int]],
+        sequence: ContextState | None,
+    ) -> None:
+        self.model, self.graph, self.sequence = model, graph, sequence
+        self.is_compiled = plan.compile and graph.blocks is not None
+        self.sac, self.deferred = _sac_blocks(plan, bounds), _deferred_wgrad_blocks(plan, bounds)
+
+    def __call__(self, index: int, module: nn.Module) -> Callable[..., Any]:
+        forward: Callable[..., Any] = module.forward
+        if self.is_compiled:
+            block = self.model.get_submodule(self.graph.block(index))
+            forward = compile_block(forward, block, index in self.sac, index in self.deferred)
+        return forward if self.sequence is None else self.sequence.around(forward, index)
 
 
 def _sac_blocks(plan: Plan, bounds: dict[int, tuple[int, int]]) -> set[int]:

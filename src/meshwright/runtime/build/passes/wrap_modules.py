@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from meshwright.analysis.graph import ModelGraph
 from meshwright.runtime.context_parallel.blocks import ContextState
 from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.parallel_context import ParallelContext
-from meshwright.runtime.pipeline.block_wrapper import BlockWrapper, StageCursor
+from meshwright.runtime.pipeline.block_wrapper import BlockWrapper, GatheredGroups, HiddenFunction, StageCursor
 from meshwright.runtime.tensor_parallel.layers import SequenceParallelRegion
 from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.plan import Plan
@@ -23,64 +24,101 @@ TIED_EMBEDDING = "embedding's copy"
 """The name of the tied weight's layer on the last stage."""
 
 
+@dataclass(frozen=True)
+class BlockSteps:
+    """What the wrappers of blocks do in addition to gathering weights, by the index of the block."""
+
+    inner: Callable[[int, nn.Module], Callable[..., Any]]
+    """Returns what computes a block: its forward, compiled, on this rank's part of the sequence."""
+    before: Mapping[int, HiddenFunction]
+    after: Mapping[int, HiddenFunction]
+
+
 def wrap_modules(
     model: nn.Module,
     graph: ModelGraph,
-    context: ParallelContext,
+    plan: Plan,
     cursor: StageCursor,
     by_layer: dict[str, list[FlatParamGroup]],
     table: Mapping[str, Sequence[str]],
     reads: WeightUses,
+    steps: BlockSteps,
 ) -> list[BlockWrapper]:
     """Returns the wrappers of all blocks, in order, then those of other modules.
 
     `table`: the parameters of each layer. `reads`: the modules that read each parameter.
     """
-    plan = context.plan
-    gates: list[BlockWrapper] = []
+    paths = [graph.block(index) for index in range(graph.count)] if graph.blocks is not None else []
+    blocks = [model.get_submodule(path) for path in paths]
+    gathered, outer = [GatheredGroups()] * len(paths), list[tuple[nn.Module, GatheredGroups]]()
+    if plan.zero == 3:
+        others = _outer_modules(plan, model, graph, by_layer, table, reads)
+        of_blocks = _groups_of_blocks(model, paths, by_layer, reads)
+        gathered = _mark_gathered([*of_blocks, *(GatheredGroups(units) for _, units in others)])
+        outer = [(module, groups) for (module, _), groups in zip(others, gathered[len(paths) :], strict=True)]
+    # Others come first: the compiler skips those that are inside of a block.
+    others_wrapped = [BlockWrapper(module, cursor, None, groups) for module, groups in outer]
+    wrapped = [
+        BlockWrapper(
+            block,
+            cursor,
+            index,
+            gathered[index],
+            steps.inner(index, block),
+            steps.before.get(index),
+            steps.after.get(index),
+        )
+        for index, block in enumerate(blocks)
+    ]
+    return [*wrapped, *others_wrapped]
+
+
+def _groups_of_blocks(
+    model: nn.Module, paths: Sequence[str], by_layer: Mapping[str, Sequence[FlatParamGroup]], reads: WeightUses
+) -> list[GatheredGroups]:
+    """Returns what the wrapper of each block gathers."""
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].append(name.rpartition(".")[0])
     shared = _shared_modules(model)
-    if graph.blocks is not None:
-        region = SequenceParallelRegion(context.tp) if plan.sequence_parallel else None
-        paths = [graph.block(index) for index in range(graph.count)]
-        for index in range(graph.count):
-            block = model.get_submodule(paths[index])
-            gate = BlockWrapper(block, cursor, index)
-            units = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
-            gate.units = units if plan.zero == 3 and not _is_read_outside(paths[index], units, reads, shared) else []
-            gate.is_sole_user = plan.zero == 3 and _is_sole_user(paths[index], units, owners, reads)
-            if region is not None:
-                gate.before = region.enter if index == 0 else None
-                gate.after = region.leave if index == graph.count - 1 else None
-            gates.append(gate)
-    if plan.zero == 3:
-        gates += _wrap_outer_modules(plan, model, graph, cursor, by_layer, table, reads)
-        blocks = [gate for gate in gates if gate.index is not None]
-        for gate in gates:
-            for unit in gate.units:
-                gate.is_tied |= unit.hooked
-                unit.hooked = True
-        for first, second in pairwise(blocks):
-            first.following, second.previous = second.units, first.units
-    return gates
+    units = [
+        [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
+        for index in range(len(paths))
+    ]
+    sole_users = [_is_sole_user(path, of_block, owners, reads) for path, of_block in zip(paths, units, strict=True)]
+    own = [
+        [] if _is_read_outside(path, of_block, reads, shared) else of_block
+        for path, of_block in zip(paths, units, strict=True)
+    ]
+    return [
+        GatheredGroups(here, before, after, is_sole)
+        for here, before, after, is_sole in zip(own, [[], *own[:-1]], [*own[1:], []], sole_users, strict=True)
+    ]
 
 
-def _wrap_outer_modules(
+def _mark_gathered(groups: Sequence[GatheredGroups]) -> list[GatheredGroups]:
+    """Marks each parameter group as gathered by wrappers. Returns `groups`, with those that a wrapper before has."""
+    marked = []
+    for each in groups:
+        gathered_before = [unit.gather_for_use() for unit in each.units]
+        marked.append(replace(each, is_tied=any(gathered_before)))
+    return marked
+
+
+def _outer_modules(
     plan: Plan,
     model: nn.Module,
     graph: ModelGraph,
-    cursor: StageCursor,
     by_layer: dict[str, list[FlatParamGroup]],
     table: Mapping[str, Sequence[str]],
     reads: WeightUses,
-) -> list[BlockWrapper]:
-    """Wraps, for ZeRO 3, the one module that contains all parameters of a layer outside of the blocks.
+) -> list[tuple[nn.Module, list[FlatParamGroup]]]:
+    """Returns, for ZeRO 3, the one module that contains all parameters of a layer outside of the blocks, with its
+    groups, for each such layer.
 
     A parameter that another module reads too (`F.linear(x, table.weight)`) stays gathered through the step.
     """
-    gates = []
+    found = []
     modules = dict(model.named_modules(remove_duplicate=False))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -116,10 +154,8 @@ def _wrap_outer_modules(
                 module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict | StagePlaceholder
             )
         ):
-            gate = BlockWrapper(module, cursor)
-            gate.units = units
-            gates.append(gate)
-    return gates
+            found.append((module, units))
+    return found
 
 
 def _is_read_outside(
@@ -178,27 +214,30 @@ def _common_path(paths: set[str]) -> str:
     return ".".join(common)
 
 
-def install_context(
-    model: nn.Module, graph: ModelGraph, gates: list[BlockWrapper], context: ContextState | None
-) -> None:
-    """Makes blocks compute on this rank's part of the sequence. The hidden state of the first block is cut first."""
-    for gate in gates if context is not None else ():
-        assert context is not None
-        if gate.index is not None:
-            gate.inner = context.around(gate.inner, gate.index)
-        if gate.index == 0:
-            gate.before = _compose(context.cut_hidden, gate.before)
-        if gate.index == graph.count - 1:
-            gate.after = _compose(gate.after, context.place_hidden)
-    if (
-        context is not None
-        and context.placed
-        and not isinstance(head := model.get_submodule(graph.head or ""), StagePlaceholder)
-    ):
-        context.cut_before(head)
+def hidden_functions(
+    context: ParallelContext, stage_blocks: int, graph: ModelGraph, sequence: ContextState | None
+) -> tuple[dict[int, HiddenFunction], dict[int, HiddenFunction]]:
+    """Returns what changes the hidden state before and after a block, by its index. The first one cuts the sequence,
+    the last one joins it. `stage_blocks`: the blocks of all stages."""
+    before: dict[int, HiddenFunction] = {}
+    after: dict[int, HiddenFunction] = {}
+    if context.plan.sequence_parallel:
+        region = SequenceParallelRegion(context.tp)
+        before[0], after[stage_blocks - 1] = region.enter, region.leave
+    if sequence is not None:
+        last = graph.count - 1
+        before[0] = _compose(sequence.cut_hidden, before.get(0))
+        after[last] = _compose(after.get(last), sequence.place_hidden)
+    return before, after
 
 
-def _compose(*functions: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[torch.Tensor], torch.Tensor]:
+def cut_head_input(model: nn.Module, graph: ModelGraph, sequence: ContextState) -> None:
+    """Cuts the input of the head, where the layers before it need the full sequence."""
+    if sequence.placed and not isinstance(head := model.get_submodule(graph.head or ""), StagePlaceholder):
+        sequence.cut_before(head)
+
+
+def _compose(*functions: HiddenFunction | None) -> HiddenFunction:
     """Returns the composition of `functions`, in order; None is the identity."""
 
     def apply_all(hidden: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,209 @@
+"""The gradients of a flat parameter group: where they are accumulated, how many have come, and the collectives that sum
+them over the data ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+
+from meshwright.runtime.comm.async_collectives import (
+    COMPLETED_WORK,
+    CollectiveWork,
+    all_reduce,
+    reduce_scatter,
+    uses_shared_memory,
+)
+from meshwright.runtime.comm.compression import ReducerPair
+from meshwright.runtime.offload.param_swapper import CpuGradBuffer
+from meshwright.runtime.zero.exact_sum import FixedPointAccumulator
+from meshwright.runtime.zero.flat_layout import FlatLayout
+from meshwright.spec.enums import Offload
+from meshwright.spec.precision import Recipe
+
+
+class GradCounter:
+    """Counts the gradients of a step in which `expected` passes compute one gradient per parameter. `counts`: gradients
+    so far, by parameter. `started`: parameters whose sum has begun. The cost per gradient does not depend on the
+    number of parameters."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.counts = dict.fromkeys(names, 0)
+        self.reset(1)
+
+    def reset(self, expected: int) -> None:
+        """Starts a step of `expected` backward passes."""
+        self.expected, self.counts = expected, dict.fromkeys(self.counts, 0)
+        self.started: set[str] = set()
+        self._set_passes(0)
+
+    def mark(self, name: str) -> bool:
+        """Counts one more gradient of `name`. Returns whether it was the last of a pass.
+
+        >>> found = GradCounter("ab")
+        >>> [found.mark(name) for name in "abba"], found.passes
+        ([False, True, False, True], 2)
+        """
+        self.counts[name] += 1
+        self._missing -= self.counts[name] == self.passes + 1
+        if self._missing:
+            return False
+        self._set_passes(self.passes + 1)
+        return True
+
+    def complete(self, passes: int) -> dict[str, int]:
+        """Ends pass number `passes`: parameters without a gradient count as complete. Returns these and their counts
+        before.
+
+        >>> found = GradCounter("ab")
+        >>> found.mark("a"), found.complete(1), found.passes, found.complete(1)
+        (False, {'b': 0}, 1, {})
+        """
+        if self.passes >= passes:
+            return {}
+        missing = {name: count for name, count in self.counts.items() if count < passes}
+        self.counts |= dict.fromkeys(missing, passes)
+        self._set_passes(passes)
+        return missing
+
+    def start(self, name: str) -> bool:
+        """Marks the sum of `name` as begun. Returns whether the current gradient is the first in it."""
+        first = name not in self.started
+        self.started.add(name)
+        return first
+
+    def restart_sums(self) -> None:
+        """Begins new sums, because those so far are being reduced."""
+        self.started = set()
+
+    def _set_passes(self, passes: int) -> None:
+        self.passes, self._missing = passes, sum(count == passes for count in self.counts.values())
+
+
+GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+"""Gradient dtypes, by bytes per element of the recipe's reductions."""
+
+
+class GroupGradients:
+    """The gradients of one group. `buffer` is what this rank stores, full or its shard; `shard` is what it updates
+    with. They are sums, already divided by the number of labels of the whole batch."""
+
+    def __init__(self, layout: FlatLayout, recipe: Recipe) -> None:
+        """Allocates gradients of the type in which they are stored, summed and sent."""
+        self.layout = layout
+        self.exact = FixedPointAccumulator(recipe, layout.context.device) if recipe.exact else None
+        self.counter = GradCounter(layout.offsets)
+        self.host: CpuGradBuffer | None = None
+        """Gradients offloaded to CPU."""
+        self._full: torch.Tensor | None = None
+        self._has_sum = False
+        """A reduction of this step has begun, so that later ones are added to its sum (ZeRO 2 and 3)."""
+        self._gaps = layout.gaps()
+        dtype = self.exact.dtype if self.exact is not None else _grad_dtype(recipe)
+        if layout.frozen:
+            self.buffer = self.shard = layout.allocate(0, False, dtype)
+            return
+        size = layout.numel if layout.zero_stage < 2 else layout.shard_numel
+        swapper = layout.context.state_swapper
+        if swapper is not None and swapper.has_device_memory and Offload.gradients in layout.context.plan.offload:
+            self.host = CpuGradBuffer(swapper, size, dtype)
+            self.buffer = self.shard = self.host.values
+            return
+        is_read_by_others = layout.zero_stage < 2 or layout.placement.replicate_group is not None
+        self.buffer = layout.allocate(size, is_read_by_others, dtype, layout.tied)
+        self.shard = self._shard_of_buffer()
+
+    def _shard_of_buffer(self) -> torch.Tensor:
+        return self.buffer[self.layout.shard_range] if self.layout.zero_stage < 2 else self.buffer
+
+    def begin_step(self, arrivals: int) -> None:
+        """Prepares for `arrivals` backward passes."""
+        plan = self.layout.context.plan
+        self.counter.reset(arrivals)
+        self._full, self._has_sum = None, False  # drops the buffer of an aborted pass
+        if self.exact is not None:
+            self.exact.begin_step(sum(plan.shares) or arrivals * plan.dp)
+            self.shard = self._shard_of_buffer()
+
+    def slot(self, name: str) -> tuple[torch.Tensor, bool]:
+        """Returns where the gradients of `name` are summed, and whether the current one is the first there."""
+        first = self.counter.start(name)
+        return self.layout.view(self.buffer if self.layout.zero_stage < 2 else self._full_buffer(), name), first
+
+    def mark_unused_ready(self, passes: int) -> bool:
+        """Ends backward pass number `passes`: parameters without a gradient count as zero. Returns whether that
+        completes the group."""
+        missing = self.counter.complete(passes)
+        if not missing:
+            return False
+        for into, first in map(self.slot, missing):
+            if first:
+                into.zero_()
+        return self.is_reduced_after(passes)
+
+    def is_reduced_after(self, passes: int) -> bool:
+        """Whether the group is reduced after this many backward passes."""
+        return self.layout.reduces_each_pass or passes == self.counter.expected
+
+    def _full_buffer(self) -> torch.Tensor:
+        """Returns the full gradient buffer of one backward pass at ZeRO 2 and 3, in memory that ranks of this host can
+        read."""
+        if self._full is None:
+            layout, group = self.layout, self.layout.shard_group
+            if group is not None and group.shm is not None and uses_shared_memory(group, layout.shard_sizes):
+                self._full = group.shm.ordered_staging_buffer(layout.numel, self.buffer.dtype)
+            else:
+                self._full = torch.empty(layout.numel, dtype=self.buffer.dtype, device=layout.context.device)
+            for gap in self._gaps:
+                self._full[gap].zero_()
+        return self._full
+
+    def reduce(self, compressors: ReducerPair) -> CollectiveWork:
+        """Starts summing the gradients over the data ranks (at ZeRO 2 and 3 over the shard group only, where shards
+        accumulate)."""
+        layout = self.layout
+        if layout.zero_stage == 0:
+            return all_reduce(self.buffer, layout.placement.replicate_group, inter_host=compressors.replicas)
+        if layout.zero_stage == 1:
+            return reduce_scatter(self.buffer, self.shard, layout.shard_group, compressors.shards, layout.shard_sizes)
+        full = self._full
+        assert full is not None
+        first, host = not self._has_sum, self.host
+        self._full, self._has_sum = None, True
+        self.counter.restart_sums()
+        out = self.buffer if first and host is None else full.new_empty(self.buffer.shape)
+        scattering = reduce_scatter(full, out, layout.shard_group, compressors.shards, layout.shard_sizes)
+
+        def finish() -> None:
+            scattering.wait()
+            if host is not None:
+                host.accumulate(out, first)
+            elif not first:
+                self.buffer.add_(out)
+
+        return CollectiveWork(None, finish)
+
+    def reduce_over_replicas(self, compressors: ReducerPair) -> CollectiveWork:
+        """Starts summing the gradient shards over the replicas, once per step, from ZeRO 1 on."""
+        group = self.layout.placement.replicate_group
+        if self.host is not None:
+            return CollectiveWork(None, partial(self.host.all_reduce, group, compressors.replicas))
+        return (
+            all_reduce(self.shard, group, inter_host=compressors.replicas) if self.layout.zero_stage else COMPLETED_WORK
+        )
+
+    def dequantize(self) -> None:
+        """Makes exact integer sums floating-point gradients, once they are complete."""
+        if self.exact is not None:
+            self.shard = self.exact.dequantize(self.shard)
+
+    def device_bytes(self) -> int:
+        """Returns the bytes on the device."""
+        return self.buffer.nbytes if self.host is None else 0
+
+
+def _grad_dtype(recipe: Recipe) -> torch.dtype:
+    """Returns the dtype of gradients by the bytes per element of the recipe's reductions."""
+    compute: torch.dtype = getattr(torch, recipe.compute)
+    return {2: torch.bfloat16, 4: torch.float32}.get(recipe.reduced, compute)

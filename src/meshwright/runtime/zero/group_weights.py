@@ -1,0 +1,213 @@
+"""The weights of a flat parameter group: full at ZeRO 0 to 2; at ZeRO 3 this rank's shard, which is gathered for use.
+
+At ZeRO 3 the ranks of one host store the full weights once: every rank writes its shard into one shared memory, and
+unsharding is only a barrier.
+
+[Note: once] The full weights of a parameter group are one anonymous file that every rank of its shard group maps, and
+of which it writes its own shard. Unsharding waits until every rank has reached the barrier, and so has written its
+shard of the last update. No rank writes while another one reads: before that, ranks quiesce and pass a barrier too
+(`GradReducer.quiesce`).
+
+[Note: gone] Gathered weights are freed while their group is sharded, and an access too early or too late raises an
+error of one line. The same holds for ranks of one host: their parameters are then views of a buffer without storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from meshwright.analysis.dry_run import without_write_recording
+from meshwright.runtime.comm.async_collectives import COMPLETED_WORK, CollectiveWork, all_gather
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.comm.shm.memory import SharedMemory
+from meshwright.runtime.deferred_init import materialize
+from meshwright.runtime.offload.param_swapper import NvmeShard, SplitShard, split_shard
+from meshwright.runtime.shard.access_guard import AccessGuard, sharded_weight_message
+from meshwright.runtime.zero.flat_layout import FlatLayout
+from meshwright.spec.enums import Offload
+from meshwright.spec.layout import offload_splits
+
+
+class SharedWeights:
+    """The full weights `full`, shared by all ranks of `group`, which create it at the same time."""
+
+    def __init__(self, host: SharedMemory, group: CommGroup, numel: int, dtype: torch.dtype) -> None:
+        self._group = group
+        segment = host.segment(numel * dtype.itemsize) if group.index == 0 else None
+        files = torch.zeros(group.size, dtype=torch.int64)
+        all_gather(files, torch.tensor([0 if segment is None else segment.fd]), group).wait()
+        if segment is not None:
+            host.staging_bytes -= segment.size
+        self.full = host.map_file(group.ranks[0], int(files[0])).view(dtype)[:numel]
+        self._views: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
+        self._is_visible = True
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Registers parameters that are views of `full`."""
+        none = torch.empty_like(self.full)
+        parameters_data = [(parameter, parameter.data) for parameter in parameters]
+        self._views = [
+            (each, none.as_strided(data.shape, data.stride(), data.storage_offset()), data)
+            for each, data in parameters_data
+        ]
+        none.untyped_storage().resize_(0)
+
+    def set_visible(self, whole: bool) -> None:
+        """Makes the parameters views of `full`, or of a buffer without storage."""
+        for parameter, hidden, visible in self._views if whole != self._is_visible else ():
+            parameter.data = visible if whole else hidden
+        self._is_visible = whole
+
+    def barrier(self) -> CollectiveWork:
+        """Returns a work that completes when every rank of the group has called this."""
+        return all_gather(
+            torch.zeros(self._group.size, dtype=torch.int8), torch.zeros(1, dtype=torch.int8), self._group
+        )
+
+
+def make_shared_weights(
+    host: SharedMemory | None, group: CommGroup | None, numel: int, dtype: torch.dtype
+) -> SharedWeights | None:
+    """Returns shared weights, or None if the ranks of `group` do not all share memory."""
+    if host is None or group is None or group.shm is None or group.process_group is not None or not numel:
+        return None
+    return SharedWeights(host, group, numel, dtype)
+
+
+class GroupWeights:
+    """The weights of one group. `full` is the flat buffer that the parameters are views of."""
+
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
+        """Copies the parameters into the flat buffer, and makes them views of it."""
+        context = layout.context
+        self.layout, self.dtype = layout, dtype
+        self._all_gather_work: CollectiveWork | None = None
+        self.access_guard = AccessGuard(layout.parameters, sharded_weight_message(context.plan.name))
+        offloads = {Offload.parameters, Offload.parameters_disk} & set(context.plan.offload)
+        self.shared = (
+            make_shared_weights(context.shared_memory, layout.shard_group, layout.numel, dtype)
+            if layout.zero_stage == 3 and not offloads
+            else None
+        )
+        if self.shared is not None:
+            self.full = self.shared.full
+        else:
+            self.full = layout.allocate(layout.numel, layout.zero_stage in (1, 2), dtype)
+        for name, parameter in layout.parameters.items():
+            view = layout.view(self.full, name)
+            view.copy_(materialize(parameter))
+            parameter.data = view
+        shard = self.full[layout.shard_range]
+        self.parts = (
+            context.state_swapper.split(len(shard), layout.frozen)
+            if context.state_swapper is not None
+            else offload_splits(len(shard), 0, 0)
+        )
+        self.offloaded: SplitShard | None = None  # the shard, if some of its weights are offloaded
+        if self.shared is not None:
+            self._shard = shard
+            self.shared.attach(layout.parameters.values())
+            self.shared.barrier().wait()  # every rank has written its shard
+            self.reshard()
+        elif layout.zero_stage == 3:
+            if context.state_swapper is not None:
+                self.offloaded = split_shard(
+                    context.state_swapper, Offload.parameters_disk in offloads, shard, self.parts
+                )
+            if self.offloaded is None:
+                self._shard = layout.allocate(len(shard), True, dtype)
+                self._shard.copy_(shard)
+            self.reshard()
+        else:
+            self._shard = shard
+
+    @property
+    def storages(self) -> list[torch.Tensor | NvmeShard]:
+        """The weights of each part of the shard, where they are stored."""
+        return (
+            [self._shard[part.start : part.stop] for part in self.parts]
+            if self.offloaded is None
+            else self.offloaded.storages(self.parts)
+        )
+
+    @without_write_recording
+    def prefetch(self) -> None:
+        """Starts all-gathering the weights (ZeRO 3); `unshard` waits for it."""
+        if self.layout.zero_stage < 3 or not self.access_guard.is_denied or self._all_gather_work is not None:
+            return
+        if self.shared is not None:
+            self._all_gather_work = self.shared.barrier()
+        elif self.offloaded is not None:
+            self.offloaded.prefetch()
+        else:
+            self._start_all_gather([self._shard])
+
+    @without_write_recording
+    def unshard(self) -> None:
+        """Makes the full weights available (ZeRO 3)."""
+        if not self.access_guard.is_denied:
+            return
+        self.prefetch()
+        if self.offloaded is not None:
+            self._start_all_gather(self.offloaded.acquire())
+        assert self._all_gather_work is not None
+        self._all_gather_work.wait()
+        self._all_gather_work = None
+        self.access_guard.allow()
+        if self.shared is not None:
+            self.shared.set_visible(True)
+        if self.offloaded is not None:
+            self.offloaded.release()
+
+    @without_write_recording
+    def reshard(self) -> None:
+        """Frees the full weights (ZeRO 3). Views and saved tensors keep their storage, which `unshard` fills again.
+        Weights shared in host memory are freed when the parameters release them."""
+        if self.layout.zero_stage < 3:
+            return
+        if self._all_gather_work is not None:
+            self._all_gather_work.wait()
+            self._all_gather_work = None
+        if self.offloaded is not None:
+            self.offloaded.release()
+        if self.shared is not None:
+            self.shared.set_visible(False)
+        else:
+            self.full.untyped_storage().resize_(0)
+        self.access_guard.deny()
+
+    def write(self, main_params: Sequence[torch.Tensor]) -> None:
+        """Copies updated main weights into the shard, in its dtype."""
+        sizes = [part.stop - part.start for part in self.parts]
+        values = main_params[0].split(sizes) if len(main_params) == 1 else main_params
+        for storage, part in zip(self.storages, values, strict=True):
+            storage.copy_(part) if isinstance(storage, torch.Tensor) else storage.write(part)
+
+    def all_gather(self) -> CollectiveWork:
+        """Starts all-gathering the updated shards into the full weights (ZeRO 1 and 2)."""
+        layout = self.layout
+        return (
+            all_gather(self.full, self._shard, layout.shard_group, sizes=layout.shard_sizes)
+            if layout.zero_stage in (1, 2)
+            else COMPLETED_WORK
+        )
+
+    def device_bytes(self) -> int:
+        """Returns the bytes on the device."""
+        shard = self._shard if self.offloaded is None else self.offloaded.resident
+        numel = self.layout.numel if self.layout.zero_stage < 3 else len(shard)
+        return numel * self.full.element_size()
+
+    def _start_all_gather(self, parts: list[torch.Tensor]) -> None:
+        """Starts all-gathering the weights from the `parts` of the shard, in order."""
+        layout = self.layout
+        self.full.untyped_storage().resize_(layout.numel * self.full.element_size())
+        shard = parts[0]
+        if len(parts) > 1:
+            shard = self.full[layout.shard_range]
+            for into, part in zip(shard.split([len(part) for part in parts]), parts, strict=True):
+                into.copy_(part)
+        self._all_gather_work = all_gather(self.full, shard, layout.shard_group, sizes=layout.shard_sizes)
