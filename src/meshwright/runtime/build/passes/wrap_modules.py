@@ -92,7 +92,7 @@ def _groups_of_blocks(
     ]
     return [
         GatheredGroups(here, before, after, is_sole)
-        for here, before, after, is_sole in zip(own, [[], *own[:-1]], [*own[1:], []], sole_users, strict=True)
+        for here, before, after, is_sole in zip(own, [[], *own], [*own[1:], []], sole_users)
     ]
 
 
