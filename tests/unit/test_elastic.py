@@ -75,13 +75,13 @@ def test_an_oom_kill_is_distinguished_from_a_manual_kill(
 
     assert (
         is_oom(died(3, 4))
-        and "for want of memory" in failure_cause(died(3, 4))
+        and "which was out of memory" in failure_cause(died(3, 4))
         and "(1 killed" in failure_cause(died(3, 4))
     )
     plain = died(3, 3)
     assert (
         not is_oom(plain)
-        and failure_cause(plain) == "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
+        and failure_cause(plain) == "killed by SIGKILL: by someone's kill -9, or by the system, which was out of memory"
     )
     assert not is_oom(died(3, 4, -11)) and "memory" not in failure_cause(died(3, 4, -11))
     assert not is_oom(died(3, 4, kills=0))  # on another node, which has counted for itself

@@ -263,9 +263,9 @@ def test_advice_names_the_degrees_beside_one_that_does_not_divide_all_devices(
     first, last = job.cluster.groups
     job = job.but(cluster=job.cluster.but(groups=(first.but(devices=8), last.but(devices=1))))
     answer = search_plans(job, 1).but(plans=(RankedPlan(plan=plan, estimate=estimate(job, plan)),))
-    said = advise(job, answer)[5].values
-    assert [it.values["degree"] for it in said["tensor"]] == tensor and [
-        it.values["degree"] for it in said["pipeline"]
+    said = advise(job, answer)[5].fields
+    assert [it.fields["degree"] for it in said["tensor"]] == tensor and [
+        it.fields["degree"] for it in said["pipeline"]
     ] == pipeline
 
 

@@ -195,7 +195,7 @@ def _report_page(
     question: Job,
     answer: SearchResult,
     wanted: RankingOptions,
-    asked: list[str],
+    arguments: list[str],
     choice: ClusterChoice,
     path: Path,
     language: str,
@@ -224,7 +224,7 @@ def _report_page(
         if choice == choice.but(groups=(), path="", network=None, memory=None, failures_per_device_hour=0.0)
         else None
     )
-    text = plan_page_text(found, asked, cluster, language)
+    text = plan_page_text(found, arguments, cluster, language)
     write_atomically(path, text)
     print_note(Message("page: {path}, {count}", path=path, count=show_bytes(len(text.encode()))), language)
 
@@ -267,7 +267,7 @@ def _answer_data(
 
 
 def _explain_rejection(
-    question: Job, answer: SearchResult, asked: str, runnable: bool, language: str, json: bool
+    question: Job, answer: SearchResult, name: str, runnable: bool, language: str, json: bool
 ) -> None:
     """Explains one plan, or the best of several, in comparison with the chosen one."""
     from meshwright.core.errors import InputError
@@ -277,13 +277,13 @@ def _explain_rejection(
     from meshwright.report.why import plan_comparison_text, why_not_data
     from meshwright.spec.plan import Plan
 
-    wanted = parse_pins(asked) if "=" in asked else read_plan(asked)
+    wanted = parse_pins(name) if "=" in name else read_plan(name)
     if wanted is None:
         raise InputError(
-            Message("--why-not {asked!r}: name a plan, such as dp8.tp2, or pins, such as tp=8,pp=8", asked=asked)
+            Message("--why-not {name!r}: name a plan, such as dp8.tp2, or pins, such as tp=8,pp=8", name=name)
         )
     wanted = with_chosen_bucket(question, wanted) if isinstance(wanted, Plan) else wanted
-    found = why_not(question, answer.chosen, asked, wanted, runnable)
+    found = why_not(question, answer.chosen, name, wanted, runnable)
     if json:
         print_json(why_not_data(answer, found))
     else:

@@ -181,8 +181,10 @@ def pack_messages(data: Any) -> Any:
 
 
 def _pack_field(value: Any) -> Any:
-    """Packs a field of a message. A value that JSON cannot represent, such as a path, becomes its text."""
-    return pack_messages(value if isinstance(value, str | int | float | dict | list | tuple | None) else str(value))
+    """Packs a field of a message. A value that JSON cannot represent, such as a path or a named tuple, becomes its
+    text."""
+    is_json = isinstance(value, str | int | float | dict | list | None) or type(value) is tuple
+    return pack_messages(value if is_json else str(value))
 
 
 def unpack_messages(data: Any) -> Any:

@@ -107,7 +107,7 @@ def failure_cause(failure: RankExit) -> str:
     """Returns a description of how the rank ended.
 
     >>> failure_cause(RankExit(1, 0.0, -9))
-    "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
+    "killed by SIGKILL: by someone's kill -9, or by the system, which was out of memory"
     """
     if failure.words:
         return failure.words
@@ -130,20 +130,20 @@ def _kill_cause(kills: int, limit: float) -> str:
     """Returns a description of a SIGKILL. `limit` is the memory limit of the control group in bytes.
 
     >>> _kill_cause(2, 2.0**30)  # doctest: +NORMALIZE_WHITESPACE
-    'killed by SIGKILL: by the system for want of memory, of which its control group has 1.00 GiB (2 killed so far);
-    rc-full and off-optimizer-disk take less of it'
+    'killed by SIGKILL: by the system, which was out of memory: its control group has 1.00 GiB (2 killed so
+    far); rc-full and off-optimizer-disk take less of it'
     """
     if not kills:
-        return Message("killed by SIGKILL: by someone's kill -9, or by the system for want of memory")
+        return Message("killed by SIGKILL: by someone's kill -9, or by the system, which was out of memory")
     if limit == float("inf"):
         return Message(
-            "killed by SIGKILL: by the system for want of memory ({kills} killed so far); rc-full and "
+            "killed by SIGKILL: by the system, which was out of memory ({kills} killed so far); rc-full and "
             "off-optimizer-disk take less of it",
             kills=kills,
         )
     return Message(
-        "killed by SIGKILL: by the system for want of memory, of which its control group has {limit:bytes} ({kills} "
-        "killed so far); rc-full and off-optimizer-disk take less of it",
+        "killed by SIGKILL: by the system, which was out of memory: its control group has {limit:bytes} "
+        "({kills} killed so far); rc-full and off-optimizer-disk take less of it",
         kills=kills,
         limit=limit,
     )

@@ -54,7 +54,7 @@ class RestartPolicy:
     def count(self, failure: RankExit, step: int, starved: bool = False) -> str:
         """Records `failure`, which occurred after step `step` had ended. Returns why a retry is hopeless, '' if it is
         not."""
-        why = Message("want of memory") if starved else failure_cause(failure)
+        why = Message("out of memory") if starved else failure_cause(failure)
         is_sent = bool(failure.error or failure.message or failure.words) or failure.rank == self._rank
         same = step == self._step and why == self._cause and (starved or (failure.status >= 0 and is_sent))
         self.in_row = self.in_row + 1 if step == self._step else 1

@@ -147,6 +147,15 @@ def _check_supported(given: Mapping[str, Any], kind: str) -> None:
                 "or a module instead"
             )
         )
+    _check_layers(given)
+
+
+def _check_layers(given: Mapping[str, Any]) -> None:
+    """Checks that the reference models have the given kind of attention and of positions.
+
+    Raises:
+        InputError: they have not.
+    """
     if given.get("mla") not in (None, 0, "0"):
         raise InputError(
             Message("mla: no reference model has latent attention; name a Hugging Face folder or a module instead")

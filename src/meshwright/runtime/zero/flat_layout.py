@@ -99,9 +99,9 @@ class FlatLayout:
         return torch.zeros(numel, dtype=dtype, device=self.context.device)
 
     def shard_runs(self, groups: Mapping[str, int]) -> list[ParamRun]:
-        """Cuts the shard into runs of matrices, or of vectors (biases and norms), of one optimizer group each, including
-        the padding after them. Runs end at multiples of ALIGN_NUMEL only. Fused kernels round differently after the
-        last full vector of a run, so each element is rounded identically under every plan."""
+        """Cuts the shard into runs of matrices, or of vectors (biases and norms), of one optimizer group each. A run
+        includes the padding after it. Runs end at multiples of ALIGN_NUMEL only. Fused kernels round differently after
+        the last full vector of a run, so each element is rounded identically under every plan."""
         offsets, shard_range = self.offsets, self.shard_range
         tensors = sorted(
             ((name, tensor) for name, tensor in self.parameters.items() if tensor.numel()),
