@@ -180,3 +180,13 @@ def test_whoever_waits_for_a_disk_is_told() -> None:
     with storage.report_if_overdue(told.set, 60.0):
         pass
     assert not told.is_set()
+
+
+def test_a_file_in_place_of_a_folder_is_an_error_and_not_a_folder(folder: Path) -> None:
+    (folder / "logs").write_text("")
+    for path in (folder / "logs", folder / "logs" / "inner"):
+        with pytest.raises((FileExistsError, NotADirectoryError)):
+            storage.make_folder(path)
+    storage.make_folder(folder / "other" / "inner")
+    storage.make_folder(folder / "other" / "inner")
+    assert (folder / "other").stat().st_mode & 0o777 == 0o700

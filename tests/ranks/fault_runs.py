@@ -24,7 +24,7 @@ from meshwright.elastic.local_agent import LocalAgent
 from meshwright.elastic.replan import lower_memory_plan as replanned
 from meshwright.elastic.restart_policy import FaultPolicy
 from meshwright.elastic.supervisor import Supervisor
-from meshwright.spec.event import RunEvent
+from meshwright.spec.event import RunEvent, parse_events
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.run import LaunchSpec
@@ -154,7 +154,9 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def events(folder: Path, saves: bool = False) -> list[RunEvent]:
-    found = [RunEvent(**json.loads(line)) for line in (folder / "events.jsonl").read_text().splitlines()]
+    text = (folder / "events.jsonl").read_text()
+    found = list(parse_events(text))
+    assert len(found) == len(text.splitlines())
     return [event for event in found if (event.kind == "save") == saves]
 
 

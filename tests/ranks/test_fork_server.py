@@ -3,6 +3,8 @@ of the run, which goes on."""
 
 from __future__ import annotations
 
+import os
+import resource
 import time
 from pathlib import Path
 
@@ -81,3 +83,32 @@ def test_the_store_killed_twice_in_one_step_counts_as_two_failures(whole: Path) 
     _, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     assert weights(whole, run, 40) == weights(whole, "whole", 40)
+
+
+@pytest.mark.parametrize("whose", ["fork server", "supervisor"])
+def test_a_limit_of_open_files_that_is_met_later_costs_no_step(whole: Path, whose: str) -> None:
+    """While the limit holds no rank can be started: each try counts as a failure, and one after it succeeds."""
+    run = f"files-{whose[:4]}"
+    process = start(whole, run, until=20)
+    wait_for_step(whole, run, 10, process)
+    server = fork_server(process, set())
+    assert server is not None
+    limited = server.pid if whose == "fork server" else process.pid
+    before = resource.prlimit(limited, resource.RLIMIT_NOFILE)
+    files = set(map(int, os.listdir(f"/proc/{limited}/fd")))
+    resource.prlimit(limited, resource.RLIMIT_NOFILE, (min(set(range(1000)) - files), before[1]))
+    [rank, *_] = [child for child in server.children() if child.name().startswith("mesh-rank")]
+    rank.kill()
+    end = time.monotonic() + 60
+    log = whole / "runs" / run / EVENTS_FILE_NAME
+    while time.monotonic() < end and len([event for event in read_events(log) if event.kind == "fault"]) < 2:
+        time.sleep(0.02)
+    resource.prlimit(limited, resource.RLIMIT_NOFILE, before)
+    let_go(whole, run)
+    _, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    assert losses(whole, run) == losses(whole, "whole") and weights(whole, run, 40) == weights(whole, "whole", 40) != {}
+    faults = [event for event in read_events(log) if event.kind == "fault"]
+    assert "Too many open files" in " ".join(event.cause for event in faults[1:]) or whose == "supervisor", err
+    assert {event.lost for event in read_events(log) if event.kind == "recovery"} == {0}
+    assert gone(whole)

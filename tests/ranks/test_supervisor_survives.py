@@ -46,7 +46,7 @@ def site(name: str) -> Site | None:
     """The call by its name and the functions of the package that lead to it; None outside of the supervisor's loop."""
     found, frame = [name], sys._getframe(2)
     while frame is not None:
-        if "/meshwright/elastic/" in (path := frame.f_code.co_filename) or "/meshwright/base/" in path:
+        if "/meshwright/elastic/" in (path := frame.f_code.co_filename) or "/meshwright/core/" in path:
             found.append(f"{Path(path).stem}.{frame.f_code.co_name}")
         if frame.f_code.co_name in LOOP and path.endswith("supervisor.py"):
             return tuple(found)

@@ -20,6 +20,7 @@ from typing import Any
 from protocol_model import NODES, SAVED, Action, State
 from virtual_cluster import START, Cluster, Files, LeaderWaits, Mirror, Ranks
 
+from meshwright.cli.leader_file import read_leader
 from meshwright.cli.node_role import (
     NodeRole,
     _await_nodes,
@@ -27,7 +28,6 @@ from meshwright.cli.node_role import (
     continues_run,
     has_other_leader,
     is_next_leader,
-    read_leader,
 )
 from meshwright.elastic.attempt import KILL_SECONDS, RankJob
 from meshwright.elastic.cluster_agent import ClusterAgent
@@ -160,9 +160,8 @@ class Protocol(Cluster):
         self.graves.append(entered)  # a leader that is killed removes nothing
         self.making, self.leader_files = self.leads, Files(self)
         (logs := self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        here = type(
-            "Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, lambda key: self.leader._shared[key])
-        )
+        held = lambda key: self.leader._snapshots.shared[key]
+        here = type("Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, held))
         self.leader = type("Leader", (ClusterAgent, here), {})(logs, (), place.host, 1, "secret", 1)
         if not self.term:
             for number in range(1, NODES):
@@ -181,13 +180,12 @@ class Protocol(Cluster):
     def _bury(self) -> None:
         """The memory of the leader's process, its connections and its lease are gone."""
         fleet, self.supervisor, self.generation, self.begun, self.ranks = self.leader, None, -1, -1, {}
-        fleet._lender.close()
-        for held in fleet._shared.values():
+        fleet._snapshots.server.close()
+        for held in fleet._snapshots.shared.values():
             held.close()
         for node in fleet.nodes:
             node.link.close()
-        fleet._woken.close()
-        fleet._waker.close()
+        fleet._inbox.close()
         os.close(self.lease._handle)
         self.is_lost, self.after = True, self.leads
 
@@ -284,7 +282,7 @@ class Protocol(Cluster):
 
     def members(self) -> list[int]:
         """The node of each rank."""
-        at, world = self.leader._at, self.supervisor.work.world if self.supervisor else 0
+        at, world = self.leader._remote.at, self.supervisor.work.world if self.supervisor else 0
         return [at[rank].link.hello["order"] if rank in at else self.leads for rank in range(world)]
 
     def seen(self) -> dict[str, Any]:
@@ -294,7 +292,7 @@ class Protocol(Cluster):
         run = self.supervisor
         if run is None:
             return seen
-        now, mirrors = getattr(run, "_now", None), self.leader._mirrors
+        now, mirrors = getattr(run, "_now", None), self.leader._snapshots.rounds
         seen |= {"phase": "wait", "generation": run.generation}
         if now is not None and not run.waits:
             seen |= {"phase": "run" if self.begun == run.generation else "join", "members": self.members()}

@@ -98,7 +98,9 @@ def test_a_start_says_of_each_rank_the_same_number_of_bytes_in_any_world(led: An
         assert max(len(json.dumps(command)) for command in leader.commands) < 3200
     runs = json.loads(told[0][0])["runs"]
     assert (
-        runs[0] == [leader._lender.address, EACH] and runs[-1] == [leader.nodes[-1].lender, EACH] and len(runs) == nodes
+        runs[0] == [leader._snapshots.server.address, EACH]
+        and runs[-1] == [leader.nodes[-1].lender, EACH]
+        and len(runs) == nodes
     )
     table = read_snapshot_locations(leader.commands[0]["memory"]["sources"])
     assert (

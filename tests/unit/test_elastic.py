@@ -479,9 +479,8 @@ def test_no_training_rank_is_blamed_while_another_rank_evaluates() -> None:
 
 def test_nodes_hear_that_their_leader_lives_while_it_plans_but_not_for_ever() -> None:
     told: list[tuple[str, bytes]] = []
-    fleet = SimpleNamespace(
-        nodes=["b"], outside=SystemInterface(clock=lambda: 1000.0), _write=lambda *said: told.append(said)
-    )
+    node = SimpleNamespace(link=SimpleNamespace(write=lambda line: told.append(("b", line))))
+    fleet = SimpleNamespace(nodes=[node], outside=SystemInterface(clock=lambda: 1000.0))
     for looked in (1000.0, 1000.0 - 2 * LEADER_PLANNING_SECONDS):
         fleet._looked = looked
         _send_keepalives(fleet)  # type: ignore[arg-type]

@@ -3,22 +3,27 @@ tests/ranks/test_nodes.py."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
+import stat
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from meshwright.cli.leader_file import LEADER_FILE, LeaderAddress, read_leader, retry_storage
 from meshwright.cli.node_role import (
     JOIN_SECONDS,
-    LEADER_FILE,
+    TOKEN_FILE,
     TURN_SECONDS,
-    LeaderAddress,
     NodeRole,
     _join_leader,
     announce_leader,
@@ -26,9 +31,9 @@ from meshwright.cli.node_role import (
     has_other_leader,
     is_next_leader,
     lead_nodes,
-    read_leader,
     serve_leader,
 )
+from meshwright.core import storage
 from meshwright.core.errors import InputError, Interrupted, MeshwrightError
 from meshwright.core.secure_channel import TOKEN_VARIABLE, SecureChannel, SecureListener
 from meshwright.elastic.cluster_agent import REFUSAL_LOG_SECONDS, RefusalLog
@@ -36,7 +41,7 @@ from meshwright.elastic.node import LEADER_LOST_EXIT
 from meshwright.planner.inputs.job import JobFile, read_job
 from meshwright.report.faults import read_events
 from meshwright.spec.event import EVENTS_FILE_NAME
-from meshwright.train.run_lock import RunLock, RunLocked, is_locked, locking_node
+from meshwright.train.run_lock import LOCK_FILE, RunLock, RunLocked, is_locked, locking_node
 
 FIRST = LeaderAddress(0, "10.0.0.1", 29400)
 
@@ -187,7 +192,7 @@ def test_a_leader_overwrites_the_token_of_a_killed_leader(tmp_path: Path, monkey
     made: list[str] = []
 
     def fleet(
-        logs: Path, warm: object, host: str, port: int, token: str, devices: int, before: object
+        logs: Path, warm: object, host: str, port: int, token: str, devices: int, before: object, nodes: int
     ) -> SimpleNamespace:
         made.append(token)
         return SimpleNamespace(end=lambda code, line: None, dissolve=lambda: None)
@@ -257,3 +262,168 @@ def test_refused_connections_are_reported_once_a_minute_by_reason_and_count() ->
     assert said[3].startswith(
         "a node at 10.0.0.3 has another token and was refused (60 since the last such line): start that node"
     )
+
+
+def failing_reads(monkeypatch: pytest.MonkeyPatch, name: str, number: int, times: int) -> list[int]:
+    """Lets the next `times` operations on the file `name` fail; returns the failures so far."""
+    failed: list[int] = []
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, *arguments: Any, **options: Any) -> Any:
+            if path.name == name and len(failed) < times:
+                failed.append(number)
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *arguments, **options)
+
+        return call
+
+    for operation in ("read_file", "open_for_update"):
+        monkeypatch.setattr(storage, operation, failing(getattr(storage, operation)))
+    return failed
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", [LEADER_FILE, LOCK_FILE])
+def test_a_file_of_the_election_that_cannot_be_read_for_a_while_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    """One ESTALE while the leader's file was replaced ended the node with exit 75, or made it lead beside another."""
+    monkeypatch.setattr("meshwright.cli.node_role.RETRY_SECONDS", 0.01)
+    with RunLock(tmp_path, 0), socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        lost = LeaderAddress(0, *silent.getsockname())
+        (tmp_path / LEADER_FILE).write_text(json.dumps(lost._asdict()))
+        came: list[str] = []
+        door = SecureListener(
+            "127.0.0.1", 0, "secret", {}, lambda end, hello: (came.append(hello["name"]), end.close())[0]
+        )
+        failed = failing_reads(monkeypatch, name, number, 5)
+        heir = json.dumps(LeaderAddress(2, door.host, door.port)._asdict())
+        later = threading.Timer(0.3, storage.replace_file, (tmp_path / LEADER_FILE, heir))
+        later.start()
+        found = _join_leader(node(1)._replace(host="127.0.0.1"), tmp_path, lost, "secret")
+        assert found is not None and found[3] == (door.host, door.port) and len(failed) == 5
+        found[0].close()
+        later.join()
+        door.close()
+
+
+def test_a_run_folder_that_cannot_be_read_is_asked_again_with_a_line_and_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.cli.leader_file.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("meshwright.cli.leader_file.STORAGE_RETRY_SECONDS", 0.2)
+    (tmp_path / LEADER_FILE).write_text(json.dumps(FIRST._asdict()))
+    said: list[str] = []
+    failing_reads(monkeypatch, LEADER_FILE, errno.EIO, 3)
+    assert retry_storage(lambda: read_leader(tmp_path), said.append) == FIRST
+    assert len(said) == 1 and said[0].startswith(f"{tmp_path / LEADER_FILE}: Input/output error (EIO); ")
+    failing_reads(monkeypatch, LEADER_FILE, errno.EIO, 10**6)
+    with pytest.raises(storage.StorageFailed, match="Input/output error"):
+        retry_storage(lambda: read_leader(tmp_path), said.append)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOLCK], ids=errno.errorcode.get)
+def test_a_lock_of_which_the_file_system_says_nothing_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with RunLock(tmp_path):
+
+        def refused(*_: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr("meshwright.train.run_lock.fcntl.flock", refused)
+        with pytest.raises(storage.StorageFailed, match=str(tmp_path / LOCK_FILE)):
+            is_locked(tmp_path)
+        with pytest.raises(storage.StorageFailed, match=str(tmp_path / LOCK_FILE)), RunLock(tmp_path):
+            pass
+
+
+def test_a_lock_and_an_announcement_that_cannot_be_removed_fail_no_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    with RunLock(tmp_path), announce_leader(tmp_path, node(2), said.append):
+
+        def stale(*_: Any) -> None:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        for name in ("ftruncate", "close", "unlink", "lstat"):
+            monkeypatch.setattr(storage.os, name, stale)
+    monkeypatch.undo()
+    assert said == [
+        f"{tmp_path / LEADER_FILE}: Stale file handle (ESTALE); "
+        "the network file system has lost the file: mount it anew"
+    ]
+
+
+def odd_file(path: Path, kind: str) -> None:
+    """Puts something else in the place of a file."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "/dev/zero":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(b"\xff\xfe")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "bytes"])
+@pytest.mark.parametrize("name", [LEADER_FILE, TOKEN_FILE, LOCK_FILE])
+def test_what_stands_in_place_of_an_election_file_is_one_line_and_hangs_no_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    """A pipe hung the node in silence, and a byte 0xff in the token was a fault of its own."""
+    monkeypatch.setattr("meshwright.cli.node_role.JOIN_SECONDS", 0.2)
+    monkeypatch.setattr("meshwright.cli.node_role.STATUS_SECONDS", 0.05)
+    monkeypatch.setattr("meshwright.cli.node_role.RETRY_SECONDS", 0.01)
+    lost = LeaderAddress(0, "127.0.0.1", 1) if name != TOKEN_FILE else None
+    (tmp_path / LEADER_FILE).write_text(json.dumps(FIRST._asdict() if lost is None else lost._asdict()))
+    odd_file(tmp_path / name, kind)
+    said: list[str] = []
+    ends: list[MeshwrightError | None] = []
+
+    def joins() -> None:
+        try:
+            _join_leader(node(1)._replace(host="127.0.0.1", port=1), tmp_path, lost, "", said.append)
+            ends.append(None)
+        except MeshwrightError as error:
+            ends.append(error)
+
+    one = threading.Thread(target=joins, daemon=True)
+    one.start()
+    one.join(30)
+    [end] = ends  # it hung
+    if kind == "bytes" and name != TOKEN_FILE:  # a leader that is named by no file, a lock that nobody has
+        assert end is None or end.exit_code == Interrupted.exit_code
+        return
+    assert end is not None and end.exit_code == (MeshwrightError if lost is None else Interrupted).exit_code
+    assert str(tmp_path / name) in str(end) and "move it away" in str(end) and "\n" not in str(end) and said
+    with pytest.raises(storage.StorageFailed, match=str(tmp_path / name)) if name == LOCK_FILE else nullcontext():
+        is_locked(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "bytes"])
+def test_a_leader_writes_its_files_anew_whatever_stands_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    fleet = SimpleNamespace(end=lambda code, line: None, dissolve=lambda: None)
+    monkeypatch.setattr("meshwright.elastic.cluster_agent.ClusterAgent", lambda *_: fleet)
+    monkeypatch.setattr("meshwright.cli.node_role._await_nodes", lambda *_: None)
+    work = SimpleNamespace(folder=tmp_path, logs=tmp_path / "logs", warm=())
+    odd_file(tmp_path / LEADER_FILE, kind)
+    odd_file(tmp_path / TOKEN_FILE, kind)
+    place = node(0)._replace(host="127.0.0.1")
+    blocks = (
+        (LEADER_FILE, lambda: announce_leader(tmp_path, place, lambda _: None)),
+        (TOKEN_FILE, lambda: lead_nodes(place, work, lambda _: None, None)),  # type: ignore[arg-type]
+    )
+    for name, block in blocks:
+        with pytest.raises(storage.StorageFailed) if kind == "folder" else nullcontext() as refused, block():
+            assert stat.S_ISREG(os.lstat(tmp_path / name).st_mode)
+        if kind == "folder":
+            assert str(refused.value) == f"{tmp_path / name}: Is a directory (EISDIR); move it away, then start again"  # type: ignore[union-attr]
+    assert Path("/dev/zero").is_char_device()

@@ -57,7 +57,7 @@ def test_a_mirror_holds_the_steps_that_were_run_again_and_not_those_of_before() 
     """Both copies of one step stood in its file under the same number, and the older one was read."""
     mirrored, done = written({5: b"a", 6: b"b"}), queue.Queue[bool]()
     os.pwrite(mirrored, array("Q", [0, 5]).tobytes(), PINNED_STEPS_FIELD * 8)
-    mirror = Here("secret", lambda number, whole, seconds: done.put(whole))
+    mirror = Here("secret", lambda number, whole, seconds, why: done.put(whole))
     mirror.source = written({5: b"c"})
     mirror.order(ReplicationRequest(0, "key", 5, "", {1: os.dup(mirrored)}))
     assert done.get(timeout=60)

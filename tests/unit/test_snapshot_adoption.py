@@ -263,7 +263,7 @@ def test_a_disk_that_is_full_costs_the_adoption_and_not_the_run(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshot_adoption, "write_atomically", refuse)
+    monkeypatch.setattr(snapshot_adoption.storage, "replace_file", refuse)
     holdings, own = SharedFileStore(2), Replacement(tmp_path)
     own.own.hold(0, own.work, None, holdings)
     own.own.hold(1, own.work, None, holdings)

@@ -3,7 +3,10 @@ disk."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import time
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from meshwright.core.errors import NothingFits
 from meshwright.core.heartbeat import HeartbeatField, RankPhase
 from meshwright.elastic.event_log import EventLog
 from meshwright.elastic.proc_stats import ProcStats
-from meshwright.elastic.replan import PLANNING_SECONDS, RankCountRequest, plan_for_devices
+from meshwright.elastic.replan import PLANNING_SECONDS, RankCountRequest, lower_memory_plan, plan_for_devices
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.writer_supervisor import (
     BLOCKED_SECONDS,
@@ -23,6 +26,8 @@ from meshwright.elastic.writer_supervisor import (
     WRITER_RANK,
     WriterSupervisor,
 )
+from meshwright.planner.inputs.job import read_job, resolve_job
+from meshwright.planner.inputs.plans import parse_plan
 from meshwright.report.faults import read_events
 from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
 from meshwright.spec.workload import Workload
@@ -188,6 +193,29 @@ def test_planning_for_another_number_of_ranks_has_a_deadline() -> None:
     with pytest.raises(NothingFits, match=r"no plan for \d+ to 99999 ranks was found in 60 s: ask for fewer"):
         plan_for_devices(None, Workload(batch=7, sequence=8), 99999, lambda: float(next(now)))
     assert PLANNING_SECONDS == 60.0
+
+
+@pytest.fixture
+def endless_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(*_: object, **__: object) -> None:
+        while True:
+            with contextlib.suppress(Exception):
+                time.sleep(0.001)
+
+    monkeypatch.setattr("meshwright.elastic.replan.search_plans", search)
+    monkeypatch.setattr("meshwright.elastic.replan.PLANNING_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("endless_search")
+def test_the_deadline_of_planning_binds_within_one_search() -> None:
+    """It was looked at between numbers of ranks only, and never for a plan that takes less memory."""
+    job = resolve_job(read_job(None, (), {"model.name": "gpt2-tiny", "cluster.name": "4:cpu"}))
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(NothingFits, match="no plan for 4 ranks was found in 0 s: ask for fewer"):
+        plan_for_devices(job, job.workload, 4)
+    with pytest.raises(NothingFits, match="no plan that takes less memory than dp4 was found in 0 s"):
+        lower_memory_plan(job, parse_plan("dp4"))
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_log_on_a_full_disk_costs_lines_and_nothing_else() -> None:

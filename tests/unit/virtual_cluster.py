@@ -390,12 +390,12 @@ class Cluster:
             repeat=self._repeat,
             door=lambda host, port, *_: SimpleNamespace(host=host, port=1, close=lambda: None),  # type: ignore[arg-type,return-value]
             link=lambda end, hello: end,  # type: ignore[arg-type,return-value]
-            lender=lambda host, token, find: Lender(self, host, find),  # type: ignore[arg-type,return-value]
+            lender=lambda host, token, find, *_: Lender(self, host, find),  # type: ignore[arg-type,return-value]
             mirror=lambda token, done: Mirror(self, files, done),  # type: ignore[arg-type,return-value]
             holdings=kept,
         )
 
-    def _repeat(self, do: Callable[[], None], seconds: float, over: Any) -> None:
+    def _repeat(self, do: Callable[[], None], seconds: float, over: Any, failed: Callable[[str], None]) -> None:
         def again() -> None:
             self.stopwatch(True)
             do()
@@ -412,9 +412,8 @@ class Cluster:
         """The leader on the first node, with all others."""
         self.leader_files = Files(self)
         (logs := self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        here = type(
-            "Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, lambda key: self.leader._shared[key])
-        )
+        held = lambda key: self.leader._snapshots.shared[key]
+        here = type("Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, held))
         self.leader = type("Leader", (ClusterAgent, here), {})(logs, (), "10.0.0.0", 1, "secret", self.each)
         for number in range(1, self.nodes):
             self.join(number)
@@ -441,7 +440,7 @@ class Cluster:
         host.number, host.end, host.ours = number, theirs, ours
         host.node = kind(theirs, f"10.{number // 65536}.{number // 256 % 256}.{number % 256}", "secret", number, {})
         self.hosts[number] = host
-        self.leader._wake(ours.hello, ours)
+        self.leader._inbox.put(ours.hello, ours)
         self._wake_leader()
         host.node.begin()
         self._later(host)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.core import storage
 from meshwright.core.codec import parse_text, read_text_file
 
 TOKENIZER_FILES = (
@@ -35,7 +36,9 @@ def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: st
     `end_of_text` and `mask` are the special tokens of a tokenizer that was trained here.
     """
     found = {
-        name: (tokenizer / name).read_bytes() for name in TOKENIZER_FILES if tokenizer and (tokenizer / name).is_file()
+        name: storage.read_file(tokenizer / name, links=True)
+        for name in TOKENIZER_FILES
+        if tokenizer and storage.is_file(tokenizer / name)
     }
     if model is not None and (model / GENERATION_CONFIG_FILE).is_file():
         found[GENERATION_CONFIG_FILE] = (model / GENERATION_CONFIG_FILE).read_bytes()
@@ -46,7 +49,7 @@ def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: st
     if tokenizer is not None and found.keys() & set(TOKENIZER_FILES) == {"tokenizer.json"}:
         known = {
             entry["content"]: entry["id"]
-            for entry in parse_text(read_text_file(tokenizer / "tokenizer.json"), str(tokenizer))["added_tokens"]
+            for entry in parse_text(found["tokenizer.json"].decode(), str(tokenizer))["added_tokens"]
         }
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         special = {"eos_token": end_of_text, "pad_token": end_of_text, "mask_token": mask}

@@ -184,9 +184,11 @@ def checkpoints_at(path: Path) -> list[Path]:
     """Returns the checkpoint at `path`, or the checkpoints in `path`, newest first."""
     from meshwright.checkpoint.manifest import MANIFEST_FILE, parse_step
     from meshwright.checkpoint.retention import list_checkpoints
+    from meshwright.core import storage
     from meshwright.core.errors import InputError
 
-    if path.is_dir() and (parse_step(path) is not None or (path / MANIFEST_FILE).exists()):
+    is_folder = storage.is_present(path) and storage.is_folder(path)
+    if is_folder and (parse_step(path) is not None or storage.is_present(path / MANIFEST_FILE)):
         return [path]
     found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not found:
@@ -194,7 +196,7 @@ def checkpoints_at(path: Path) -> list[Path]:
             Message(
                 "{path!r} {what}; name a run folder, such as runs/NAME, or a checkpoint",
                 path=str(path),
-                what=Message("holds no checkpoint") if path.is_dir() else Message("is no folder"),
+                what=Message("holds no checkpoint") if is_folder else Message("is no folder"),
             )
         )
     return found
@@ -210,11 +212,10 @@ def newest_at(path: Path) -> Path:
 
 def launch_of_checkpoint(one: Path) -> LaunchSpec | None:
     """Returns the launch file of the run folder around a checkpoint, or None outside a run folder."""
-    from meshwright.core.codec import read_as
+    from meshwright.core.codec import read_run_file
     from meshwright.spec.run import LaunchSpec
 
-    file = one.resolve().parent.parent / "launch.json"
-    return read_as(LaunchSpec, file) if file.exists() else None
+    return read_run_file(LaunchSpec, one.resolve().parent.parent / "launch.json")
 
 
 def run_extra_files(one: Path) -> dict[str, bytes]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.cli.options import JobOptions
+from meshwright.core import storage
 from meshwright.core.errors import InputError
-from meshwright.core.files import write_atomically
 from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
@@ -188,15 +188,14 @@ def _job_summary(question: Job) -> Message:
 def _previous_plan(folder: Path, question: Job) -> Plan | None:
     """Returns the plan of the run folder, so that a resumed run is bit-identical; None if it cannot run on these
     devices."""
-    from meshwright.core.codec import read_as
+    from meshwright.core.codec import read_run_file
     from meshwright.core.errors import InputError
     from meshwright.spec.constraints import validate_plan
     from meshwright.spec.plan import Plan
 
-    path = folder / "plan.json"
-    if not path.is_file():
+    plan = read_run_file(Plan, folder / "plan.json")
+    if plan is None:
         return None
-    plan = read_as(Plan, path)
     try:
         validate_plan(question, plan)
     except InputError:
@@ -206,14 +205,12 @@ def _previous_plan(folder: Path, question: Job) -> Plan | None:
 
 def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
     """Returns a note that the run folder was trained under another plan."""
-    from meshwright.core.codec import read_as
+    from meshwright.core.codec import read_run_file
     from meshwright.core.errors import InputError
     from meshwright.spec.plan import Plan
 
-    with contextlib.suppress(InputError, OSError):
-        before = (
-            read_as(Plan, folder / "plan.json") if folder is not None and (folder / "plan.json").is_file() else plan
-        )
+    with contextlib.suppress(InputError, storage.StorageFailed):
+        before = (read_run_file(Plan, folder / "plan.json") if folder is not None else None) or plan
         return (
             [Message("  instead of plan {plan}, which the run used so far", plan=before.name)] if before != plan else []
         )
@@ -371,16 +368,17 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
 
     Raises: InputError if the folder belongs to another job.
     """
-    from meshwright.core.codec import read_as
+    from meshwright.core.codec import read_run_file
     from meshwright.core.errors import InputError
     from meshwright.elastic.event_log import EventLog
     from meshwright.report.run import read_records
     from meshwright.spec.run import LaunchSpec, describe_extension, job_difference
 
     path, longer = folder / "launch.json", ""
-    if path.is_file():
+    if storage.is_present(path):
         try:
-            before = read_as(LaunchSpec, path)
+            before = read_run_file(LaunchSpec, path)
+            assert before is not None, "launch.json was removed while it was read"
             longer = describe_extension(launch, before)
             other = job_difference(
                 launch.but(workload=launch.workload.but(steps=before.workload.steps)) if longer else launch, before
@@ -403,7 +401,7 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
                     other=other,
                 )
             )
-    elif (folder / "checkpoints").is_dir() or (folder / "records.jsonl").is_file():
+    elif storage.is_present(folder / "checkpoints") or storage.is_present(folder / "records.jsonl"):
         raise InputError(
             Message(
                 "run {folder!r} has records or checkpoints but no launch.json: not a run of `meshwright train`; "
@@ -414,9 +412,10 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
     nouns = {"job": choice.question, "plan": choice.plan, "estimate": choice.estimate, "launch": launch}
     for name, noun in nouns.items():
         if noun is not None:
-            write_atomically(folder / f"{name}.json", noun.to_json() + "\n")
+            with storage.failures_as_one_line(folder / f"{name}.json"):
+                storage.replace_file(folder / f"{name}.json", noun.to_json() + "\n")
     if longer:
-        done = read_records(folder / "records.jsonl")[0] if (folder / "records.jsonl").is_file() else []
+        done = read_records(folder / "records.jsonl")[0]
         EventLog(folder, lambda _: None).write(
             kind="run_extended", step=max((record.step for record in done), default=0), cause=longer
         )

@@ -25,7 +25,6 @@ The module also serves ranks that another launcher started for short joint work:
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import secrets
@@ -38,8 +37,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwright.cli.leader_file import (
+    LEADER_FILE,
+    RETRY_SECONDS,
+    STATUS_SECONDS,
+    LeaderAddress,
+    read_leader,
+    retry_storage,
+)
+from meshwright.core import storage
 from meshwright.core.errors import Interrupted, MeshwrightError
-from meshwright.core.files import write_atomically
 from meshwright.core.messages import Message
 from meshwright.core.signals import stop_signal_handler
 
@@ -51,24 +58,7 @@ if TYPE_CHECKING:
     from meshwright.spec.run import RunConfig
     from meshwright.train.rank_main import ExternalLaunch
 
-LEADER_FILE = "leader"
 TURN_SECONDS = 1.0
-
-
-class LeaderAddress(NamedTuple):
-    """A node, and the address on which it listens for other nodes."""
-
-    number: int
-    host: str
-    port: int
-
-
-def read_leader(folder: Path) -> LeaderAddress | None:
-    """Returns the leader of the run in `folder`, dead or alive; None if there is none."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        found = json.loads((folder / LEADER_FILE).read_text())
-        return LeaderAddress(int(found["number"]), str(found["host"]), int(found["port"]))
-    return None
 
 
 @contextmanager
@@ -87,13 +77,16 @@ def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], 
             cause=Message("it led"),
             decision=Message("node {number} leads from here on", number=place.number),
         )
-    write_atomically(
-        folder / LEADER_FILE, json.dumps(LeaderAddress(place.number, place.host, place.port)._asdict()), private=True
-    )
+    path = folder / LEADER_FILE
+    with storage.failures_as_one_line(path):
+        storage.replace_file(
+            path, json.dumps(LeaderAddress(place.number, place.host, place.port)._asdict()), private=True
+        )
     try:
         yield
-    finally:
-        (folder / LEADER_FILE).unlink(missing_ok=True)
+    finally:  # a finished run stays finished: the next leader replaces a file that cannot be removed now
+        if (error := storage.remove_if_possible(path)) is not None:
+            note(storage.describe_failure(error, path))
 
 
 def has_other_leader(place: NodeRole, folder: Path) -> bool:
@@ -124,13 +117,10 @@ def is_next_leader(place: NodeRole, lost: LeaderAddress, folder: Path, waited: f
 
 
 NODE_VARIABLE = "MESHWRIGHT_NODE"
+TOKEN_FILE = "token"
 JOIN_SECONDS = 300.0
 """Seconds for the nodes to join."""
 
-RETRY_SECONDS = 0.2
-
-STATUS_SECONDS = 5.0
-"""Seconds between lines about a leader that cannot be found."""
 
 DEFAULT_PORT = 29400
 
@@ -207,19 +197,19 @@ def local_cluster_name(file: JobFile, place: NodeRole) -> str | None:
 def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run: RunConfig) -> Iterator[ClusterAgent]:
     """Yields the ranks of all nodes as one agent, once the nodes have joined. The ranks end with the block."""
     from meshwright.core.errors import InputError, MeshwrightError
-    from meshwright.core.files import write_atomically
     from meshwright.core.secure_channel import TOKEN_VARIABLE
     from meshwright.elastic.cluster_agent import ClusterAgent
 
-    work.logs.mkdir(parents=True, exist_ok=True)
-    token = os.environ.get(TOKEN_VARIABLE) or place.token or secrets.token_hex(32)
-    if TOKEN_VARIABLE not in os.environ:
-        write_atomically(
-            work.folder / "token", token, private=True
-        )  # a token that other nodes also know; a dead leader may have written another one
+    token, path = os.environ.get(TOKEN_VARIABLE) or place.token or secrets.token_hex(32), work.folder / TOKEN_FILE
+    with storage.failures_as_one_line(work.folder):
+        storage.make_folder(work.logs)
+        if TOKEN_VARIABLE not in os.environ:
+            # a token that other nodes also know; a dead leader may have written another one
+            storage.replace_file(path, token, private=True)
     host = socket.gethostbyname(place.host)
     try:
-        fleet = ClusterAgent(work.logs, work.warm, host, place.port, token, place.devices[place.number], place.warm)
+        devices, nodes = place.devices[place.number], len(place.devices) - 1
+        fleet = ClusterAgent(work.logs, work.warm, host, place.port, token, devices, place.warm, nodes)
     except OSError as error:
         raise InputError(
             Message(
@@ -241,7 +231,8 @@ def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run:
     finally:
         fleet.end(code, line)
         fleet.dissolve()
-        (work.folder / "token").unlink(missing_ok=True)
+        if (failed := storage.remove_if_possible(path)) is not None:
+            note(storage.describe_failure(failed, path))
 
 
 def continues_run(fleet: ClusterAgent, place: NodeRole) -> bool:
@@ -342,7 +333,8 @@ def serve_leader(
         warm = None if node.agent.ended else node.agent
         if line:
             note(Message("meshwright: {line}", line=line))
-        lost = read_leader(folder) if code and not line and not node.leaving and file.run.retries else None
+        recovers = code and not line and not node.leaving and file.run.retries
+        lost = retry_storage(lambda: read_leader(folder), note) if recovers else None
         if lost is None and code and not line:
             raise Interrupted(
                 Message(
@@ -383,14 +375,16 @@ def _join_leader(
     me = {"name": name, "devices": devices, "order": place.number, "lost": lost is not None}
     began, why, said = time.monotonic(), "", time.monotonic()
     while (now := time.monotonic()) < began + JOIN_SECONDS:
-        token, leader = given or read_token(folder / "token"), read_leader(folder)
-        if lost is not None and leader is None:
-            raise Interrupted(Message("the run has ended without this node; the same command joins it again"))
-        if lost is not None and leader == lost and is_next_leader(place, lost, folder, now - began):
-            return None
-        for at in dict.fromkeys(
-            [*([(leader.host, leader.port)] if leader else []), *([(place.host, place.port)] if lost is None else [])]
-        ):
+        addresses: list[tuple[str, int]] = []
+        try:
+            token = given or read_token(folder / TOKEN_FILE)
+            found = _leader_addresses(place, lost, folder, now - began)
+            if found is None:
+                return None
+            addresses = found
+        except storage.StorageFailed as error:  # it is not known whether anybody leads: asked again
+            why = str(error)
+        for at in addresses:
             try:
                 if token:
                     return *open_channel(*at, token, me), token, at
@@ -419,6 +413,22 @@ def _join_leader(
             why=why,
         )
     )
+
+
+def _leader_addresses(
+    place: NodeRole, lost: LeaderAddress | None, folder: Path, waited: float
+) -> list[tuple[str, int]] | None:
+    """Returns the addresses at which a leader may listen; None if this node is to lead because `lost` is dead.
+
+    Raises: Interrupted if the run has ended, StorageFailed if the file system does not say who leads.
+    """
+    leader = read_leader(folder)
+    if lost is not None and leader is None:
+        raise Interrupted(Message("the run has ended without this node; the same command joins it again"))
+    if lost is not None and leader == lost and is_next_leader(place, lost, folder, waited):
+        return None
+    found = [(leader.host, leader.port)] if leader else []
+    return list(dict.fromkeys(found + ([(place.host, place.port)] if lost is None else [])))
 
 
 def _waiting_line(place: NodeRole, seconds: float, why: str) -> Message:

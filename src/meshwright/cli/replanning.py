@@ -83,11 +83,14 @@ class Replanner:
 
     def _take(self, question: Job | None, plan: Plan) -> RankJob:
         from meshwright.cli.launch_plan import PlanChoice, write_run_folder
+        from meshwright.core.storage import StorageFailed
         from meshwright.planner.cost.step import estimate
 
         priced = None if question is None else estimate(question, plan)
         other = self.launch.but(plan=plan, predicted=() if priced is None else priced.per_stage)
-        with contextlib.suppress(OSError):  # a full disk only prevents the plan in the folder from being updated
+        with contextlib.suppress(
+            OSError, StorageFailed
+        ):  # a full disk only prevents the plan in the folder from being updated
             write_run_folder(self.folder, other, PlanChoice(question, plan, priced, []))
         return self.work_of(other)
 

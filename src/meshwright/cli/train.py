@@ -121,22 +121,24 @@ def _run_node(node: NodeRole, job: Path | None, shared: JobOptions, wanted: RunO
     """Runs this node. The first node leads unless another node already leads; a follower leads when its turn comes
     (node_role.py). Ends the process of a node that has not led."""
     from meshwright.cli.launch_plan import build_model_source, read_job_file, run_folder_of
-    from meshwright.cli.node_role import LeaderAddress, has_lost_election, has_other_leader, read_leader, serve_leader
+    from meshwright.cli.leader_file import LeaderAddress, read_leader, retry_storage
+    from meshwright.cli.node_role import has_lost_election, has_other_leader, serve_leader
     from meshwright.train.run_lock import RunLocked
 
     file = read_job_file(job, shared)
     folder = run_folder_of(file, build_model_source(file)).resolve()
-    found = serve_leader(node, file, screen.note) if node.number or has_other_leader(node, folder) else node
+    led = retry_storage(lambda: has_other_leader(node, folder), screen.note)
+    found = serve_leader(node, file, screen.note) if node.number or led else node
     while not isinstance(found, int):
         try:
             return _supervise(
                 job, shared, wanted if found.after is None else dataclasses.replace(wanted, trials=0), screen, found
             )
         except RunLocked:
-            if found.after is None and not has_lost_election(node, folder):
+            if found.after is None and not retry_storage(lambda: has_lost_election(node, folder), screen.note):
                 raise
         lost = node.number if found.after is None else found.after
-        known = read_leader(folder) or LeaderAddress(lost, found.host, found.port)
+        known = retry_storage(lambda: read_leader(folder), screen.note) or LeaderAddress(lost, found.host, found.port)
         found = serve_leader(found, file, screen.note, known)  # another node was faster; this node joins it
     raise SystemExit(found)
 
@@ -238,11 +240,13 @@ def _options_after_trials(
     from meshwright.cli.launch_plan import build_model_source, read_job_file, run_folder_of
     from meshwright.cli.options import print_note
     from meshwright.cli.trials import job_from_trials
+    from meshwright.core.storage import is_present
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.inputs.plans import parse_pins
 
     file = read_job_file(job, shared)
-    known = file.given_plan() is not None or (run_folder_of(file, build_model_source(file)) / "plan.json").is_file()
+    before = run_folder_of(file, build_model_source(file)) / "plan.json"
+    known = file.given_plan() is not None or is_present(before)
     if connection.tell("known" if known else "") if connection is not None else known:
         if connection is None or connection.rank == 0:
             print_note(Message("no trials: the plan is given, or the run has begun with one"), wanted.language)
@@ -278,6 +282,7 @@ def _prepared_run(
         write_run_folder,
     )
     from meshwright.core.errors import InputError
+    from meshwright.core.storage import make_folder
     from meshwright.train.run_lock import RunLock
 
     file = read_job_file(job, shared)
@@ -286,7 +291,7 @@ def _prepared_run(
     choice: PlanChoice = choose_plan(file, wanted.pin, folder, os.environ, world)
     launch = build_launch(file, source, folder, choice)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(folder)
     except OSError as error:
         raise InputError(
             Message("run folder {folder!r} cannot be made: {strerror}", folder=str(folder), strerror=error.strerror)
@@ -311,10 +316,9 @@ def _run_external_rank(
 ) -> Path:
     """Runs one of the ranks that another launcher has started. Rank 0 plans; an error there ends all ranks with one
     line."""
-    from meshwright.core.codec import parse_text, read_as, validate_data
+    from meshwright.core.codec import parse_text, validate_data
     from meshwright.core.errors import Interrupted, MeshwrightError
     from meshwright.elastic.failure import local_failure
-    from meshwright.spec.job import Job
     from meshwright.spec.run import LaunchSpec
     from meshwright.train.rank_main import RankControl, join_process_groups, retain_heap
 
@@ -342,18 +346,13 @@ def _run_external_rank(
                 raise SystemExit(sent["wrong"])
             launch = validate_data(LaunchSpec, sent)
             folder = Path(launch.run.folder)
-        from meshwright.cli.replanning import lower_memory_hint
         from meshwright.train.loop import TrainLoop
         from meshwright.train.oom import OutOfMemory
 
         try:
             code = TrainLoop(launch, channel, connection).run()
         except OutOfMemory as error:
-            # Rank 0 wrote the job file to a path that other ranks may not see.
-            with suppress(MeshwrightError, MemoryError):
-                hint = lower_memory_hint(read_as(Job, folder / "job.json"), launch.plan)
-                error = OutOfMemory(join_messages("; ", (str(error), hint)))
-            raise error from None
+            raise OutOfMemory(_with_memory_hint(str(error), folder, launch)) from None
         except Exception as error:
             raise local_failure(error, me.rank, me.world) from error
     if code == Interrupted.exit_code:
@@ -366,6 +365,19 @@ def _run_external_rank(
             )
         )
     return folder
+
+
+def _with_memory_hint(line: str, folder: Path, launch: LaunchSpec) -> str:
+    """Adds a plan that takes less memory, if this rank can read the job file, which rank 0 wrote."""
+    from meshwright.cli.replanning import lower_memory_hint
+    from meshwright.core.codec import read_run_file
+    from meshwright.core.errors import MeshwrightError
+    from meshwright.spec.job import Job
+
+    with suppress(MeshwrightError, MemoryError):
+        if (question := read_run_file(Job, folder / "job.json")) is not None:
+            return join_messages("; ", (line, lower_memory_hint(question, launch.plan)))
+    return line
 
 
 def _event_listener(folder: Path, world: int, screen: RunConsole) -> Callable[[IpcMessage], None]:

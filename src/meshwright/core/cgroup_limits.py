@@ -81,24 +81,26 @@ def oom_kill_count(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) ->
     return 0
 
 
-def raise_open_file_limit(ranks: int) -> None:
+def raise_open_file_limit(ranks: int, nodes: int = 0) -> None:
     """Raises the limit of open files for this process and its children as far as the system allows.
 
-    Raises: InputError if the system's limit is too low for `ranks` ranks.
+    Raises: InputError if that limit is too low for `ranks` ranks, and a connection to each of `nodes` other nodes.
     """
-    needed = BASE_OPEN_FILES + OPEN_FILES_PER_RANK * ranks
+    needed = BASE_OPEN_FILES + OPEN_FILES_PER_RANK * ranks + nodes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, max(MAX_OPEN_FILES, needed))
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         soft = allowed
     if soft != resource.RLIM_INFINITY and soft < needed:
+        more = Message(" and {nodes:,} other nodes", nodes=nodes) if nodes else ""
         raise InputError(
             Message(
-                "a process may open {soft:,} files here, and {ranks} ranks need {needed:,}: raise the limit (`ulimit "
-                "-n {needed}`, or LimitNOFILE and limits.conf where it is set), then start again",
+                "a process may open {soft:,} files here, and {ranks} ranks{more} need {needed:,}: raise the limit "
+                "(`ulimit -n {needed}`, or LimitNOFILE and limits.conf where it is set), then start again",
                 soft=soft,
                 ranks=ranks,
+                more=more,
                 needed=needed,
             )
         )

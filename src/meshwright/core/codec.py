@@ -24,6 +24,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, Wra
 from meshwright.core.errors import MAX_SHOWN_CHARACTERS, InputError, did_you_mean
 from meshwright.core.messages import Message
 from meshwright.core.printable_text import check_one_line
+from meshwright.core.storage import read_text
 
 MAX_TEXT_CHARACTERS = 2**24
 """Maximum number of characters of a text."""
@@ -417,6 +418,15 @@ def read_text_file(path: Path | str, what: str = "file") -> str:
         raise InputError(
             Message("{what} {path!r} cannot be read: {strerror}", what=what, path=str(path), strerror=error.strerror)
         ) from None
+
+
+def read_run_file(kind: type[StrictModelType], path: Path) -> StrictModelType | None:
+    """Reads a JSON file of a run folder as a `kind`; None if there is no such file.
+
+    Raises: InputError for a file of something else, StorageFailed if it cannot be read.
+    """
+    text = read_text(path)
+    return None if text is None else validate_data(kind, parse_text(text, str(path)), f"{path}: $")
 
 
 def read_as(kind: type[StrictModelType], path: Path | str) -> StrictModelType:

@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from meshwright.core.background_thread import start_background_thread
 from meshwright.core.messages import Message
 
 HANDSHAKE_SECONDS = 15.0
@@ -88,21 +89,23 @@ class InboundConnection:
 
 
 class ConnectionListener:
-    """Listens on the socket `end`. `guest` returns the object for a new connection. `report` receives the reason and
-    the address when a connection is refused."""
+    """Listens on the socket `end`. `guest` makes the object for a new connection. `report` receives the reason and
+    the address when a connection is refused. `expected` connections are open at the same time in any case; whoever
+    expects them has checked the limit of open files (core/cgroup_limits.py)."""
 
     def __init__(
         self,
         end: socket.socket,
         guest: Callable[[], InboundConnection],
         report: Callable[[str, str], None] = lambda reason, host: None,
+        expected: int = 0,
     ) -> None:
         self._end, self._guest, self._report = end, guest, report
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         files = MAX_OPEN_CONNECTIONS * 2 if files == resource.RLIM_INFINITY else files
         self.most_pending, self.most = (
             max(4, min(MAX_PENDING_CONNECTIONS, files // 8)),
-            max(8, min(MAX_OPEN_CONNECTIONS, files // 2)),
+            max(8, min(MAX_OPEN_CONNECTIONS, files // 2), expected + max(4, min(MAX_PENDING_CONNECTIONS, files // 8))),
         )
         end.setblocking(False)
         self._guests: dict[int, InboundConnection] = {}
@@ -114,8 +117,7 @@ class ConnectionListener:
 
     def start(self, name: str) -> None:
         """Serves connections in a separate thread."""
-        self._thread = threading.Thread(target=self.run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_background_thread(name, self.run, lambda line: self._report(line, ""))
 
     def run(self) -> None:
         """Serves until `close`."""

@@ -79,6 +79,10 @@ DISK_ERROR_REMEDIES = {
     errno.ENOTEMPTY: Message("another program still writes into the folder"),
     errno.EACCES: Message("give this user the right to it"),
     errno.EPERM: Message("give this user the right to it"),
+    errno.EISDIR: Message("move it away, then start again"),
+    errno.ELOOP: Message("move it away, then start again"),
+    errno.EINVAL: Message("move it away, then start again"),
+    errno.ENOLCK: Message("mount the file system with locks, or choose another folder"),
 }
 """Remedies for disk errors by errno."""
 

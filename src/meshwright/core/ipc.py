@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+from collections.abc import Iterable
 from typing import Any
 
 from meshwright.core.messages import pack_messages, unpack_messages
@@ -31,6 +33,24 @@ def write_message(handle: int, message: IpcMessage) -> None:
     rest = memoryview(json.dumps(pack_messages(message), separators=(",", ":")).encode() + b"\n")
     while rest:
         rest = rest[os.write(handle, rest) :]
+
+
+def wait_readable(timeout: float, *handles: int) -> bool:
+    """Waits at most `timeout` seconds until one of `handles` is readable or closed. Returns whether one is. It opens no
+    descriptor, and takes descriptors of any number."""
+    return _poll(timeout, select.POLLIN, handles)
+
+
+def wait_writable(timeout: float, handle: int) -> bool:
+    """Waits at most `timeout` seconds until `handle` takes more bytes or is closed. Returns whether it does."""
+    return _poll(timeout, select.POLLOUT, (handle,))
+
+
+def _poll(timeout: float, event: int, handles: Iterable[int]) -> bool:
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, event)
+    return bool(poll.poll(max(0.0, timeout) * 1000))
 
 
 def parse_message(line: bytes) -> IpcMessage:

@@ -12,11 +12,12 @@ NCCL and gloo.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import secrets
-import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -33,8 +34,9 @@ from meshwright.core.connection_listener import (
     InboundConnection,
 )
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.ipc import IpcMessage, MessageReader, parse_message
+from meshwright.core.ipc import IpcMessage, MessageReader, parse_message, wait_writable
 from meshwright.core.messages import Message, pack_messages
+from meshwright.core.storage import failures_as_one_line, read_file
 
 TOKEN_MISMATCH = "another token"
 
@@ -49,6 +51,10 @@ SEND_TIMEOUT_SECONDS = 10.0
 
 ACK_TIMEOUT_MILLISECONDS = 15_000
 """Milliseconds after which unacknowledged bytes break the connection."""
+
+KEEPALIVE_SECONDS = 5
+"""Seconds of silence after which the system asks whether the other machine is there; three questions without an answer
+break the connection."""
 
 _TCP_USER_TIMEOUT = 18
 
@@ -90,12 +96,21 @@ class SecureChannel:
         """Sends an encoded line. The same line can be sent to several peers."""
         rest = memoryview(line)
         with self._speaks:
-            while rest:
-                try:
-                    rest = rest[self.end.send(rest) :]
-                except BlockingIOError:
-                    if not select.select([], [self.end], [], SEND_TIMEOUT_SECONDS)[1]:
-                        raise TimeoutError("the other end does not read") from None
+            try:
+                while rest:
+                    rest = self._send(rest)
+            except OSError:  # the line may be cut: no other one may follow it
+                with contextlib.suppress(OSError):
+                    self.end.shutdown(socket.SHUT_RDWR)
+                raise
+
+    def _send(self, rest: memoryview) -> memoryview:
+        try:
+            return rest[self.end.send(rest) :]
+        except BlockingIOError:
+            if not wait_writable(SEND_TIMEOUT_SECONDS, self.end.fileno()):
+                raise TimeoutError("the other end does not read") from None
+        return rest
 
     def read(self) -> tuple[list[IpcMessage], bool]:
         """Returns the messages that have arrived since the last call, and whether the peer has closed the
@@ -112,6 +127,19 @@ class SecureChannel:
         self.end.close()
 
 
+def detect_dead_peer(end: socket.socket, send_timeout: float) -> None:
+    """Lets reads and writes of a blocking socket fail once the other machine no longer answers, or no longer reads for
+    `send_timeout` seconds."""
+    end.settimeout(None)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(send_timeout), 0))
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform.startswith("linux"):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        end.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, ACK_TIMEOUT_MILLISECONDS)
+
+
 class SecureListener:
     """Listens at `host` and passes each authenticated connection to `enter`, from a separate thread."""
 
@@ -123,15 +151,16 @@ class SecureListener:
         me: IpcMessage,
         enter: Callable[[socket.socket, IpcMessage], None],
         refused: Callable[[str, str], None] = lambda reason, host: None,
+        expected: int = 0,
     ) -> None:
         """Opens the port. `me` is the greeting of this end. `refused` receives the reason and the address when a
-        connection is refused.
+        connection is refused. `expected` connections have a place in any case.
 
         Raises: OSError if the address does not belong to this machine or the port is in use.
         """
         end = socket.create_server((host, port))
         self.host, self.port = end.getsockname()[:2]
-        self._listener = ConnectionListener(end, lambda: _PendingHandshake(token, me, enter), refused)
+        self._listener = ConnectionListener(end, lambda: _PendingHandshake(token, me, enter), refused, expected)
         self._listener.start("door")
 
     def close(self) -> None:
@@ -262,11 +291,18 @@ def _read_first_line(end: socket.socket, until: float) -> IpcMessage:
 
 
 def read_token(path: Path) -> str:
-    """Returns the secret that the head node has written to the run folder; empty if it has not written one."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    """Returns the secret that the head node has written to the run folder; empty if there is none yet.
+
+    Raises: StorageFailed if it cannot be read, or is no text of one line.
+    """
+    with failures_as_one_line(path):
+        try:
+            token = read_file(path, most=MAX_UNAUTHENTICATED_BYTES).strip()
+        except FileNotFoundError:
+            return ""
+        if not token.isascii() or not token.decode("ascii").isprintable():
+            raise OSError(errno.EINVAL, "holds no token", str(path))
+    return token.decode("ascii")
 
 
 TOKEN_VARIABLE = "MESHWRIGHT_TOKEN"

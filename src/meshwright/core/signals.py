@@ -64,3 +64,29 @@ def blocked_stop_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class StopRequest:
+    """The stop signals of a run so far, by name. The first one lets the step end and everything be saved. The second
+    one ends the run at once. `deadline` is the time at which the run ends in any case, None before a request.
+    `is_forced` says that the run ends at once."""
+
+    def __init__(self) -> None:
+        self.signals: list[str] = []
+        self.deadline: float | None = None
+        self.is_forced = False
+        self._handled = 0
+
+    def on_signal(self, number: int, _: Any) -> None:
+        """Records a signal."""
+        self.signals.append(signal.Signals(number).name)
+
+    def is_news(self) -> bool:
+        """Returns once whether a signal has come since the last call."""
+        handled, self._handled = self._handled, len(self.signals)
+        return self._handled > handled
+
+    def expire(self, now: float) -> None:
+        """Ends the run at once when the deadline has passed."""
+        if self.deadline is not None and now > self.deadline:
+            self.is_forced = True

@@ -178,10 +178,15 @@ def read_snapshot_locations(table: str) -> tuple[str, ...]:
     return tuple(Path(table).read_text().splitlines()) if table else ()
 
 
+SNAPSHOT_TIMEOUT_SECONDS = 15.0
+"""Seconds without a byte from a node after which it counts as silent, such as one without power or behind a broken
+link."""
+
+
 class SnapshotClient:
     """Reads the in-memory checkpoints of one rank from the node at `address`.
 
-    Raises: OSError if the node does not answer or rejects the token.
+    Raises: OSError if the node does not answer for SNAPSHOT_TIMEOUT_SECONDS, or the token is not that of the job.
     """
 
     def __init__(self, address: str, token: str, key: str, rank: int) -> None:
@@ -191,7 +196,7 @@ class SnapshotClient:
             self._end, _ = open_channel(host, int(port), token, {})
         except AuthenticationError as error:
             raise OSError(str(error)) from None
-        self._end.settimeout(None)
+        self._end.settimeout(SNAPSHOT_TIMEOUT_SECONDS)
         self._lines = self._end.makefile("rb")
 
     def __del__(self) -> None:

@@ -58,6 +58,15 @@ class StorageFailed(MeshwrightError):
     """Reports that the disk of a run folder rejects an operation or fails. The same command may succeed later."""
 
 
+@contextlib.contextmanager
+def failures_as_one_line(path: Path) -> Iterator[None]:
+    """Turns an OSError of the block into a StorageFailed, whose one line names `path` if the error names none."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(describe_failure(error, path)) from None
+
+
 def describe_failure(error: OSError, path: Path | str = "") -> str:
     """Returns one line with the path, the failure and the remedy. `path` is used if the error does not name a path."""
     return describe_disk_error(error, str(error.filename or path))
@@ -107,6 +116,14 @@ def is_folder(path: Path) -> bool:
         return False
 
 
+def is_file(path: Path) -> bool:
+    """Returns whether `path` is a regular file or a link to one. Raises OSError if that cannot be determined."""
+    try:
+        return stat.S_ISREG(_retry_stale_handle(lambda: os.stat(path)).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def path_exists(path: Path) -> bool:
     """Returns whether `path` exists. A broken link exists. Raises OSError if that cannot be determined."""
     try:
@@ -116,12 +133,21 @@ def path_exists(path: Path) -> bool:
     return True
 
 
+def is_present(path: Path) -> bool:
+    """Returns whether `path` exists. Raises StorageFailed if that cannot be determined."""
+    with failures_as_one_line(path):
+        return path_exists(path)
+
+
 def make_folder(path: Path) -> None:
     """Makes `path` and its missing parents, accessible only to this user."""
     missing = [folder for folder in (path, *path.parents) if not is_folder(folder)]
     for folder in reversed(missing):
-        with contextlib.suppress(FileExistsError):
+        try:
             os.mkdir(folder, 0o700)
+        except FileExistsError:  # another process has just made it
+            if not is_folder(folder):
+                raise
         sync_folder(folder.parent)
 
 
@@ -215,14 +241,14 @@ def free_bytes(path: Path) -> int:
 # --- writing
 
 
-def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool = True) -> int:
+def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool = True, rights: int = 0o600) -> int:
     """Writes a new file from `blocks` and returns its size in bytes. The file is durable on return if `durable` is set.
 
     Raises: OSError that names `path`. A half-written file is never reported as success.
     """
     total = flushed = 0
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, rights)
         try:
             for block in blocks:
                 rest = memoryview(block)
@@ -245,15 +271,61 @@ def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool =
     return total
 
 
+def replace_file(path: Path, text: str, private: bool = False) -> None:
+    """Writes `text` to the file `path`. A reader sees all of it or the previous file. `private` makes the file readable
+    by this user alone; else it has the default permissions for new files.
+
+    A pipe, a device or a link of that name is replaced too, and nothing is written through it.
+
+    Raises: OSError that names `path`.
+    """
+    fresh = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    try:
+        write_file(fresh, [text.encode()], rights=0o600 if private else 0o666)
+        os.rename(fresh, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        remove_if_possible(fresh)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def open_for_append(path: Path) -> int:
-    """Returns a handle for `append_line`. The file is created if it does not exist."""
-    handle = _retry_stale_handle(lambda: os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | OPEN_FLAGS, 0o600))
+    """Returns a handle for `append_line`, or for a log. The file is created if it does not exist."""
+    return _open_checked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+
+
+def open_for_update(path: Path, create: bool = False) -> int:
+    """Returns a handle for reading and writing a regular file, such as a lock.
+
+    Raises: FileNotFoundError if the file does not exist, unless `create` is set.
+    """
+    return _open_checked(path, os.O_RDWR | (os.O_CREAT if create else 0))
+
+
+def _open_checked(path: Path, flags: int) -> int:
+    handle = _retry_stale_handle(lambda: os.open(path, flags | OPEN_FLAGS, 0o600))
     try:
         _check_regular(handle, path)
     except BaseException:
         close_quietly(handle)
         raise
     return handle
+
+
+def overwrite(handle: int, data: bytes) -> None:
+    """Replaces the contents of an open file."""
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, data, 0)
+
+
+def append_row(path: Path, line: str) -> None:
+    """Appends `line` to the file `path` and makes its folder, if it does not exist."""
+    make_folder(path.parent)
+    handle = open_for_append(path)
+    try:
+        append_line(handle, line.encode() + b"\n")
+    finally:
+        close_quietly(handle)
 
 
 def append_line(handle: int, line: bytes) -> None:

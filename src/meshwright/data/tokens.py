@@ -20,8 +20,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from meshwright.core import storage
 from meshwright.core.errors import InputError
-from meshwright.core.files import write_atomically
 from meshwright.core.messages import Message
 
 END_OF_TEXT_TOKEN, MASK_TOKEN = "<|endoftext|>", "<|mask|>"
@@ -119,8 +119,10 @@ class LibraryTokenizer:
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json, which `open_tokenizer` and Hugging Face read."""
         file = folder / "tokenizer.json"
-        if not file.is_file() or file.read_bytes() != self._text.encode():  # a resumed run writes nothing again
-            write_atomically(file, self._text)
+        with storage.failures_as_one_line(file):
+            if storage.read_text(file) != self._text:  # a resumed run writes nothing
+                storage.make_folder(folder)
+                storage.replace_file(file, self._text)
 
 
 def has_tokenizers_library() -> bool:

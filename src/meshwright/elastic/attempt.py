@@ -65,6 +65,8 @@ class Attempt:
     begun: bool = False
     kills: int = field(default_factory=oom_kill_count)
     """The OOM kill count of the control group when the generation began."""
+    silent: float = 0.0
+    """Seconds between the last heartbeat of a hung rank and its detection."""
     clock: Callable[[], float] = time.monotonic
 
     def start(self, agent: LocalAgent, holdings: SharedFileStore, source: SharedFileStore) -> None:
@@ -113,9 +115,8 @@ class Attempt:
         if event["event"] == "started":
             self.living[rank] = event["pid"]
         elif event["event"] == "refused":
-            words = Message(
-                "was not started: process {pid} of an earlier generation still lives in its place", pid=event["pid"]
-            )
+            lives = Message("process {pid} of an earlier generation still lives in its place", pid=event.get("pid"))
+            words = Message("was not started: {why}", why=event.get("why") or lives)
             self.failures.setdefault(rank, RankExit(rank, now, -signal.SIGKILL, words=words))
         elif event["event"] == "said" and event["message"]["kind"] == "failed":
             said = event["message"]

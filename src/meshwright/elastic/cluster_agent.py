@@ -3,15 +3,9 @@
 
 `RefusalLog` reports connections that the node port refused, with at most one line per reason in REFUSAL_LOG_SECONDS.
 
-`DeviceIds` numbers the devices of all machines. The devices of the first machine come first. Those of every other node
-follow in the order in which the nodes first connected.
-
-Guarantees:
-- A node that is lost and returns with the same name and device count gets the device ids that it had.
-- Ranks are placed in order, on this machine first.
-- A node counts as lost, together with its ranks, when its connection ends or when it sends nothing for
-  NODE_TIMEOUT_SECONDS. Each of these ranks is reported once, with the name of the node.
-- A node may join or leave at any time. `places` is the number of ranks that fit.
+Guarantees: Ranks are placed in order, on this machine first. A node whose connection ends, or that is silent for
+NODE_TIMEOUT_SECONDS, counts as lost together with its ranks. Each of these ranks is reported once, with the name of the
+node. A node may join or leave at any time, and `places` is the number of ranks that fit.
 """
 
 from __future__ import annotations
@@ -23,23 +17,25 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from meshwright.core.cgroup_limits import raise_open_file_limit
 from meshwright.core.ipc import IpcMessage
 from meshwright.core.messages import Message
 from meshwright.core.rendezvous_store import store_key_prefix
 from meshwright.core.secure_channel import TOKEN_MISMATCH, TOKEN_VARIABLE, SecureChannel, encode_message
-from meshwright.elastic.local_agent import LocalAgent
+from meshwright.elastic.device_ids import DeviceIds, node_of_device
+from meshwright.elastic.local_agent import LocalAgent, ReadinessPoller, SystemInterface
 from meshwright.elastic.node import NODE_KEEPALIVE_SECONDS, NODE_TIMEOUT_SECONDS, TICK_SECONDS
 from meshwright.elastic.proc_stats import ProcStats
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_locations import SnapshotLocations, ranks_stored_at, resolve_locations
 from meshwright.elastic.snapshot_replication import ReplicationCoordinator
 
+MIRRORED_FIELDS = ("number", "whole", "seconds", "why")
 REFUSAL_LOG_SECONDS = 60.0
 """Minimum seconds between two lines with the same reason."""
 
@@ -80,75 +76,6 @@ class RefusalLog:
             )
 
 
-class NodeDevices(Protocol):
-    """A node as `DeviceIds` sees it: its first device id, its number of devices, and whether it is leaving."""
-
-    first: int
-    devices: int
-    leaving: bool
-
-
-NodeT = TypeVar("NodeT", bound=NodeDevices)
-
-
-class DeviceIds:
-    """Assigns ids to the devices of all machines. `devices` is the number of devices of the first machine."""
-
-    def __init__(self, devices: int) -> None:
-        self.devices = devices
-        self._known: dict[int, tuple[str, int]] = {}
-
-    def first_of(self, name: str, devices: int, taken: Iterable[int]) -> int:
-        """Returns the first device id of a node that has joined. `taken` contains the first device ids of the connected
-        nodes."""
-        there = set(taken)
-        before = (first for first, known in self._known.items() if known == (name, devices) and first not in there)
-        first = next(before, self.devices + sum(count for _, count in self._known.values()))
-        self._known[first] = (name, devices)
-        return first
-
-    def name_of(self, slot: int) -> str:
-        """Returns a readable name of a device: its index on its machine, and the machine.
-
-        >>> seats = DeviceIds(2)
-        >>> first_ids = seats.first_of("b", 4, []), seats.first_of("c", 1, [2]), seats.first_of("b", 4, [6])
-        >>> (*first_ids, seats.name_of(3), seats.name_of(1))
-        (2, 6, 2, '1 of node b', '1 of the first node')
-        """
-        first = max((first for first in self._known if first <= slot), default=0)
-        return (
-            Message("{slot} of node {known}", slot=slot - first, known=self._known[first][0])
-            if first
-            else Message("{slot} of the first node", slot=slot)
-        )
-
-    def seated(self, world: int, slots: Sequence[int], nodes: Sequence[NodeT]) -> list[tuple[NodeT | None, int]]:
-        """Returns the machine (None for the first) and the local device of each of `world` new ranks.
-
-        `slots` contains the device ids of all ranks. If it is empty, ranks take all devices in order, except those of
-        nodes that are leaving. Ranks without a device go to the first machine.
-
-        >>> DeviceIds(2).seated(4, (), [])
-        [(None, 0), (None, 1), (None, 2), (None, 3)]
-        """
-        if slots:
-            stored = {slot: node for node in nodes for slot in range(node.first, node.first + node.devices)}
-            return [(node := stored.get(slot), slot - (node.first if node else 0)) for slot in slots]
-        seats: list[tuple[NodeT | None, int]] = [(None, device) for device in range(self.devices)]
-        seats += [(node, device) for node in nodes if not node.leaving for device in range(node.devices)]
-        return seats[:world] + [(None, rank) for rank in range(len(seats), world)]
-
-    def all_of(self, nodes: Sequence[NodeDevices]) -> tuple[int, ...]:
-        """Returns the device ids of the first machine and of `nodes`, machine by machine."""
-        there = [range(self.devices), *(range(node.first, node.first + node.devices) for node in nodes)]
-        return tuple(slot for devices in there for slot in devices)
-
-
-def node_of_device(nodes: Sequence[NodeT], slot: int) -> NodeT | None:
-    """Returns the node that owns a device id, or None for a device of the first machine."""
-    return next((node for node in nodes if node.first <= slot < node.first + node.devices), None)
-
-
 LEADER_PLANNING_SECONDS = 300.0
 """Seconds for which a leader may plan without receiving any message."""
 
@@ -180,6 +107,88 @@ class _NodeConnection:
     is_lost: bool = False
 
 
+class EventInbox:
+    """Passes messages of other threads to the event loop of a leader, and wakes it."""
+
+    def __init__(self, poller: ReadinessPoller) -> None:
+        self.poller = poller
+        self._queue: queue.SimpleQueue[tuple[socket.socket | None, IpcMessage]] = queue.SimpleQueue()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        poller.add(self._woken.fileno(), None)
+
+    def put(self, message: IpcMessage, end: socket.socket | None = None) -> None:
+        """Queues a message, with the connection of a new node, from any thread."""
+        self._queue.put((end, message))
+        self._waker.send(b"1")
+
+    def take(self) -> Iterator[tuple[socket.socket | None, IpcMessage]]:
+        """Yields what has been queued since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+        while not self._queue.empty():
+            yield self._queue.get()
+
+    def close(self) -> None:
+        """Closes the poller and the descriptors."""
+        for part in (self.poller, self._woken, self._waker):
+            part.close()
+
+
+class LeaderSnapshots:
+    """The snapshots of the leader's machine: `shared` by the key of their store, the `server` that serves them to other
+    nodes, and the `rounds` in which nodes replicate theirs."""
+
+    def __init__(
+        self, outside: SystemInterface, host: str, token: str, locations: SnapshotLocations, inbox: EventInbox
+    ) -> None:
+        self.shared: dict[str, SharedFileStore] = {}
+        self.server = outside.lender(
+            host, token, self._open, lambda line: inbox.put({"event": "degraded", "line": line})
+        )
+        locations.alive.add(self.server.address)
+        mirror = outside.mirror(
+            token, lambda *how: inbox.put(dict(zip(MIRRORED_FIELDS, how, strict=False), event="mirrored"))
+        )
+        self.rounds = ReplicationCoordinator(self.server.address, locations, mirror, _tell, outside.clock)
+
+    def hold(self, holdings: SharedFileStore) -> None:
+        """Registers the store to which the next ranks write."""
+        self.shared = {key: stored for key, stored in self.shared.items() if stored.is_open} | {holdings.key: holdings}
+        self.rounds.begin(holdings)
+
+    def _open(self, key: str, rank: int) -> int | None:
+        with contextlib.suppress(KeyError, OSError):  # these ranks no longer exist
+            return self.shared[key].lend(rank)
+        return None
+
+    def close(self) -> None:
+        """Closes the server and the replicator."""
+        self.server.close()
+        self.rounds.close()
+
+
+class RemoteRanks:
+    """The ranks that do not run on the leader's machine: the node of each (`at`), and its process statistics."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, _NodeConnection] = {}
+        self._stats: dict[int, ProcStats] = {}
+
+    def node_of(self, rank: int) -> _NodeConnection | None:
+        """Returns the connected node that runs the rank; None for a rank of the leader's machine, or of no machine."""
+        node = self.at.get(rank)
+        return node if node is not None and not node.is_lost and rank in node.ranks else None
+
+    def hear(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Records the process statistics that a node has sent."""
+        self._stats |= {_remote_process_id(rank): ProcStats(*stats) for rank, *stats in rows}
+
+    def stats(self, process: int) -> ProcStats:
+        """Returns the process statistics of a rank."""
+        return self._stats.get(process, ProcStats())
+
+
 class ClusterAgent(LocalAgent):
     """Manages the ranks of all machines. `devices` is the device count of this machine. `token` authenticates nodes at
     the listener on `host` and `port`."""
@@ -193,46 +202,44 @@ class ClusterAgent(LocalAgent):
         token: str,
         devices: int,
         before: LocalAgent | None = None,
+        nodes: int = 0,
     ) -> None:
-        raise_open_file_limit(devices)
+        """Starts the fork server of this machine and listens for at most `nodes` other nodes."""
+        raise_open_file_limit(devices, nodes)
         super().__init__(logs / "fork-server.log", warm, {"MESHWRIGHT_ADDRESS": host, TOKEN_VARIABLE: token}, before)
         outside = self.outside
-        self.devices, self.host = devices, host
+        self.devices = devices
         self.nodes: list[_NodeConnection] = []
-        self._seats = DeviceIds(devices)
+        self._seats, self._remote = DeviceIds(devices), RemoteRanks()
         self.name_of = self._seats.name_of
-        self._at: dict[int, _NodeConnection] = {}
-        """The node of each rank that does not run on this machine."""
         self._store: tuple[int, str] = (0, "")
         """The port and the secret of the rendezvous store."""
-        self._came: queue.SimpleQueue[tuple[socket.socket | None, IpcMessage]] = queue.SimpleQueue()
-        self._woken, self._waker = socket.socketpair()
-        self._woken.setblocking(False)
-        self._ends = outside.waiting()
-        self._ends.add(self._woken.fileno(), None)
-        self._shared: dict[str, SharedFileStore] = {}
-        self._signs: dict[int, ProcStats] = {}
+        self._inbox = EventInbox(outside.waiting())
         self._looked = outside.clock()
         self._over = threading.Event()
-        self._lender = outside.lender(host, token, self._file)
         self.homes: SnapshotLocations = SnapshotLocations()
-        self.homes.alive.add(self._lender.address)
-        mirror = outside.mirror(
-            token,
-            lambda *how: self._wake(dict(zip(("number", "whole", "seconds"), how, strict=True), event="mirrored")),
-        )
-        self._mirrors = ReplicationCoordinator(self._lender.address, self.homes, mirror, self._tell, outside.clock)
-        refusals = RefusalLog(lambda line: self._wake({"event": "refusal", "line": line}))
+        self._snapshots = LeaderSnapshots(outside, host, token, self.homes, self._inbox)
+        me, refusals = {"logs": str(logs), "warm": list(warm)}, RefusalLog(self._refused)
         self._door = outside.door(
-            host,
-            port,
-            token,
-            {"logs": str(logs), "warm": list(warm)},
-            lambda end, hello: self._wake(hello, end),
-            refusals,
+            host, port, token, me, lambda end, hello: self._inbox.put(hello, end), refusals, nodes
         )
-        self.port = self._door.port
-        outside.repeat(lambda: _send_keepalives(self), LEADER_KEEPALIVE_SECONDS, self._over)
+        outside.repeat(lambda: _send_keepalives(self), LEADER_KEEPALIVE_SECONDS, self._over, self._degraded)
+
+    @property
+    def host(self) -> str:
+        """The address at which this leader listens."""
+        return str(self._door.host)
+
+    @property
+    def port(self) -> int:
+        """The port at which this leader listens."""
+        return self._door.port
+
+    def _refused(self, line: str) -> None:
+        self._inbox.put({"event": "refusal", "line": line})
+
+    def _degraded(self, line: str) -> None:
+        self._inbox.put({"event": "degraded", "line": line})
 
     # --- nodes
 
@@ -241,23 +248,14 @@ class ClusterAgent(LocalAgent):
         """The device ids of all machines, without those of nodes that are leaving."""
         return self._seats.all_of([node for node in self.nodes if not node.leaving])
 
-    def _wake(self, message: IpcMessage, end: socket.socket | None = None) -> None:
-        """Queues a message and wakes the event loop. It is called from threads: by the listener for a new or refused
-        node, and by the replicator."""
-        self._came.put((end, message))
-        self._waker.send(b"1")
-
     def _admit(self) -> list[IpcMessage]:
-        with contextlib.suppress(BlockingIOError):
-            self._woken.recv(4096)
         events: list[IpcMessage] = []
-        while not self._came.empty():
-            end, hello = self._came.get()
+        for end, hello in self._inbox.take():
             if end is None:
-                if hello["event"] == "refusal":
+                if hello["event"] in ("refusal", "degraded"):
                     events.append(hello)
                 else:
-                    self._mirrors.heard(hello)
+                    self._snapshots.rounds.heard(hello)
                 continue
             try:
                 name, devices, _ = str(hello["name"]), int(hello["devices"]), hello["order"] + 0
@@ -268,19 +266,24 @@ class ClusterAgent(LocalAgent):
             ):  # a client with the token that is not a node, e.g. a snapshot client
                 end.close()
                 continue
-            node = _NodeConnection(name, self.outside.link(end, hello), devices, self.outside.clock())
-            self._ends.add(node.link.handle, node)
+            try:
+                node = _NodeConnection(name, self.outside.link(end, hello), devices, self.outside.clock())
+                self._inbox.poller.add(node.link.handle, node)
+            except OSError as error:  # it has left already, or no descriptor is left: it tries again
+                end.close()
+                line = Message("node {node} was not admitted: {reason}", node=name, reason=error.strerror)
+                events.append({"event": "refusal", "line": line})
         return events
 
     def _lose(self, node: _NodeConnection, why: str) -> list[IpcMessage]:
-        self._ends.remove(node.link.handle)
+        self._inbox.poller.remove(node.link.handle)
         node.link.close()
         if node not in self.nodes:
             return []
         self.nodes.remove(node)
         node.is_lost = True
         self.homes.alive.discard(node.lender)
-        self._mirrors.lost()
+        self._snapshots.rounds.lost()
         words = Message("its node {node} {why}", node=node.name, why=why)
         lost = [
             {"event": "ended", "rank": rank, "generation": number, "status": -signal.SIGKILL, "words": words}
@@ -288,23 +291,18 @@ class ClusterAgent(LocalAgent):
         ]
         return [*lost, {"event": "node_lost", "name": node.name, "why": why}]
 
-    def _node_of(self, rank: int) -> _NodeConnection | None:
-        node = self._at.get(rank)
-        return node if node is not None and not node.is_lost and rank in node.ranks else None
-
     # --- the interface of LocalAgent
 
     def command(self, do: str, rank: int, **more: Any) -> None:
-        """Sends a command to a fork server: that of the rank's machine, or that of the machine with the device to
-        probe."""
-        node = self._node_of(rank)
-        if do == "start" and "slot" in more["payload"]:  # the command starts a probe of this device
+        """Sends a command to the fork server of the machine that runs the rank, or that owns the device to probe."""
+        node = self._remote.node_of(rank)
+        if do == "start" and "slot" in more["payload"]:  # a probe of this device
             node = node_of_device(self.nodes, slot := more["payload"]["slot"])
             more["local"] = [slot - (node.first if node else 0), 1]
         if node is None:
             super().command(do, rank, **more)
         else:
-            self._tell(node, do=do, rank=rank, **more)
+            _tell(node, do=do, rank=rank, **more)
 
     def start(
         self,
@@ -316,14 +314,18 @@ class ClusterAgent(LocalAgent):
     ) -> None:
         """Starts a rank for each of `logs`. Each node gets one message that describes only its own ranks, and the
         locations of the snapshots of `source`."""
-        here, nodes, number = self._lender.address, {id(node): node for node in self.nodes}, what["generation"]
+        here, nodes, number = (
+            self._snapshots.server.address,
+            {id(node): node for node in self.nodes},
+            what["generation"],
+        )
         homes = self._seats.seated(len(logs), slots, self.nodes)
         ranks: dict[int, list[tuple[int, int, str]]] = {place: [] for place in (id(None), *nodes)}
         for rank, (node, device) in enumerate(homes):
             ranks[id(node)].append((rank, device, logs[rank]))
         lenders = [node.lender if node else here for node, _ in homes]
         runs = self.homes.start(lenders, holdings.key, source.key)
-        self._at = {rank: node for rank, (node, _) in enumerate(homes) if node}
+        self._remote.at = {rank: node for rank, (node, _) in enumerate(homes) if node}
         settled = encode_message({"do": "sources", "key": holdings.key, "source": source.key, "runs": runs})
         (port, secret), every = self._store, max(TICK_SECONDS, len(self.nodes) / MAX_HEARTBEATS_PER_SECOND)
         more: IpcMessage = {
@@ -335,10 +337,10 @@ class ClusterAgent(LocalAgent):
         for place, node in nodes.items():
             if ranks[place]:
                 node.ranks |= {rank: number for rank, *_ in ranks[place]}
-                self._write(node, settled)
-                self._tell(node, do="start", **more, ranks=ranks[place], here=min(len(ranks[place]), node.devices))
+                _write(node, settled)
+                _tell(node, do="start", **more, ranks=ranks[place], here=min(len(ranks[place]), node.devices))
         if holdings is source:
-            holdings.release({*ranks_stored_at(runs, here), *self._mirrors.ranks})
+            holdings.release({*ranks_stored_at(runs, here), *self._snapshots.rounds.ranks})
         table = holdings.table(resolve_locations(runs, source.key, here, source.source))
         most = min(len(ranks[id(None)]), self.devices)
         for rank, device, log in ranks[id(None)]:
@@ -347,26 +349,18 @@ class ClusterAgent(LocalAgent):
 
     def hold(self, holdings: SharedFileStore) -> None:
         """Registers the snapshots of this machine that the snapshot server may serve."""
-        self._shared = {key: stored for key, stored in self._shared.items() if stored.is_open} | {
-            holdings.key: holdings
-        }
-        self._mirrors.begin(holdings)
+        self._snapshots.hold(holdings)
 
     def released(self) -> None:
         """Ends the nodes that are leaving and have no ranks any more."""
         for node in [node for node in self.nodes if node.leaving and not node.ranks]:
-            self._tell(node, do="end", code=75, line=Message("this node left; the others go on"))
-
-    def _file(self, key: str, rank: int) -> int | None:
-        with contextlib.suppress(KeyError, OSError):  # a rank that no longer exists has no file
-            return self._shared[key].lend(rank)
-        return None
+            _tell(node, do="end", code=75, line=Message("this node left; the others go on"))
 
     def events(self, timeout: float) -> list[IpcMessage]:
         """Returns the events of all machines, after a wait of at most `timeout` seconds. Also detects lost nodes and
         starts snapshot replication."""
         linger = COALESCE_SECONDS if len(self.nodes) > COALESCE_MIN_NODES else 0.0
-        ready = self._ends.wait(timeout, linger, *(() if self.ended else (self.handle,)))
+        ready = self._inbox.poller.wait(timeout, linger, *(() if self.ended else (self.handle,)))
         events = [*super().events(0), *self._admit()]
         for event in events:
             if event["event"] == "ready":
@@ -374,10 +368,10 @@ class ClusterAgent(LocalAgent):
             elif event["event"] == "said" and (
                 event["message"]["kind"] == "spike" or event["message"].get("source") in ("", "disk")
             ):
-                self._mirrors.forget()
+                self._snapshots.rounds.forget()
         now, before = self.outside.clock(), self._looked
         self._looked = now
-        self._mirrors.look(self.nodes, len(self._at))
+        self._snapshots.rounds.look(self.nodes, len(self._remote.at))
         for node in filter(None, ready):
             messages, ended = node.link.read()
             node.heard = now if messages else node.heard
@@ -385,7 +379,8 @@ class ClusterAgent(LocalAgent):
                 events.extend(self._hear(node, message))
             if ended:
                 events.extend(self._lose(node, Message("is gone")))
-        is_due = int(10 * now) != int(10 * before)  # at most ten times a second, however often nodes send messages
+        events.extend(self._snapshots.rounds.take_reports())
+        is_due = int(10 * now) != int(10 * before)  # ten times a second, however often nodes send messages
         for node in [node for node in self.nodes if now > node.heard + NODE_TIMEOUT_SECONDS] if is_due else ():
             events.extend(
                 self._lose(node, Message("has been silent for {seconds:.0f} s", seconds=NODE_TIMEOUT_SECONDS))
@@ -404,7 +399,7 @@ class ClusterAgent(LocalAgent):
             self.nodes.sort(key=lambda node: node.link.hello["order"])
             return [{"event": "node_joined", "name": node.name, "devices": node.devices}]
         if event["event"] == "mirrored":
-            self._mirrors.heard(event)
+            self._snapshots.rounds.heard(event)
             return []
         if event["event"] == "ready":
             return []  # the pipe buffers commands sent before it is ready
@@ -417,12 +412,12 @@ class ClusterAgent(LocalAgent):
         ):  # not an exit of an earlier generation of this rank
             del node.ranks[event["rank"]]
         elif event["event"] == "pulse":
-            self._signs |= {_remote_process_id(rank): ProcStats(*signs) for rank, *signs in event["signs"]}
+            self._remote.hear(event["signs"])
         return [event | {"name": node.name}]
 
     def signs(self, process: int) -> ProcStats:
-        """Returns the process statistics of a rank. A negative id denotes a process on another machine."""
-        return self._signs.get(process, ProcStats()) if process < 0 else super().signs(process)
+        """Returns the process statistics of a rank. Negative ids denote processes of other machines."""
+        return self._remote.stats(process) if process < 0 else super().signs(process)
 
     @property
     def is_blind(self) -> bool:
@@ -435,32 +430,31 @@ class ClusterAgent(LocalAgent):
         """Restarts the fork servers of all machines."""
         super().again()
         for node in self.nodes:
-            self._tell(node, do="again")
-
-    def _tell(self, node: _NodeConnection, **message: Any) -> None:
-        self._write(node, encode_message(message))
-
-    def _write(self, node: _NodeConnection, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # `events` detects that a node is lost
-            node.link.write(line)
+            _tell(node, do="again")
 
     def end(self, code: int, line: str) -> None:
         """Ends all nodes and passes them the exit code and the last line of the run."""
         for node in self.nodes:
-            self._tell(node, do="end", code=code, line=line)
+            _tell(node, do="end", code=code, line=line)
 
     def dissolve(self) -> None:
         """Closes the listener, all connections and the agent of this machine."""
         self._over.set()
         self._door.close()
-        self._lender.close()
-        self._mirrors.close()
+        self._snapshots.close()
         for node in self.nodes:
             node.link.close()
         self.close()
-        self._ends.close()
-        self._woken.close()
-        self._waker.close()
+        self._inbox.close()
+
+
+def _tell(node: _NodeConnection, **message: Any) -> None:
+    _write(node, encode_message(message))
+
+
+def _write(node: _NodeConnection, line: bytes) -> None:
+    with contextlib.suppress(OSError):  # `events` detects a lost node
+        node.link.write(line)
 
 
 def _send_keepalives(fleet: ClusterAgent) -> None:
@@ -468,8 +462,8 @@ def _send_keepalives(fleet: ClusterAgent) -> None:
     thread."""
     line = encode_message({"do": "alive"})
     for node in list(fleet.nodes) if fleet.outside.clock() < fleet._looked + LEADER_PLANNING_SECONDS else ():
-        with contextlib.suppress(ValueError):  # another thread has closed the connection
-            fleet._write(node, line)
+        with contextlib.suppress(ValueError):  # its connection was closed concurrently
+            _write(node, line)
 
 
 def _remote_process_id(rank: int) -> int:

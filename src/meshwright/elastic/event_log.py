@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.core.append_file import AppendOnlyFile
 from meshwright.core.ipc import IpcMessage
-from meshwright.core.messages import Message, mark_msgid, term
+from meshwright.core.messages import Message, join_messages, mark_msgid, term
 from meshwright.core.units import show_seconds
 from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
 
@@ -23,6 +23,7 @@ NODE_EVENT_TEXTS = {
     "node_lost": mark_msgid("node {name} {why}"),
     "node_leaving": mark_msgid("node {name} is asked to go ({signal})"),
     "refusal": "{line}",
+    "notice": "{line}",
 }
 
 
@@ -69,7 +70,11 @@ class EventLog:
         self.decide()
 
     def heed_node(self, event: IpcMessage) -> bool:
-        """Records a change of a node, or a refused connection. Returns whether the set of devices may have changed."""
+        """Records what happened to a node, or a refused connection. Returns whether the set of devices may have
+        changed."""
+        if event["event"] == "degraded":
+            self.degraded(event["line"], event.get("decision", ""))
+            return False
         msgid = NODE_EVENT_TEXTS.get(event["event"])
         if msgid is not None:
             self.note(Message(msgid, **event))
@@ -77,6 +82,12 @@ class EventLog:
             return False
         self.write(kind=event["event"], node=event["name"])
         return True
+
+    def degraded(self, cause: str, decision: str = "", rank: int | None = None, generation: int = 0) -> None:
+        """Records that a helper failed. The run continues with less protection, or later than it could."""
+        self.write(kind="degraded", rank=rank, generation=generation, step=self.last, cause=cause, decision=decision)
+        line = join_messages("; ", (cause, decision)) if decision else cause
+        self.note(line if rank is None else Message("rank {rank}: {line}", rank=rank, line=line))
 
     def decide(self) -> None:
         """Starts to time a recovery, for any reason: no step runs from now on. A call during a recovery extends that

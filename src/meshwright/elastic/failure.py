@@ -11,11 +11,11 @@ import re
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.core import storage
 from meshwright.core.cgroup_limits import cgroup_memory_limit
 from meshwright.core.errors import InputError, MeshwrightError, translate_system_error
 from meshwright.core.messages import Message, join_messages, mark_msgid
@@ -152,10 +152,10 @@ def _kill_cause(kills: int, limit: float) -> str:
 def log_tail(log: Path, count: int) -> list[str]:
     """Returns the last `count` lines of a log that are not blank."""
     try:
-        with log.open(encoding="utf-8", errors="replace") as lines:
-            return [line.rstrip()[:200] for line in deque((line for line in lines if line.strip()), count)]
+        lines = storage.read_file(log, -LOG_TAIL_BYTES, links=True).decode(errors="replace").splitlines()
     except OSError:
         return []
+    return [line.rstrip()[:200] for line in lines if line.strip()][-count:]
 
 
 def crash_location(log: Path) -> str:
@@ -165,9 +165,7 @@ def crash_location(log: Path) -> str:
     outside of torch.
     """
     try:
-        with log.open("rb") as lines:
-            lines.seek(max(log.stat().st_size - LOG_TAIL_BYTES, 0))
-            said = lines.read().decode(errors="replace")
+        said = storage.read_file(log, -LOG_TAIL_BYTES, links=True).decode(errors="replace")
     except OSError:
         return ""
     stack = said.rpartition("Fatal Python error: ")[2].partition("Current thread ")[2].partition("\n\n")[0]

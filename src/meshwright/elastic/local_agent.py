@@ -4,21 +4,14 @@
 wait for them, and its clock. A simulated cluster (tests/unit/virtual_cluster.py) passes other implementations that run
 in virtual time.
 
-The fork server (meshwright.train.forkserver) is a process of the execution packages. It is started by name and never
-imported here. It has its own process group, so that Ctrl-C in the terminal reaches only the supervisor. `close` ends
-the whole group and reaps the remaining processes. While an agent is open, its process adopts orphans
-(PR_SET_CHILD_SUBREAPER). So it reaps even ranks whose fork server was killed.
+The fork server (meshwright.train.forkserver) is a process of the execution packages. It is started by name
+(fork_server_process.py) and never imported here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from meshwright.core.ipc import IpcMessage, MessageReader, write_message
+from meshwright.core import storage
+from meshwright.core.background_thread import start_background_thread
+from meshwright.core.ipc import IpcMessage, wait_readable
 from meshwright.core.secure_channel import SecureChannel, SecureListener
+from meshwright.elastic.fork_server_process import ForkServerProcess
 from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_locations import SnapshotLocations
@@ -55,11 +51,8 @@ class ReadinessPoller:
 
         A readable descriptor in `also` ends the wait but is not returned.
         """
-        with selectors.DefaultSelector() as first:
-            for handle in (self._ends.fileno(), *also):  # type: ignore[attr-defined]
-                first.register(handle, selectors.EVENT_READ)
-            if first.select(timeout) and linger:
-                time.sleep(linger)
+        if wait_readable(timeout, self._ends.fileno(), *also) and linger:  # type: ignore[attr-defined]
+            time.sleep(linger)
         return [key.data for key, _ in self._ends.select(0)]
 
     def close(self) -> None:
@@ -67,14 +60,16 @@ class ReadinessPoller:
         self._ends.close()
 
 
-def run_periodically(do: Callable[[], None], seconds: float, over: threading.Event) -> None:
-    """Calls `do` every `seconds` seconds in its own thread, until `over` is set."""
+def run_periodically(
+    do: Callable[[], None], seconds: float, over: threading.Event, failed: Callable[[str], None] = lambda line: None
+) -> None:
+    """Calls `do` every `seconds` seconds in its own thread, until `over` is set. `failed` gets a line when it fails."""
 
     def run() -> None:
         while not over.wait(seconds):
             do()
 
-    threading.Thread(target=run, name="alive", daemon=True).start()
+    start_background_thread("alive", run, failed)
 
 
 class SystemInterface(NamedTuple):
@@ -82,7 +77,7 @@ class SystemInterface(NamedTuple):
 
     clock: Callable[[], float] = time.monotonic
     waiting: Callable[[], ReadinessPoller] = ReadinessPoller
-    repeat: Callable[[Callable[[], None], float, threading.Event], None] = run_periodically
+    repeat: Callable[..., None] = run_periodically
     door: Callable[..., SecureListener] = SecureListener
     link: Callable[..., SecureChannel] = SecureChannel
     lender: Callable[..., SnapshotServer] = SnapshotServer
@@ -90,9 +85,7 @@ class SystemInterface(NamedTuple):
     holdings: Callable[[int], SharedFileStore] = SharedFileStore
 
 
-PR_SET_CHILD_SUBREAPER = 36
 FORK_SERVER_MODULE = "meshwright.train.forkserver"
-FORK_SERVER_EXIT_SECONDS = 2.0
 CLEANUP_SECONDS = 10.0
 
 
@@ -107,6 +100,7 @@ class LocalAgent:
     homes: SnapshotLocations | None = None
     """The locations of snapshots over several machines; None when all of them are local."""
     outside: SystemInterface = SystemInterface()
+    _server: ForkServerProcess
 
     def __init__(
         self,
@@ -126,9 +120,7 @@ class LocalAgent:
         self.log, self.warm, self.environment = log, tuple(warm), dict(environment or {})
         self.name_of: Callable[[int], str] = str
         """Returns a readable name of a device."""
-        self._ready: list[IpcMessage] = []
-        """The `ready` event of the fork server, for an agent that reuses it."""
-        self._pending: list[IpcMessage] = []
+        self.ended = True
         if before is None or not self._goes_on_with(before):
             self._open()
 
@@ -136,40 +128,17 @@ class LocalAgent:
         if (before.warm, before.environment) != (self.warm, self.environment):
             before.close()
             return False
-        taken = ("log", "ended", "_ready", "_process", "_commands", "_events", "_reader", "_waiting")
-        vars(self).update({name: vars(before)[name] for name in taken})
-        self._pending = self._ready
+        self.log, self.ended, self._server = before.log, before.ended, before._server
+        self._server.repeat_ready()
         return True
 
     def _open(self) -> None:
-        _become_subreaper(True)
-        handle = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", FORK_SERVER_MODULE, str(os.getpid()), *self.warm],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=handle,
-                bufsize=0,
-                env={**os.environ, **self.environment},
-                process_group=0,
-                pass_fds=self._inherited,
-            )
-        finally:
-            os.close(handle)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._commands, events = self._process.stdin, self._process.stdout
-        self._reader = MessageReader(events.fileno())
-        self._events = events
-        self._waiting = selectors.DefaultSelector()
-        self._waiting.register(events, selectors.EVENT_READ)
+        self._server = ForkServerProcess(FORK_SERVER_MODULE, self.log, self.warm, self.environment, self._inherited)
         self.ended = False
-        self._ready = []
 
     def command(self, do: str, rank: int, **more: Any) -> None:
-        """Sends a command to the fork server. If the fork server has died, `events` detects it."""
-        with contextlib.suppress(BrokenPipeError):
-            write_message(self._commands.fileno(), {"do": do, "rank": rank, **more})
+        """Sends a command to the fork server. `events` detects a fork server that has died."""
+        self._server.send({"do": do, "rank": rank, **more})
 
     def start(
         self,
@@ -190,13 +159,11 @@ class LocalAgent:
             self.command("start", rank, **what, log=log, **local, memory={**memory, **holdings.places(rank)})
 
     def events(self, timeout: float) -> list[IpcMessage]:
-        """Returns the new events, after waiting at most `timeout` seconds for one. After the fork server has died,
-        `ended` is True."""
-        messages, self._pending = self._pending, []
-        if messages or self.ended or not self._waiting.select(timeout):
-            return messages
-        messages, self.ended = self._reader.read()
-        self._ready = [message for message in messages if message["event"] == "ready"] or self._ready
+        """Returns the new events, after waiting at most `timeout` seconds for one. `ended` is True once the fork server
+        has died."""
+        if self.ended:
+            return []
+        messages, self.ended = self._server.read(timeout)
         return messages
 
     def clear(self) -> bool:
@@ -211,12 +178,12 @@ class LocalAgent:
     @property
     def pid(self) -> int:
         """The process id of the fork server."""
-        return self._process.pid
+        return self._server.pid
 
     @property
     def handle(self) -> int:
-        """The file descriptor that is readable when there are events."""
-        return self._events.fileno()
+        """The descriptor that is readable when there are events."""
+        return self._server.handle
 
     def signs(self, process: int) -> ProcStats:
         """Returns the process statistics of a rank."""
@@ -245,40 +212,18 @@ class LocalAgent:
         If the system cannot start it, `ended` is True, as for a fork server that dies at once.
         """
         self.close()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, storage.StorageFailed):
             self._open()
 
     def status(self) -> int | None:
-        """Returns the exit status of a fork server that has closed its pipe, negative for a signal. Returns None if it
-        is still running."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(FORK_SERVER_EXIT_SECONDS)
-        return None
+        """Returns how a fork server that closed its pipe ended: its exit status, negative for a signal. Returns None if
+        it still runs."""
+        return self._server.status()
 
     def close(self) -> None:
-        """Ends the fork server and every rank. A system error in one of these actions does not prevent the others."""
-        with contextlib.suppress(OSError):
-            self._commands.close()  # makes the fork server kill its ranks and exit
-        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
-            self._process.wait(FORK_SERVER_EXIT_SECONDS)
-        with contextlib.suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            self._process.wait()
-        self._reap()
-        for part in (self._waiting, self._events):
-            with contextlib.suppress(OSError):
-                part.close()
+        """Ends the fork server and every rank. A system error in one part does not prevent the other parts."""
+        self._server.close()
         self.ended = True
-        _become_subreaper(False)
-
-    def _reap(self) -> None:
-        """Reaps the dead ranks that a killed fork server left."""
-        end = time.monotonic() + FORK_SERVER_EXIT_SECONDS
-        with contextlib.suppress(OSError):  # there are no more children
-            while time.monotonic() < end:
-                if os.waitpid(-self._process.pid, os.WNOHANG)[0] == 0:
-                    time.sleep(0.005)
 
     def __enter__(self) -> Self:
         return self
@@ -287,8 +232,3 @@ class LocalAgent:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _become_subreaper(on: bool) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)

@@ -23,7 +23,8 @@ Messages from this node:
 
     lends: the address of the node's snapshot server.
     started, said, ended, ready: as from a fork server.
-    mirrored: number, whether all replicas are complete, and the seconds that copying took.
+    mirrored: number, whether all replicas are complete, the seconds that copying took, and what failed.
+    degraded: the line about a background thread that failed.
     pulse: generation, the heartbeat rows that have changed, and the process statistics of each rank (proc_stats.py).
     node_leaving: a signal requests this node to leave.
 """
@@ -31,13 +32,14 @@ Messages from this node:
 from __future__ import annotations
 
 import contextlib
-import selectors
 import signal
 from pathlib import Path
 from typing import Any
 
+from meshwright.core import storage
 from meshwright.core.cgroup_limits import oom_kill_count, raise_open_file_limit
-from meshwright.core.ipc import IpcMessage
+from meshwright.core.ipc import IpcMessage, wait_readable
+from meshwright.core.messages import Message
 from meshwright.core.secure_channel import SecureChannel
 from meshwright.core.signals import stop_signal_handler
 from meshwright.core.snapshots import LOST_LOCATION
@@ -82,9 +84,10 @@ class NodeAgent:
         """Minimum seconds between two heartbeat messages."""
         self.link, self.number, self.environment = link, number, environment
         self.logs = Path(link.hello["logs"])
-        self.logs.mkdir(parents=True, exist_ok=True)
+        with storage.failures_as_one_line(self.logs):
+            storage.make_folder(self.logs)
         self.agent = self._local_agent(warm)
-        self.lender = self.outside.lender(host, token, self._file)
+        self.lender = self.outside.lender(host, token, self._file, self._degraded)
         self.mirror = self.outside.mirror(token, self._was_mirrored)
         self.holdings: dict[str, SharedFileStore] = {}
         self.generation, self.key = -1, ""
@@ -145,11 +148,7 @@ class NodeAgent:
         self.leaving = self.leaving or signal.Signals(number).name
 
     def _wait(self) -> None:
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(self.link.handle, selectors.EVENT_READ)
-            if not self.agent.ended:
-                waiting.register(self.agent.handle, selectors.EVENT_READ)
-            waiting.select(TICK_SECONDS)
+        wait_readable(TICK_SECONDS, self.link.handle, *(() if self.agent.ended else (self.agent.handle,)))
 
     def turn(self) -> tuple[int, str] | None:
         """Handles all pending events and messages. Returns the exit code and last line once the run has ended, else
@@ -184,8 +183,12 @@ class NodeAgent:
             if message["key"] in self.holdings:
                 self.holdings[message["key"]].keep(message["steps"])
         elif message["do"] == "mirror":
-            with contextlib.suppress(KeyError, OSError):  # these ranks no longer exist
+            try:
                 self.mirror.order(replication_request(message, self.holdings[message["key"]]))
+            except (KeyError, OSError) as error:  # these ranks no longer exist, or no descriptor is left
+                self._was_mirrored(
+                    message["number"], False, 0.0, Message("node {node}: {line}", node=self.number, line=error)
+                )
         elif message["do"] != "alive":
             self.agent.command(**message)
 
@@ -218,10 +221,15 @@ class NodeAgent:
                 **message, rank=rank, log=log, local=[device, here], memory={**memory, **holdings.places(rank)}
             )
 
-    def _was_mirrored(self, number: int, whole: bool, seconds: float) -> None:
+    def _was_mirrored(self, number: int, whole: bool, seconds: float, why: str = "") -> None:
         """Reports a finished replication to the leader. The replicator calls it from its own thread."""
         with contextlib.suppress(OSError):
-            self.link.send({"event": "mirrored", "number": number, "whole": whole, "seconds": seconds})
+            self.link.send({"event": "mirrored", "number": number, "whole": whole, "seconds": seconds, "why": why})
+
+    def _degraded(self, line: str) -> None:
+        """Reports the failure of a background thread to the leader. That thread calls it."""
+        with contextlib.suppress(OSError):
+            self.link.send({"event": "degraded", "line": Message("node {node}: {line}", node=self.number, line=line)})
 
     def _relay(self, event: IpcMessage) -> None:
         if event["event"] == "ready":

@@ -11,15 +11,20 @@ is paused until it ends."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from meshwright.core import storage
 from meshwright.core.errors import InputError, NothingFits
-from meshwright.core.messages import Message
+from meshwright.core.messages import Message, mark_msgid
+from meshwright.elastic.attempt import RankJob
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search.rank import search_plans
 from meshwright.spec.cluster import NodeGroup
@@ -37,7 +42,10 @@ MAX_RANKS_FILE_BYTES = 12
 """Maximum bytes that are read from RUN/ranks."""
 
 PLANNING_SECONDS = 60.0
-"""Seconds after which no further number of ranks is tried."""
+"""Seconds after which planning is given up, also within one search. The run then continues as before."""
+
+POSTPONE_SECONDS = 0.01
+"""Seconds until the next attempt to interrupt a search, where an exception would do harm."""
 
 MAX_CANDIDATE_PLANS = 1000
 """Number of plans, fastest first, among which a lower-memory plan is searched."""
@@ -52,17 +60,10 @@ def plan_for_devices(
 
     Raises: NothingFits when there is none.
     """
-    began = clock()
+    end = clock() + PLANNING_SECONDS
     for count in range(devices, 0, -1):
-        if clock() > began + PLANNING_SECONDS:
-            raise NothingFits(
-                Message(
-                    "no plan for {count} to {devices} ranks was found in {planning_seconds:.0f} s: ask for fewer",
-                    count=count + 1,
-                    devices=devices,
-                    planning_seconds=PLANNING_SECONDS,
-                )
-            )
+        if (left := end - clock()) <= 0:
+            raise _planning_expired(count + 1, devices)
         if job is None:
             plan = Plan(dp_replicate=count, micro_batch=max(workload.exact, 1))
             if workload.batch % (count * plan.micro_batch) == 0 and not any(diloco_violations(plan, workload.local)):
@@ -73,12 +74,63 @@ def plan_for_devices(
         )
         question = job.but(cluster=fewer, pins=job.workload.fixed)
         try:
-            return question, search_plans(question, 1, runnable=True).chosen.plan
+            with limit_planning_time(left):
+                return question, search_plans(question, 1, runnable=True).chosen.plan
+        except PlanningTimeout:
+            raise _planning_expired(count, devices) from None
         except (NothingFits, InputError):
             continue
     raise NothingFits(
         Message("no plan runs on {devices} or fewer ranks: the run cannot go on with them", devices=devices)
     )
+
+
+def _planning_expired(fewest: int, most: int) -> NothingFits:
+    if fewest == most:
+        template = mark_msgid("no plan for {most} ranks was found in {seconds:.0f} s: ask for fewer")
+    else:
+        template = mark_msgid("no plan for {fewest} to {most} ranks was found in {seconds:.0f} s: ask for fewer")
+    return NothingFits(Message(template, fewest=fewest, most=most, seconds=PLANNING_SECONDS))
+
+
+class PlanningTimeout(BaseException):
+    """The search took longer than it may. It is not an Exception, so that no part of the search handles it."""
+
+
+@contextlib.contextmanager
+def limit_planning_time(seconds: float) -> Iterator[None]:
+    """Interrupts the search in the block after `seconds` seconds.
+
+    Only the main thread can be interrupted, where a supervisor plans. In another thread, and while another timer of
+    this process is set, the block has no limit. The previous handler is restored.
+
+    Raises: PlanningTimeout.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or any(signal.getitimer(signal.ITIMER_REAL))
+        or signal.getsignal(signal.SIGALRM) is None  # a handler of a C library, which cannot be restored
+    ):
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None:  # an exception would leave half a module, or be lost in a destructor
+            if frame.f_code.co_name == "__del__" or frame.f_code.co_filename.startswith("<frozen importlib"):
+                signal.setitimer(signal.ITIMER_REAL, POSTPONE_SECONDS)
+                return
+            frame = frame.f_back
+        raise PlanningTimeout
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+    finally:  # also when the time ends while the timer is switched off
+        signal.signal(signal.SIGALRM, before)
 
 
 def resize_group(group: NodeGroup, count: int) -> NodeGroup:
@@ -108,7 +160,18 @@ def lower_memory_plan(job: Job | None, plan: Plan) -> Plan:
     if job is not None:
         most = MAX_MEMORY_FRACTION * estimate(job, plan).memory.total
         question = job.but(pins=job.workload.fixed)
-        for entry in search_plans(question, MAX_CANDIDATE_PLANS, runnable=True).plans:
+        try:
+            with limit_planning_time(PLANNING_SECONDS):
+                found = search_plans(question, MAX_CANDIDATE_PLANS, runnable=True).plans
+        except PlanningTimeout:
+            raise NothingFits(
+                Message(
+                    "no plan that takes less memory than {plan} was found in {seconds:.0f} s",
+                    plan=plan.name,
+                    seconds=PLANNING_SECONDS,
+                )
+            ) from None
+        for entry in found:
             if entry.plan.world == plan.world and entry.estimate.memory.total <= most:
                 return entry.plan
     raise NothingFits(
@@ -169,3 +232,33 @@ class RankCountRequest:
         if line != self._said:
             self.note(line)
         self._said = line
+
+
+RANKS_FILE_SECONDS = 0.2
+"""Seconds between checks of RUN/ranks."""
+
+
+@dataclass
+class PendingChange:
+    """What the next generation is to change: the number of ranks (`world`), or the plan (`leaner`); None for neither.
+
+    `request` reads RUN/ranks. `places` is the number of ranks that fitted at the last check.
+    """
+
+    request: RankCountRequest
+    places: int | None
+    world: int | None = None
+    leaner: RankJob | None = None
+    _looked: float = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Returns whether RUN/ranks and the nodes are to be checked at `now`."""
+        if now < self._looked + RANKS_FILE_SECONDS:
+            return False
+        self._looked = now
+        return True
+
+    def has_room_changed(self, places: int | None) -> bool:
+        """Returns whether nodes have joined or are leaving since the last check."""
+        before, self.places = self.places, places
+        return places not in (None, before)

@@ -41,6 +41,8 @@ class RestartPolicy:
     in_row: int = 0
     hungry: bool = False
     """Whether the last failure was OOM."""
+    verdict: str = ""
+    """Why the run is given up; empty while it is not."""
     _step: int = -1
     _cause: str = ""
     _rank: int = -1

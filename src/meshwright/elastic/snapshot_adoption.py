@@ -25,7 +25,6 @@ import contextlib
 import json
 import os
 import secrets
-import select
 import socket
 import subprocess
 import sys
@@ -37,8 +36,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from meshwright.core import storage
-from meshwright.core.files import write_atomically
-from meshwright.core.ipc import IpcMessage, parse_message
+from meshwright.core.ipc import IpcMessage, parse_message, wait_readable
 from meshwright.core.messages import Message
 from meshwright.core.version import __version__
 from meshwright.elastic.attempt import RankJob
@@ -128,8 +126,8 @@ class SnapshotAdoption:
         """Returns the state of the previous supervisor if that was killed recently, and records a fault. If something
         cannot be adopted, reports the reason."""
         if self._hold is None:
-            with contextlib.suppress(OSError):  # an existing FD store does not have the steps of this run
-                (self.folder / SOCKET_NAME_FILE).unlink(missing_ok=True)
+            # the snapshots held there do not include the steps of this run
+            storage.remove_if_possible(self.folder / SOCKET_NAME_FILE)
             return None
         end = self._reached()
         if end is None:
@@ -258,8 +256,8 @@ class SnapshotAdoption:
             if not self._send(process):
                 raise BlockingIOError("the process that holds them does not read")
             if self._before is not None:
-                select.select([process.stdout], [], [], STARTUP_SECONDS)
-            write_atomically(self.folder / SOCKET_NAME_FILE, name + "\n", private=True)
+                wait_readable(STARTUP_SECONDS, process.stdout.fileno())
+            storage.replace_file(self.folder / SOCKET_NAME_FILE, name + "\n", private=True)
             self._is_named = True
         except OSError as error:
             self._tell(error)
@@ -294,8 +292,7 @@ class SnapshotAdoption:
         self._end()
         if self._is_named:
             self._is_named = False
-            with contextlib.suppress(OSError):
-                (self.folder / SOCKET_NAME_FILE).unlink(missing_ok=True)
+            storage.remove_if_possible(self.folder / SOCKET_NAME_FILE)
         if self._before is not None:
             self._before.close()
             self._before = None

@@ -40,7 +40,6 @@ import mmap
 import os
 import queue
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -48,11 +47,13 @@ from typing import NamedTuple, Protocol
 
 import xxhash
 
+from meshwright.core.background_thread import start_background_thread
 from meshwright.core.connection_listener import MAX_UNAUTHENTICATED_BYTES
 from meshwright.core.heartbeat import HeartbeatField
 from meshwright.core.ipc import IpcMessage, parse_message
-from meshwright.core.secure_channel import SecureListener
-from meshwright.core.snapshots import HEADER_BYTES, SnapshotClient, SnapshotHeader
+from meshwright.core.messages import Message
+from meshwright.core.secure_channel import SecureListener, detect_dead_peer
+from meshwright.core.snapshots import HEADER_BYTES, SNAPSHOT_TIMEOUT_SECONDS, SnapshotClient, SnapshotHeader
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_locations import SnapshotLocations
 
@@ -62,24 +63,28 @@ It is a new descriptor, because the store may close its own at any time."""
 
 
 class SnapshotServer:
-    """Serves the files that `find` returns. It listens at its own address."""
+    """Serves the files that `find` returns, at its own address. `failed` gets a line when a thread fails."""
 
-    def __init__(self, host: str, token: str, find: OpenSnapshot) -> None:
-        self._find = find
+    def __init__(
+        self, host: str, token: str, find: OpenSnapshot, failed: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._find, self._failed = find, failed
         self._door = SecureListener(host, 0, token, {}, self._serve)
         self.address = f"{self._door.host}:{self._door.port}"
 
     def _serve(self, end: socket.socket, _: IpcMessage) -> None:
-        threading.Thread(target=self._lend, args=(end,), name="lender", daemon=True).start()
+        start_background_thread("lender", lambda: self._lend(end), self._failed, restarts=False)
 
     def _lend(self, end: socket.socket) -> None:
-        end.settimeout(None)
         try:
+            detect_dead_peer(end, SNAPSHOT_TIMEOUT_SECONDS)
             with end, end.makefile("rb") as lines:
                 while line := lines.readline(MAX_UNAUTHENTICATED_BYTES):
                     self._answer(end, parse_message(line))
         except (OSError, ValueError, KeyError, TypeError):
-            return  # the client has disconnected, or its request is malformed
+            return  # the client disconnected or is silent, or its request is malformed
+        finally:
+            end.close()
 
     def _answer(self, end: socket.socket, request: IpcMessage) -> None:
         file = self._find(str(request["key"]), int(request["rank"]))
@@ -122,17 +127,17 @@ class ReplicationRequest(NamedTuple):
 
 
 class SnapshotReplicator:
-    """Copies snapshots of another node in its own thread. After each request, `done` receives the number of the
-    request, whether the copy is complete, and its duration in seconds."""
+    """Copies snapshots of another node in its own thread. After a request, `done` gets its number, whether the copy is
+    complete, the seconds that copying took, and what failed; empty if the step was only overwritten."""
 
-    def __init__(self, token: str, done: Callable[[int, bool, float], None]) -> None:
+    def __init__(self, token: str, done: Callable[[int, bool, float, str], None]) -> None:
         self._token, self._done = token, done
         self._orders: queue.SimpleQueue[ReplicationRequest | None] = queue.SimpleQueue()
         self._latest: ReplicationRequest | None = None
         self._ranks: deque[Collection[int]] = deque(maxlen=2)
         self._clients: dict[tuple[str, str, int], SnapshotClient] = {}
         self._seconds = 0.0
-        threading.Thread(target=self._run, name="mirror", daemon=True).start()
+        start_background_thread("mirror", self._run, self._fail)
 
     def order(self, order: ReplicationRequest) -> None:
         """Queues a request and cancels the previous one if it is still in progress."""
@@ -153,17 +158,22 @@ class SnapshotReplicator:
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
-            self._seconds = 0.0
+            self._seconds, why = 0.0, ""
             try:
                 whole = all(self._copy(order, rank, file) for rank, file in order.files.items())
-            except (OSError, ValueError):
-                whole = False  # the node is lost, or its data are not a snapshot
+            except Exception as error:  # the node is lost or silent, or what it sends is no snapshot
+                whole, why = False, " ".join(f"{order.address}: {type(error).__name__}: {error}".split())
                 self._clients.clear()
             finally:
                 for file in order.files.values():
                     os.close(file)
             if order is self._latest:
-                self._done(order.number, whole, self._seconds)
+                self._done(order.number, whole, self._seconds, why)
+
+    def _fail(self, line: str) -> None:
+        """Ends the request in progress after a failure of the thread itself."""
+        if (order := self._latest) is not None:
+            self._done(order.number, False, self._seconds, line)
 
     def _copy(self, order: ReplicationRequest, rank: int, file: int) -> bool:
         shared_fds = self._reached(order, rank)
@@ -236,6 +246,11 @@ class SnapshotReplicator:
 
 
 MAX_STEPS_AHEAD, ROUNDS_BEFORE_SHRINK = 64, 8
+ROUND_TIMEOUT_SECONDS = 600.0
+"""Seconds after which a round whose step is there is given up, and the next one begins."""
+
+RETRY_SECONDS = 1.0
+"""Seconds between a round that failed and the next one."""
 
 
 class ReplicatedNode(Protocol):
@@ -247,8 +262,11 @@ class ReplicatedNode(Protocol):
 
 
 class ReplicationCoordinator:
-    """Starts replication rounds. `tell` sends a message to a node. `mirror` is the replicator of this node, and `here`
-    is the address of its snapshot server."""
+    """Orders replication rounds. `tell` sends a message to a node. `mirror` is the replicator of this node, and `here`
+    the address of its snapshot server.
+
+    A round that fails is reported once until one is complete again (`take_reports`), and the next round begins.
+    """
 
     def __init__(
         self,
@@ -262,6 +280,12 @@ class ReplicationCoordinator:
         self._holdings: SharedFileStore | None = None
         self._numbers = itertools.count()
         self._waits: set[int] = set()
+        self._reports: list[IpcMessage] = []
+        self._why = ""
+        """What failed in the round in progress; `_is_degraded` says that a failure was reported."""
+        self._is_degraded = False
+        self._there = 0.0
+        """When the step of the round in progress was first seen; 0 before."""
         self._where: dict[int, str] = {}
         self._failed = False
         self._whole = self._step = self._ahead = self._calm = 0
@@ -289,6 +313,8 @@ class ReplicationCoordinator:
         newest = holdings.pulse(0).read(HeartbeatField.snapshot_step)
         if newest and not self.homes.is_settled and holdings.snapshot_step:
             self.homes.settle()
+        if self._waits:
+            self._limit_round(newest)
         if self._waits or self._clock() < self._next:
             return
         if not newest or newest + self._ahead <= self._whole:
@@ -297,6 +323,7 @@ class ReplicationCoordinator:
         if not others or sum(len(node.ranks) for node in holders) != others:
             return
         self._seconds, self._step, self._failed, self._where = 0.0, newest + self._ahead, False, {}
+        self._why, self._there = "", 0.0
         saved = [self._whole, self._step]
         holdings.keep(saved)
         for node in nodes:
@@ -313,9 +340,15 @@ class ReplicationCoordinator:
                 "ranks": ranks,
             }
             if behind is None:
-                self._mirror.order(replication_request(message, holdings))
+                self._order_here(message, holdings)
             else:
                 self._tell(behind, do="mirror", **message)
+
+    def _order_here(self, message: IpcMessage, holdings: SharedFileStore) -> None:
+        try:
+            self._mirror.order(replication_request(message, holdings))
+        except OSError as error:  # no descriptor is left here: training goes on without this round
+            self.heard({"number": message["number"], "whole": False, "seconds": 0.0, "why": str(error)})
 
     def heard(self, message: IpcMessage) -> None:
         """Handles the result of one replication request."""
@@ -323,11 +356,14 @@ class ReplicationCoordinator:
             return
         self._waits.remove(message["number"])
         self._failed = self._failed or not message["whole"]
+        self._why = self._why or str(message.get("why", ""))
         self._seconds = max(self._seconds, float(message["seconds"]))
         if self._waits:
             return
         self._next = self._clock() + self._seconds
-        if self._failed:
+        if self._failed and self._why:
+            self._degrade(self._why)
+        elif self._failed:
             self._ahead, self._calm = min(self._ahead + 1, MAX_STEPS_AHEAD), 0
         elif self._holdings is not None:
             self._calm += 1
@@ -335,6 +371,36 @@ class ReplicationCoordinator:
                 self._ahead, self._calm = max(self._ahead - 1, 0), 0
             self._whole = self._step
             self.homes.mirrored(self._holdings.key, self._where)
+            if self._is_degraded:
+                self._is_degraded = False
+                line = Message("snapshots are mirrored again, at step {step}", step=self._step)
+                self._reports.append({"event": "notice", "line": line})
+
+    def _limit_round(self, newest: int) -> None:
+        """Gives a round up whose step has been there for ROUND_TIMEOUT_SECONDS."""
+        if newest < self._step:
+            return
+        self._there = self._there or self._clock()
+        if self._clock() > self._there + ROUND_TIMEOUT_SECONDS:
+            self._waits.clear()
+            self._degrade(Message("not done after {seconds:.0f} s", seconds=ROUND_TIMEOUT_SECONDS))
+
+    def _degrade(self, why: str) -> None:
+        self._next = self._clock() + max(self._seconds, RETRY_SECONDS)
+        if not self._is_degraded:
+            self._is_degraded = True
+            since = Message("step {saved}", saved=self._whole) if self._whole else Message("the last checkpoint")
+            line = Message(
+                "snapshots are not mirrored: a lost node now costs the steps since {since} ({why})",
+                since=since,
+                why=why,
+            )
+            self._reports.append({"event": "degraded", "line": line, "decision": Message("tried again")})
+
+    def take_reports(self) -> list[IpcMessage]:
+        """Returns the events since the last call: snapshots are not mirrored, or are mirrored again."""
+        reports, self._reports = self._reports, []
+        return reports
 
     @property
     def ranks(self) -> set[int]:
@@ -352,5 +418,12 @@ class ReplicationCoordinator:
 
 def replication_request(message: IpcMessage, holdings: SharedFileStore) -> ReplicationRequest:
     """Builds a request from a message, with the files of this node."""
-    files = {rank: holdings.mirrored(rank) for rank in message["ranks"]}
+    files: dict[int, int] = {}
+    try:
+        for rank in message["ranks"]:
+            files[rank] = holdings.mirrored(rank)
+    except OSError:
+        for file in files.values():
+            os.close(file)
+        raise
     return ReplicationRequest(message["number"], message["key"], message["step"], message["address"], files)

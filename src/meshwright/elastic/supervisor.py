@@ -1,9 +1,10 @@
 """Runs one job on its ranks from start to end and recovers from faults.
 
-Guarantees: The run has exactly the requested world size. When a rank dies or hangs, the next generation resumes without
-user action from the in-memory snapshots of the last step. A fault without recovery ends with a diagnosis that names the
-rank that failed first. Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace_period`
-seconds. A second signal ends it at once. No process is left behind in any case.
+Guarantees: The run has exactly the requested world size. When a rank dies or hangs, the next generation resumes from
+the in-memory snapshots of the last step, without a person. A fault without recovery ends with a diagnosis that names
+the first failing rank. Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within
+`grace_period` seconds.
+A second signal ends it at once. No process is left behind in any case.
 
 [Note: generations] A fault ends all ranks of its generation. The next generation has its own store prefix, so that no
 rank or message of the old generation can join it. It is forked from a preloaded process and reads the memory that this
@@ -23,14 +24,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from meshwright.core.cgroup_limits import raise_open_file_limit
 from meshwright.core.errors import Interrupted, MeshwrightError
 from meshwright.core.ipc import IpcMessage
 from meshwright.core.messages import Message
-from meshwright.core.signals import stop_signal_handler
-from meshwright.core.storage import report_if_overdue
+from meshwright.core.signals import StopRequest, stop_signal_handler
+from meshwright.core.storage import failures_as_one_line, make_folder, report_if_overdue
 from meshwright.elastic.attempt import PROBE_RANK, Attempt, RankJob
 from meshwright.elastic.device_exclusion import DeviceExclusion
 from meshwright.elastic.event_log import EventLog
@@ -44,16 +44,16 @@ from meshwright.elastic.failure import (
 )
 from meshwright.elastic.hang_detector import HangDetector, StepPace
 from meshwright.elastic.local_agent import LocalAgent
-from meshwright.elastic.replan import RankCountRequest
+from meshwright.elastic.replan import PendingChange, RankCountRequest
 from meshwright.elastic.restart_policy import BAD_RANK_FAULTS, FaultPolicy, RestartPolicy
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_adoption import SnapshotAdoption
+from meshwright.elastic.snapshot_sets import SnapshotSets
 from meshwright.elastic.writer_supervisor import WRITER_RANK, WriterSupervisor
 
 __all__ = ["FaultPolicy", "RankJob", "Supervisor"]
 
 TICK_SECONDS = 0.1  # seconds between clock checks
-RANKS_FILE_SECONDS = 0.2  # seconds between checks of the file RUN/ranks
 SETTLE_SECONDS = 1.0  # seconds for which other ranks may report their errors once one has failed
 
 
@@ -75,18 +75,9 @@ class Supervisor:
     agent: LocalAgent | None = None
     """A ready agent that outlives this run. Without one, the run creates its own agent."""
     early: str = Message("before the first step")
-    """Text of a stop message: when a stop request came, if no rank had begun to train."""
-    _stop_signals: list[str] = field(default_factory=list)
-    _signals_sent: int = 0
-    _deadline: float | None = None
-    _killed: bool = False
+    """Describes the moment at which a stop request came before any rank began to train."""
+    _stop: StopRequest = field(default_factory=StopRequest)
     _begun: bool = False
-    _world: int | None = None
-    _old: SharedFileStore | None = None
-    _looked: float = 0.0
-    _why: str = ""
-    _silent: float = 0.0
-    _places: int | None = None
 
     def run(self) -> None:
         """Runs the job to its end.
@@ -98,24 +89,28 @@ class Supervisor:
             if self.agent is None or self.agent.places is None
             else self.agent.devices
         )
-        self.work.logs.mkdir(parents=True, exist_ok=True)
+        with failures_as_one_line(self.work.logs):
+            make_folder(self.work.logs)
         clock = self.agent.outside.clock if self.agent is not None else time.monotonic
         self._journal = EventLog(self.work.folder, self.note, clock)
         self._retries = RestartPolicy(self.care.retries)
         self._slots = DeviceExclusion(max(self.work.world, self.care.full), self._journal, self.care.leaving, clock)
-        self._wanted = RankCountRequest(self.work.folder, self.note, self._slots.full)
-        self._leaner: RankJob | None = None
-        self._adoption = SnapshotAdoption(self.work.folder, self.care.hold if self.agent is None else None, self.note)
-        log, pipe = self.work.logs / "fork-server.log", self._adoption.lifeline
+        adoption = SnapshotAdoption(self.work.folder, self.care.hold if self.agent is None else None, self.note)
+        log, pipe = self.work.logs / "fork-server.log", adoption.lifeline
         self._agent = self.agent or LocalAgent(log, self.work.warm, self.work.environment, lifeline=pipe)
-        self._pace, self._holdings = StepPace(), self._agent.outside.holdings(self.work.world)
-        self._places, self._begun = self._agent.places, self.care.follows
+        fresh = self._agent.outside.holdings(self.work.world)
+        self._pace, self._sets = StepPace(), SnapshotSets(fresh, adoption, self._agent.homes)
+        request = RankCountRequest(self.work.folder, self.note, self._slots.full)
+        self._change_to = PendingChange(request, self._agent.places)
+        self._begun = self.care.follows
         limit = max(self.care.terms.otherwise, 10 * self.care.hang_timeout)
         self._writer = WriterSupervisor(self._journal, self.hear, self.note, self._agent.command, limit, clock)
         self._slots.name, self._slots.first = self._agent.name_of, self._agent.devices
         try:
-            with stop_signal_handler(self._on_signal):
-                self._adopt()
+            with stop_signal_handler(self._stop.on_signal):
+                # the snapshots of a killed supervisor are read by the next generation, as after any fault
+                if (adopted := self._sets.adopt(self.work, self._journal)) is not None:
+                    self.generation, self._begun = adopted + 1, True
                 if self.agent is None and not self._await_ready():
                     raise fork_server_error(self._agent.status(), self._agent.log)
                 now = _run_attempts(self)
@@ -124,26 +119,18 @@ class Supervisor:
         finally:
             if self._agent is not self.agent:
                 self._agent.close()
-            self._adoption.close()
-            for holdings in (self._holdings, self._old):
-                if holdings is not None:
-                    holdings.close()
+            self._sets.close()
         _finish(self, now)
 
-    def _adopt(self) -> None:
-        """Resumes from the snapshots of a killed supervisor. As after any fault, the next generation reads them."""
-        if (found := self._adoption.adopt(self.work, self._journal)) is not None:
-            self.generation, self._begun = found.generation + 1, True
-            self._old, self._holdings = found.sets(self._holdings)
-
-    def _on_signal(self, number: int, _: Any) -> None:
-        self._stop_signals.append(signal.Signals(number).name)
+    @property
+    def _holdings(self) -> SharedFileStore:
+        """The snapshots that the ranks write."""
+        return self._sets.newest
 
     def _await_ready(self) -> bool:
         """Waits until ranks can be forked. Returns False when the fork server has ended instead."""
-        while (
-            len(self._stop_signals) < 1 + self._begun
-        ):  # after training has begun, the first stop request lets ranks save everything
+        # after training has begun, the first request lets everything be saved
+        while len(self._stop.signals) < 1 + self._begun:
             for event in (events := self._agent.events(TICK_SECONDS)):
                 self._heed_others(event)
             if any(event["event"] == "ready" for event in events):
@@ -154,7 +141,7 @@ class Supervisor:
         how = Message("while it recovered") if self._begun else self.early
         raise Interrupted(
             Message(
-                "stopped by {reason} {early}; the same command starts again", reason=self._stop_signals[0], early=how
+                "stopped by {reason} {early}; the same command starts again", reason=self._stop.signals[0], early=how
             )
         )
 
@@ -164,38 +151,32 @@ class Supervisor:
         """Runs one generation until it is done, fails, or is to be ended."""
         if self._slots.free(self._agent.slots) is not None:  # nodes may have joined or left since devices were assigned
             self.work = replace(self.work, slots=self._slots.seat(self.work.world))
-        if self._old is not None and _has_newer_snapshots(self):
-            self._old.close()
-            self._old = None
         now = self._now = Attempt(self.work, self.generation, self._hear, clock=self._agent.outside.clock)
-        self._holdings.begin()
-        self._adoption.hold(self.generation, self.work, self._old, self._holdings)
+        self._sets.begin(self.generation, self.work)
         agent, patience = self._agent, self.care.hang_timeout * 2 ** max(0, self._retries.in_row - 1)
         clock, signs = agent.outside.clock, agent.signs
         watch = HangDetector(
             self._holdings, patience, clock, signs, self._pace, lambda: agent.is_blind, self.care.terms
         )
-        now.start(self._agent, self._holdings, self._old or self._holdings)
+        now.start(self._agent, self._holdings, self._sets.source)
         self._slots.started(self.work.plan)
-        if self._deadline is not None:  # a fault after a stop request
-            now.tell(self._agent, {"stop": self._stop_signals[0]})
-        while now.living and not self._killed:
-            heard = (
-                clock()
-            )  # judge only after all earlier messages are handled, even if this process was suspended for long
+        if self._stop.deadline is not None:  # a fault occurred after a stop request
+            now.tell(self._agent, {"stop": self._stop.signals[0]})
+        while now.living and not self._stop.is_forced:
+            # all earlier messages are handled before the round judges, however long this process was suspended
+            heard = clock()
             for event in self._agent.events(TICK_SECONDS):
                 self._heed_others(event)
                 now.heed(event)
             if self._agent.ended and now.living:
                 break
-            if len(self._stop_signals) > self._signals_sent:
-                self._signals_sent = len(self._stop_signals)
-                self._ask(now)
+            if self._stop.is_news():
+                _request_stop(self, now)
             self._writer.look(self.generation, self._holdings)
-            self._adoption.look()
+            self._sets.adoption.look()
             hung = watch.look(now.living)
             if hung is not None:
-                self._silent = hung.silent
+                now.silent = hung.silent
                 now.failures[hung.rank] = RankExit(
                     hung.rank, self._agent.outside.clock(), -signal.SIGKILL, words=hung.words
                 )
@@ -212,6 +193,9 @@ class Supervisor:
         self._begun = self._begun or message["kind"] == "begin"
         if message["kind"] == "write":
             self._writer.begin(partial(self._now.write, self._agent, self._holdings), message)
+            return
+        if message["kind"] == "degraded":
+            self._journal.degraded(message["line"], rank=rank, generation=self.generation)
             return
         if rank == 0 or message["kind"] == "bad_data":
             self._journal.hear(message, self.generation)
@@ -240,60 +224,26 @@ class Supervisor:
         After a lost connection or a failure without recovery, other ranks get SETTLE_SECONDS to report errors. The time
         counts up to `heard`, the start of this round.
         """
-        if self._deadline is not None and self._agent.outside.clock() > self._deadline:
-            self._killed = True
+        self._stop.expire(self._agent.outside.clock())
         return now.waited(heard) > SETTLE_SECONDS or (now.guilty and self.care.retries > 0 and self._begun)
 
     def _is_resized(self, now: Attempt) -> bool:
         """Returns whether to use another number of ranks or other devices. Closes the old snapshots once the new ones
         are complete."""
-        if (
-            self._old is not None
-            and self._holdings.snapshot_step
-            and not self._writer.lives
-            and _are_snapshots_replicated(self)
-        ):
-            self._old.close()
-            self._old = None
-            self._adoption.hold(self.generation, self.work, self._old, self._holdings)
+        change, places, clock = self._change_to, self._agent.places, self._agent.outside.clock
+        if not self._writer.lives and self._sets.is_old_obsolete():
+            self._sets.release_old(self.generation, self.work)
             self._agent.released()
-        if (
-            self._agent.outside.clock() < self._looked + RANKS_FILE_SECONDS
-            or not now.begun
-            or self.care.replan is None
-            or self._deadline is not None
-        ):
+        if not now.begun or self.care.replan is None or self._stop.deadline is not None or not change.is_due(clock()):
             return False
-        self._looked, wanted = self._agent.outside.clock(), self._wanted(self._agent.places) or self._room()
+        wanted = change.request(places)
+        if wanted is None and change.has_room_changed(places):
+            wanted = self._slots.free(self._agent.slots)
         moves = self._slots.are_to_move(self.work.slots, self._agent.slots)
-        self._world = (
+        change.world = (
             wanted if wanted not in (None, self.work.world) else self.work.world if moves else self._slots.take()
         )
-        return self._world is not None
-
-    def _room(self) -> int | None:
-        """Returns the number of ranks that fit, at most the planned number, when nodes have joined or are leaving.
-        Returns None if no node has."""
-        before, self._places = self._places, self._agent.places
-        return None if self._places in (None, before) else self._slots.free(self._agent.slots)
-
-    def _ask(self, now: Attempt) -> None:
-        """Handles a stop request. The first request lets the step end. A second request, or a request before any rank
-        began to train, ends the run at once."""
-        reason = self._stop_signals[0]
-        if len(self._stop_signals) > 1 or not self._begun:
-            self._killed = True
-            return
-        self._deadline = self._agent.outside.clock() + self.grace_period
-        self.note(
-            Message(
-                "{reason}: the step ends, then everything is saved (at most {seconds:.0f} s); once more to stop at "
-                "once",
-                reason=reason,
-                seconds=self.grace_period,
-            )
-        )
-        now.tell(self._agent, {"stop": reason})
+        return change.world is not None
 
     # --- between generations
 
@@ -301,12 +251,12 @@ class Supervisor:
         """Returns whether to try another generation ([Note: giving up] in restart_policy.py)."""
         if self._agent.ended and now.living and not now.guilty:
             removed = self._agent.status()
-            if self._killed or not self._begun or not self.care.retries:
+            if self._stop.is_forced or not self._begun or not self.care.retries:
                 raise fork_server_error(removed, self._agent.log)
             first = now.failures[-1] = fork_server_exit(removed, self._agent.log)
-        elif self._world is not None and not now.failures and not self._killed:
+        elif self._change_to.world is not None and not now.failures and not self._stop.is_forced:
             return True
-        elif not now.failures or self._killed:
+        elif not now.failures or self._stop.is_forced:
             return False
         else:
             first = find_culprit(list(now.failures.values()))
@@ -317,12 +267,13 @@ class Supervisor:
             **self._holdings.place(first.rank),
             "generation": self.generation,
             "cause": failure_cause(first),
-            "detection": self._silent,
+            "detection": now.silent,
         }
-        done = max(self._journal.last, place.get("step", 0) - 1)  # rank 0 may not have reported this step yet
-        self._why = self._retries.count(first, done, hungry)
-        if self._why and hungry and (work := _lower_memory_job(self.care, self.work)) is not None:
-            self._leaner, self._why, self._retries.in_row = work, "", 0
+        done = max(self._journal.last, place.get("step", 0) - 1)  # rank 0 may not have said so yet
+        change, policy = self._change_to, self._retries
+        policy.verdict = policy.count(first, done, hungry)
+        if policy.verdict and hungry and (work := _lower_memory_job(self)) is not None:
+            change.leaner, policy.verdict, policy.in_row = work, "", 0
         lemon = self._retries.lemon
         if (
             lemon is not None
@@ -330,22 +281,22 @@ class Supervisor:
             and self.care.min_ranks
             and self.work.world > self.care.min_ranks
         ):
-            self._world, self._why = self.work.world - 1, ""
+            change.world, policy.verdict = self.work.world - 1, ""
             self._slots.leave_out([slot for rank, slot in enumerate(self._here()) if rank == lemon])
-        self._silent = 0.0
-        if self._why:
-            self._journal.write(kind="verdict", decision=self._why, **place)
+        now.silent = 0.0
+        if policy.verdict:
+            self._journal.write(kind="verdict", decision=policy.verdict, **place)
             return False
         decision = (
             Message("ranks start again")
-            if self._world is None
+            if change.world is None
             else Message(
                 "it was the last {bad_rank_faults} times too: goes on with {world} ranks",
                 bad_rank_faults=BAD_RANK_FAULTS,
-                world=self._world,
+                world=change.world,
             )
         )
-        if self._leaner is not None:
+        if change.leaner is not None:
             decision = Message("in the same step again: a plan that takes less memory")
         self._journal.fault(decision=decision, **place)
         return True
@@ -356,36 +307,18 @@ class Supervisor:
         self._journal.decide()
         now.end(self._agent, self._heed_others)
         if self._agent.ended or now.living:
-            self._revive()
+            _revive(self)
         self._journal.part("end", self._agent.outside.clock() - began)
         self._retries.rest(self._journal.part)
-        if self._world is None:
+        change = self._change_to
+        if change.world is None:
             self._await_places()
-        if self._world is not None:
-            self._resize(self._world)
-        elif self._leaner is not None:
-            self._change(self._leaner)
-        self._leaner = None
+        if change.world is not None:
+            _resize(self, change.world)
+        elif change.leaner is not None:
+            self._change(change.leaner)
+        change.leaner = None
         self.generation += 1
-
-    def _revive(self) -> None:
-        """Starts another fork server. A fork server that ends before it is ready counts as a failure and is started
-        again.
-
-        Raises: RankFailed when the retries are used up.
-        """
-        self._agent.again()
-        self._slots.probed()
-        while not self._await_ready():
-            first = fork_server_exit(self._agent.status(), self._agent.log)
-            place = {"generation": self.generation, "cause": failure_cause(first)}
-            if why := self._retries.count(first, self._journal.last):
-                self._journal.write(kind="verdict", decision=why, **place)
-                raise diagnose([first], self.work.world, self.work.log, why)
-            self._journal.fault(decision=Message("it starts again"), **place)
-            self._retries.rest(self._journal.part)
-            self._agent.again()
-        self._writer.ended(self._holdings)
 
     def _await_places(self) -> None:
         """Waits up to `rejoin_timeout` seconds for a lost node to return, then continues without it."""
@@ -400,27 +333,14 @@ class Supervisor:
                 seconds=self.care.rejoin_timeout,
             )
         )
-        while (places := self._slots.free(self._agent.slots) or 0) < self.work.world and not self._stop_signals:
+        while (places := self._slots.free(self._agent.slots) or 0) < self.work.world and not self._stop.signals:
             if self._agent.outside.clock() > began + self.care.rejoin_timeout and places >= self.care.min_ranks:
                 break
             for event in self._agent.events(TICK_SECONDS):
                 self._heed_others(event)
         self._journal.part("wait", self._agent.outside.clock() - began)
-        if places < self.work.world and not self._stop_signals:
-            self._world, self._places = places, self._agent.places
-
-    def _resize(self, world: int) -> None:
-        """Plans the job for another number of ranks ([Note: other numbers of ranks])."""
-        assert self.care.replan is not None
-        began, self._world = self._agent.outside.clock(), None
-        try:
-            with report_if_overdue(lambda: self.note(Message("still planning for {world} ranks", world=world))):
-                work = self.care.replan(world)
-        except MeshwrightError as error:
-            self._journal.unplanned(world, str(error), self.generation)
-        else:
-            self._change(work)
-        self._journal.part("plan", self._agent.outside.clock() - began)
+        if places < self.work.world and not self._stop.signals:
+            self._change_to.world, self._change_to.places = places, self._agent.places
 
     def _change(self, work: RankJob) -> None:
         """Switches to the job `work`. The current snapshots stay until there are snapshots of `work`."""
@@ -429,25 +349,58 @@ class Supervisor:
         self.work = replace(work, slots=self._slots.seat(work.world))
         self._retries.forget_culprits()
         self._pace = StepPace()
-        if self._old is not None:  # the newest complete snapshots must stay readable
-            left, self._holdings = (
-                (self._old, self._holdings) if _has_newer_snapshots(self) else (self._holdings, self._old)
-            )
-            left.close()
-        self._old, self._holdings = self._holdings, fresh
+        self._sets.change(fresh)
 
 
-def _has_newer_snapshots(run: Supervisor) -> bool:
-    """Returns whether the next ranks can resume from snapshots of the current plan while snapshots of the previous plan
-    exist."""
-    homes = run._agent.homes
-    return homes is not None and homes.has(run._holdings.key)
+def _resize(run: Supervisor, world: int) -> None:
+    """Plans the job for another number of ranks ([Note: other numbers of ranks])."""
+    assert run.care.replan is not None
+    began, run._change_to.world = run._agent.outside.clock(), None
+    try:
+        with report_if_overdue(lambda: run.note(Message("still planning for {world} ranks", world=world))):
+            work = run.care.replan(world)
+    except MeshwrightError as error:
+        run._journal.unplanned(world, str(error), run.generation)
+    else:
+        run._change(work)
+    run._journal.part("plan", run._agent.outside.clock() - began)
 
 
-def _are_snapshots_replicated(run: Supervisor) -> bool:
-    """Returns whether the snapshots of the current plan survive the loss of a node, like those of the previous plan."""
-    homes = run._agent.homes
-    return homes is None or homes.is_safe(run._holdings.key)
+def _request_stop(run: Supervisor, now: Attempt) -> None:
+    """Handles a stop request. The first one lets the step end. A second one, or one before any rank began to train,
+    ends the run at once."""
+    reason = run._stop.signals[0]
+    if len(run._stop.signals) > 1 or not run._begun:
+        run._stop.is_forced = True
+        return
+    run._stop.deadline = run._agent.outside.clock() + run.grace_period
+    run.note(
+        Message(
+            "{reason}: the step ends, then everything is saved (at most {seconds:.0f} s); once more to stop at once",
+            reason=reason,
+            seconds=run.grace_period,
+        )
+    )
+    now.tell(run._agent, {"stop": reason})
+
+
+def _revive(run: Supervisor) -> None:
+    """Starts another fork server. One that ends before it is ready counts as a failure and is tried again.
+
+    Raises: RankFailed when the retries are used up.
+    """
+    run._agent.again()
+    run._slots.probed()
+    while not run._await_ready():
+        first = fork_server_exit(run._agent.status(), run._agent.log)
+        place = {"generation": run.generation, "cause": failure_cause(first)}
+        if why := run._retries.count(first, run._journal.last):
+            run._journal.write(kind="verdict", decision=why, **place)
+            raise diagnose([first], run.work.world, run.work.log, why)
+        run._journal.fault(decision=Message("it starts again"), **place)
+        run._retries.rest(run._journal.part)
+        run._agent.again()
+    run._writer.ended(run._holdings)
 
 
 def _run_attempts(run: Supervisor) -> Attempt:
@@ -468,33 +421,39 @@ def _run_attempts(run: Supervisor) -> Attempt:
         recovers = True
 
 
-def _lower_memory_job(care: FaultPolicy, work: RankJob) -> RankJob | None:
-    """Returns the job under a plan that takes less memory, or None ([Note: lower memory] in restart_policy.py)."""
-    with contextlib.suppress(MeshwrightError):
-        return care.leaner(work) if care.leaner is not None else None
-    return None
+def _lower_memory_job(run: Supervisor) -> RankJob | None:
+    """Returns the same job under a plan that takes less memory, or None ([Note: leaner] in restart_policy.py)."""
+    if run.care.leaner is None:
+        return None
+    try:
+        with report_if_overdue(lambda: run.note(Message("still planning for less memory"))):
+            return run.care.leaner(run.work)
+    except MeshwrightError as error:
+        run.note(Message("cannot go on with less memory: {error}", error=error))
+        return None
 
 
 def _finish(run: Supervisor, now: Attempt) -> None:
-    """Returns if the run was successful. Otherwise raises the error that failed or stopped the run."""
-    if now.failures and len(run._stop_signals) < 2:
+    """Returns after success, else raises the error that failed or stopped the run."""
+    signals = run._stop.signals
+    if now.failures and len(signals) < 2:
         instead = run.care.instead(run.work) if run._retries.hungry else ""
-        raise diagnose(list(now.failures.values()), run.work.world, run.work.log, run._why, instead)
-    if run._stop_signals and not run._begun:
+        raise diagnose(list(now.failures.values()), run.work.world, run.work.log, run._retries.verdict, instead)
+    if signals and not run._begun:
         raise Interrupted(
             Message(
                 "stopped by {reason} {early}; the same command starts again",
-                reason=run._stop_signals[0],
+                reason=signals[0],
                 early=run.early,
             )
         )
-    if run._stop_signals and (now.failures or now.stopped or run._killed):  # otherwise the last step was complete
+    if signals and (now.failures or now.stopped or run._stop.is_forced):  # else the last step was done all the same
         saved = len(now.stopped) == run.work.world
         how = Message("everything is saved") if saved else Message("the step in progress was given up")
         raise Interrupted(
             Message(
                 "stopped by {reason}: {how}; the same command goes on where this one stopped",
-                reason=run._stop_signals[0],
+                reason=signals[0],
                 how=how,
             )
         )

@@ -114,9 +114,12 @@ class WriterSupervisor:
         if kind == "started":
             self._process, self._moved = event["pid"], self.clock()
         elif kind == "refused":
-            self._why = Message(
-                "process {pid}, which wrote one before, still waits for its disk and cannot be ended", pid=event["pid"]
+            lives = Message(
+                "process {pid}, which wrote one before, still waits for its disk and cannot be ended",
+                pid=event.get("pid"),
             )
+            why = event.get("why")
+            self._why = Message("its process was not started: {why}", why=why) if why else lives
             self._end(generation, holdings)
         elif kind == "said" and self._process:
             self._heed_words(event["message"], generation)

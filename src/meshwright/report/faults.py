@@ -136,7 +136,7 @@ def fault_rows(events: Sequence[RunEvent], records: Sequence[StepRecord] = ()) -
         last = event.step or last  # events of ranks that failed before their first step have no step
         if event.kind in ("fault", "resize", "verdict"):
             broken = len(rows)
-        if event.kind in ("fault", "verdict", "spike", "divergence", "bad_data", "unsaved"):
+        if event.kind in ("fault", "verdict", "spike", "divergence", "bad_data", "unsaved", "degraded"):
             rows.append(
                 FaultRow(
                     last,

@@ -24,7 +24,7 @@ from statistics import median
 from pydantic import Field
 
 from meshwright.core import storage
-from meshwright.core.codec import StrictModel, StrictModelType, TranslatableText, parse_text, validate_data
+from meshwright.core.codec import StrictModel, TranslatableText, read_run_file, validate_data
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.messages import Message
 from meshwright.core.units import show_count
@@ -273,21 +273,16 @@ def read_run(folder: Path | str) -> RunFolder:
     return RunFolder(
         folder=str(path),
         records=tuple(by_step[step] for step in sorted(by_step)),
-        plan=_read_model_file(Plan, path / "plan.json"),
-        job=_read_model_file(Job, path / "job.json"),
-        estimate=_read_model_file(Estimate, path / "estimate.json"),
-        launch=_read_model_file(LaunchSpec, path / "launch.json"),
+        plan=read_run_file(Plan, path / "plan.json"),
+        job=read_run_file(Job, path / "job.json"),
+        estimate=read_run_file(Estimate, path / "estimate.json"),
+        launch=read_run_file(LaunchSpec, path / "launch.json"),
         checkpoints=steps,
         repeated=len(records) - len(by_step),
         cut=cut,
         events=read_events(path / EVENTS_FILE_NAME),
         again=sum(record.seconds for record in records) - sum(record.seconds for record in by_step.values()),
     )
-
-
-def _read_model_file(kind: type[StrictModelType], path: Path) -> StrictModelType | None:
-    text = storage.read_text(path)
-    return None if text is None else validate_data(kind, parse_text(text, str(path)), f"{path}: $")
 
 
 def read_records(path: Path) -> tuple[list[StepRecord], int]:

@@ -27,6 +27,7 @@ class RunEvent(StrictModel):
         "resize",
         "save",
         "unsaved",
+        "degraded",
         "spike",
         "divergence",
         "bad_data",

@@ -46,7 +46,7 @@ class RunConsole:
         self._heeded = {
             "begin": self._begin, "record": self._record, "saved": self._saved, "sample": self._sample,
             "stopped": self._stopped, "done": self._done,
-            **dict.fromkeys(("note", "divergence", "spike", "bad_data"), self._note),
+            **dict.fromkeys(("note", "divergence", "spike", "bad_data", "degraded"), self._note),
         }  # fmt: skip
 
     def hear(self, message: IpcMessage) -> None:

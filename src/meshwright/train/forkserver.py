@@ -13,6 +13,7 @@ no rank is special. The protocol is JSON lines: commands on standard input, even
 | signal: rank, signal | ended: rank, generation, status (negative: the signal) |
 | clear: end every rank | clear: no rank is left |
 | | refused: rank, generation, pid: a start while a process of that rank still runs |
+| | refused: rank, generation, why: a start for which the system has no descriptor or process; ended follows |
 | | ready: pid, port, secret: of the store |
 
 Source: a fork is 50 times as fast as a spawn. A first AdamW step in a child would import torch._dynamo there, which
@@ -32,6 +33,7 @@ collection skips them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -205,9 +207,15 @@ class ForkServer:
                 {"event": "refused", "rank": lives.rank, "generation": message["generation"], "pid": lives.pid},
             )
             return
-        theirs_in, ours_out = os.pipe()
-        ours_in, theirs_out = os.pipe()
-        parent, pid = os.getpid(), os.fork()
+        pipes: list[int] = []
+        try:
+            pipes += os.pipe()
+            pipes += os.pipe()
+            parent, pid = os.getpid(), os.fork()
+        except OSError as error:  # no descriptor or process is left: only this start fails
+            self._refuse(message, pipes, error)
+            return
+        theirs_in, ours_out, ours_in, theirs_out = pipes
         if pid == 0:
             for handle in (ours_out, ours_in):
                 os.close(handle)
@@ -221,6 +229,16 @@ class ForkServer:
         self.children[child.rank] = child
         self.waiting.register(ours_in, selectors.EVENT_READ, lambda: self._relay(child))
         write_message(self.events, {"event": "started", "rank": child.rank, "generation": child.generation, "pid": pid})
+
+    def _refuse(self, message: IpcMessage, pipes: list[int], error: OSError) -> None:
+        """Reports that the system has started no process for this rank. The supervisor counts it as a failure of that
+        rank and tries again under its restart policy."""
+        for handle in pipes:
+            os.close(handle)
+        rank = {"rank": message["rank"], "generation": message["generation"]}
+        why = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'unknown')})"
+        write_message(self.events, {"event": "refused", **rank, "why": why})
+        write_message(self.events, {"event": "ended", **rank, "status": 1})
 
     def _forget(self) -> None:
         """Closes the fork server's file handles in a child, so that the end of a pipe is seen."""

@@ -140,7 +140,6 @@ class TrainLoop:
         )  # fmt: skip
         records = RecordWriter(self.folder, self.launch.run.tensorboard, self._note) if self.channel.rank == 0 else None
         if self.channel.rank == 0 and self.dataset.tokenizer is not None:
-            (self.folder / "tokenizer").mkdir(exist_ok=True)
             self.dataset.tokenizer.save(self.folder / "tokenizer")
         validation_batches = list(self.loader.validation_batches(VALIDATION_BATCH_ROWS))
         if began == 0 and validation_batches:

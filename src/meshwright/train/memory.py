@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from meshwright.core.files import write_atomically
+from meshwright.core import storage
 from meshwright.runtime.backend import backend_of
 from meshwright.spec.record import AllocationEvent, MemoryTimeline, StepRecord
 
@@ -76,8 +76,8 @@ class StepMemoryTrace:
         found = self.timeline(trainer)
         path = folder / "memory" / f"rank-{found.rank}.json"
         with suppress(OSError):  # a full disk loses the timeline, not the run
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, found.to_json() + "\n")
+            storage.make_folder(path.parent)
+            storage.replace_file(path, found.to_json() + "\n")
         return {
             "total": found.total,
             "activations": found.peak.activations,
@@ -221,9 +221,7 @@ class MemoryRecorder:
         self._written = {**before, **found}
         path = self.folder / "memory" / f"rank-{self.trainer.mesh.rank}.jsonl"
         with suppress(OSError):  # a full disk loses rows, not the run
-            path.parent.mkdir(exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **found}, separators=(",", ":")) + "\n")
+            storage.append_row(path, json.dumps({"step": step, **found}, separators=(",", ":")))
 
 
 def resident_bytes() -> float:

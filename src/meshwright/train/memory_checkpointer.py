@@ -16,6 +16,7 @@ the driver copies in small pieces. Here one chunk fills while the other is read.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -34,6 +35,7 @@ from meshwright.checkpoint.memory_checkpoint import (
     single_chunk,
 )
 from meshwright.checkpoint.save import RankExchange
+from meshwright.core.background_thread import start_background_thread
 from meshwright.core.cgroup_limits import cgroup_memory_available
 from meshwright.core.heartbeat import Heartbeat, HeartbeatField
 from meshwright.core.messages import Message
@@ -160,10 +162,12 @@ class MemoryCheckpointer:
             self._lift = D2HStaging(self.trainer.mesh.device)
         if self._lift is not None:
             self._lift.begin()
-        self._thread = threading.Thread(
-            target=self._copy, args=(self.trainer.steps, layout, local, state), name="copy", daemon=True
-        )
-        self._thread.start()
+        step = self.trainer.steps
+        copy = functools.partial(self._copy, step, layout, local, state)
+        try:
+            self._thread = start_background_thread("copy", copy, lambda line: None)
+        except OSError:  # no thread is left: this copy delays the next step
+            copy()
 
     def finish(self) -> None:
         """Waits for the copy in flight, and raises its error if it failed."""

@@ -35,6 +35,7 @@ from meshwright.checkpoint.hf_weights import BUFFER_PREFIX, WEIGHT_PREFIX, HfWei
 from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
+from meshwright.core.storage import is_present
 from meshwright.runtime import state_dict
 from meshwright.runtime.engine import Engine
 
@@ -159,7 +160,7 @@ def init_on_meta() -> Iterator[None]:
 def load_sharded_weights(engine: Engine, path: Path | str) -> None:
     """Loads every parameter of `engine` that is on the meta device from the weights at `path`. Every rank calls it.
     Raises InputError where the files do not fit."""
-    weights = None if (Path(path) / MANIFEST_FILE).exists() else _open_checked_weights(path, engine)
+    weights = None if is_present(Path(path) / MANIFEST_FILE) else _open_checked_weights(path, engine)
     engine.zero.quiesce()
     pieces = map(
         state_dict.strip_replica_prefix, state_dict.weight_pieces(engine, saving=False)

@@ -15,15 +15,17 @@ import os
 import selectors
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from io import FileIO, TextIOWrapper
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
+from meshwright.core import storage
+from meshwright.core.background_thread import start_background_thread
 from meshwright.core.errors import InputError, MeshwrightError, translate_system_error
 from meshwright.core.heartbeat import open_heartbeats
 from meshwright.core.ipc import IpcMessage, MessageReader, write_message
@@ -129,7 +131,7 @@ class RankControl:
 
     def heed(self, inbox: MessageReader) -> None:
         """Receives messages in a background thread. The end of the pipe ends this process."""
-        threading.Thread(target=self._listen, args=(inbox,), daemon=True).start()
+        start_background_thread("inbox", lambda: self._listen(inbox), lambda line: self.say("degraded", line=line))
 
     def _listen(self, inbox: MessageReader) -> None:
         waiting = selectors.DefaultSelector()
@@ -160,6 +162,15 @@ class RankLog(FileIO):
             super().flush()
 
 
+def _open_log(path: Path) -> int:
+    """Opens the log of a rank. A rank whose log cannot be opened writes to that of the process that forked it."""
+    try:
+        return storage.open_for_append(path)
+    except OSError as error:
+        print(storage.describe_failure(error, path), file=sys.stderr, flush=True)
+        return 2
+
+
 def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], inbox: int, outbox: int) -> NoReturn:
     """Turns a fresh child into a rank: sets up log and environment, runs `target(channel, payload)`, and exits with its
     status. `store`: address, port and key prefix, where the message names no others."""
@@ -176,7 +187,7 @@ def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], i
             message["rank"], message["world"], lambda said: write_message(outbox, said), memory=places
         )
         die_with_parent(parent, f"mesh-rank-{channel.rank}")
-        log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        log = _open_log(Path(message["log"]))
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)

@@ -1,5 +1,10 @@
 """The lock of a run folder: one launch at a time may write into it. The kernel frees the lock when its holder dies,
-however it dies."""
+however it dies.
+
+Guarantees: only a missing file or a free lock means that nobody has the lock. A file system that does not answer the
+question is a StorageFailed, never an answer. A lock that cannot be released does not fail a finished run: the end of
+the process releases it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from meshwright.core import storage
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
+LOCK_FILE = "lease"
 LOCK_TIMEOUT_SECONDS = 0.5
 """Seconds to retry: a probe by another process (`is_locked`) takes the lock for less."""
+
+MAX_HOLDER_BYTES = 200
 
 
 class RunLocked(InputError):
@@ -24,45 +33,73 @@ class RunLocked(InputError):
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether a process has the lock of this run folder now. Any number of processes may call it at once."""
-    try:
-        handle = os.open(folder / "lease", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-    return False
+    """Returns whether a process has the lock of this run folder now. Any number of processes may call it at once.
+
+    Raises: StorageFailed if the file system does not say.
+    """
+    path = folder / LOCK_FILE
+    with storage.failures_as_one_line(path):
+        try:
+            handle = storage.open_for_update(path)
+        except FileNotFoundError:
+            return False
+        try:
+            return not _take(handle, fcntl.LOCK_SH, path)
+        finally:
+            storage.close_quietly(handle)
 
 
 def locking_node(folder: Path) -> int | None:
-    """Returns the index of the node that has the lock; None where nobody has it, or no node."""
+    """Returns the index of the node that has the lock; None where nobody has it, or no node.
+
+    Raises: StorageFailed if the file system does not say.
+    """
     if not is_locked(folder):
         return None
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int((folder / "lease").read_text().splitlines()[1])
+    lines = (storage.read_text(folder / LOCK_FILE) or "").splitlines()
+    with contextlib.suppress(ValueError, IndexError):
+        return int(lines[1])
     return None
+
+
+def _take(handle: int, kind: int, path: Path) -> bool:
+    """Takes the lock if no other process has it. Raises OSError if the file system does not say."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise storage.with_path(error, path) from None
+    return True
 
 
 class RunLock:
     """Locks the folder while the context is open. `number`: the index of this node, where there are several. Raises
-    RunLocked when another process has the lock."""
+    RunLocked when another process has the lock, StorageFailed when the file system has no locks or fails."""
 
     def __init__(self, folder: Path, number: int | None = None) -> None:
         self.folder, self.number = folder, number
 
     def __enter__(self) -> Self:
-        self._handle = os.open(self.folder / "lease", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = self.folder / LOCK_FILE
+        with storage.failures_as_one_line(path):
+            self._handle = storage.open_for_update(path, create=True)
+            try:
+                self._acquire(path)
+                number = "" if self.number is None else self.number
+                holder = f"process {os.getpid()} on {socket.gethostname()}\n{number}\n"
+                storage.overwrite(self._handle, holder.encode())
+            except BaseException:
+                storage.close_quietly(self._handle)
+                raise
+        return self
+
+    def _acquire(self, path: Path) -> None:
         end = time.monotonic() + LOCK_TIMEOUT_SECONDS
-        while not self._take():
+        while not _take(self._handle, fcntl.LOCK_EX, path):
             if time.monotonic() > end:
-                holder = os.read(self._handle, 200).decode(errors="replace").partition("\n")[0] or Message(
-                    "another process"
-                )
-                os.close(self._handle)
+                text = storage.read_file(path, most=MAX_HOLDER_BYTES).decode(errors="replace")
+                holder = text.partition("\n")[0] or Message("another process")
                 raise RunLocked(
                     Message(
                         "run {folder!r} is being trained by {holder}: wait for it, or choose another --run",
@@ -71,20 +108,10 @@ class RunLock:
                     )
                 )
             time.sleep(0.02)
-        os.ftruncate(self._handle, 0)
-        number = "" if self.number is None else self.number
-        os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n{number}\n".encode())
-        return self
-
-    def _take(self) -> bool:
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.ftruncate(self._handle, 0)
-        os.close(self._handle)
+        with contextlib.suppress(OSError):
+            storage.overwrite(self._handle, b"")
+        storage.close_quietly(self._handle)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.messages import LANGUAGES
+from meshwright.core.storage import list_names
 from meshwright.report.faults import fault_rows
 from meshwright.report.memory import column_peaks, read_timelines
 from meshwright.report.page.plan_page import fill_frame, localized_lines, localized_names, round_number
@@ -88,9 +89,9 @@ def thin_curve(points: Sequence[tuple[int, float]], most: int = MAX_CURVE_POINTS
 
 
 def timeline_data(run: RunFolder) -> dict[str, Any] | None:
-    """Returns the peak bytes of each kind of memory in each time interval of the step on the peak-memory rank. Returns
-    None if no rank recorded its memory."""
-    if not any((Path(run.folder) / "memory").glob("rank-*.json")):
+    """Returns the peak bytes of each kind in each part of the step on the peak rank, or None where no rank recorded
+    any."""
+    if not any(name.endswith(".json") for name in list_names(Path(run.folder) / "memory")):
         return None
     peak_rank: MemoryTimeline = read_timelines(Path(run.folder))[0]
     tops = column_peaks(peak_rank, MEMORY_COLUMNS)

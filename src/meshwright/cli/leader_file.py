@@ -1,0 +1,72 @@
+"""Reads RUN/leader, which says where the leader of a run on several machines listens.
+
+Guarantees: only a missing file means that nobody leads. A file system that does not answer is a StorageFailed, which
+`retry_storage` tries again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from meshwright.core import storage
+from meshwright.core.messages import Message
+
+LEADER_FILE = "leader"
+MAX_LEADER_BYTES = 10_000
+RETRY_SECONDS = 0.2
+STATUS_SECONDS = 5.0
+"""Seconds between lines about a leader that cannot be found."""
+STORAGE_RETRY_SECONDS = 60.0
+"""Seconds for which a node asks again who leads, where the file system of the run folder fails. A node that waits for a
+leader asks for `JOIN_SECONDS`."""
+
+AnswerT = TypeVar("AnswerT")
+
+
+class LeaderAddress(NamedTuple):
+    """A node and the address on which it listens for the others."""
+
+    number: int
+    host: str
+    port: int
+
+
+def read_leader(folder: Path) -> LeaderAddress | None:
+    """Returns the leader of the run in `folder`, dead or alive; None if there is none.
+
+    Raises: StorageFailed if the file system does not say. Only a missing file means that nobody leads.
+    """
+    path = folder / LEADER_FILE
+    with storage.failures_as_one_line(path):
+        try:
+            text = storage.read_file(path, most=MAX_LEADER_BYTES)
+        except FileNotFoundError:
+            return None
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        found = json.loads(text)
+        return LeaderAddress(int(found["number"]), str(found["host"]), int(found["port"]))
+    return None
+
+
+def retry_storage(ask: Callable[[], AnswerT], note: Callable[[str], None]) -> AnswerT:
+    """Returns `ask()`, repeated while the file system of the run folder fails, with a line every STATUS_SECONDS.
+
+    Raises: StorageFailed after STORAGE_RETRY_SECONDS.
+    """
+    began = said = time.monotonic()
+    while True:
+        try:
+            return ask()
+        except storage.StorageFailed as error:
+            now = time.monotonic()
+            if now > began + STORAGE_RETRY_SECONDS:
+                raise
+            if now > said + STATUS_SECONDS or said == began:
+                said = now
+                note(Message("{error}; tried again for {seconds:.0f} s", error=error, seconds=STORAGE_RETRY_SECONDS))
+        time.sleep(RETRY_SECONDS)

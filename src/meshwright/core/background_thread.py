@@ -1,0 +1,70 @@
+"""Starts the threads that help a process: listeners, snapshot replication, keepalives, inboxes.
+
+Guarantees: no exception ends such a thread in silence. It becomes one line, which `failed` sends to the supervisor as a
+message of a known kind, and the work begins again. A system that has no thread left raises OSError, as it does for
+every other resource.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from meshwright.core.messages import Message
+
+RESTART_SECONDS = 1.0
+"""Seconds between a failure of the work and its next start."""
+
+REPEAT_LINE_SECONDS = 60.0
+"""Seconds between two lines about the same thread."""
+
+
+def start_background_thread(
+    name: str, work: Callable[[], None], failed: Callable[[str], None], restarts: bool = True
+) -> threading.Thread:
+    """Runs `work` in a daemon thread until it returns. After an exception `failed` gets one line, at most one in
+    REPEAT_LINE_SECONDS, and `work` begins again, unless `restarts` is False.
+
+    Raises: OSError if the system starts no thread.
+    """
+
+    def run() -> None:
+        reported = float("-inf")
+        while True:
+            try:
+                work()
+            except BaseException as error:
+                if (now := time.monotonic()) >= reported + REPEAT_LINE_SECONDS:
+                    reported = now
+                    with contextlib.suppress(Exception):  # the supervisor has ended
+                        failed(describe_exception(name, error))
+            else:
+                return
+            if not restarts:
+                return
+            time.sleep(RESTART_SECONDS)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        raise OSError(errno.EAGAIN, "the system starts no more threads") from None
+    return thread
+
+
+def describe_exception(name: str, error: BaseException) -> Message:
+    """Returns what failed in the thread `name`, and where, on one line.
+
+    >>> describe_exception("mirror", KeyError("size"))
+    "the background thread 'mirror' failed: KeyError: 'size'"
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    cause = f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+    return Message("the background thread {name!r} failed: {cause}", name=name, cause=cause)
