@@ -91,7 +91,7 @@ def test_layers_say_what_was_found_and_what_stays_whole(here: Path, capsys: pyte
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
     assert re.search(r"^block +3 ", out, re.MULTILINE) and "3 blocks in model.layers" in out
-    assert "block, whole: self_attn.dense.bias, mlp.fc2.bias, input_layernorm.weight" in out
+    assert "block, not sharded: self_attn.dense.bias, mlp.fc2.bias, input_layernorm.weight" in out
     assert main(["estimate", "--layers", "--model", "llama2-7b", "--cluster", "1x4:a100-80gb", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"][1]["repeat"] == 32
 
@@ -105,7 +105,7 @@ def test_an_untraceable_model_is_one_line_in_plan_and_data_parallel_in_train(
     file = JobOptions(model="a_live_model:Asking", cluster="1x4:a100-80gb").job_file(None)
     choice = choose_plan(file, None, None, {}, None)
     assert (choice.plan.name, choice.estimate) == ("dp4", None)
-    assert "is not priced" in translate(choice.why[0])
+    assert "has no estimate" in translate(choice.why[0])
 
 
 def test_a_folder_that_nobody_knows_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
