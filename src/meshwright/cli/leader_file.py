@@ -1,7 +1,7 @@
-"""Reads RUN/leader, which says where the leader of a run on several machines listens.
+"""Reads RUN/leader, the file with the address of the leader of a run on several machines.
 
-Guarantees: only a missing file means that nobody leads. A file system that does not answer is a StorageFailed, which
-`retry_storage` tries again.
+Guarantees: only a missing file means that no node leads. If the file system does not answer, StorageFailed is raised,
+and `retry_storage` tries again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ RETRY_SECONDS = 0.2
 STATUS_SECONDS = 5.0
 """Seconds between lines about a leader that cannot be found."""
 STORAGE_RETRY_SECONDS = 60.0
-"""Seconds for which a node asks again who leads, where the file system of the run folder fails. A node that waits for a
-leader asks for `JOIN_SECONDS`."""
+"""Seconds for which a node reads RUN/leader repeatedly if the file system of the run folder fails. A node that waits
+for a leader does so for `JOIN_SECONDS`."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -39,7 +39,7 @@ class LeaderAddress(NamedTuple):
 def read_leader(folder: Path) -> LeaderAddress | None:
     """Returns the leader of the run in `folder`, dead or alive; None if there is none.
 
-    Raises: StorageFailed if the file system does not say. Only a missing file means that nobody leads.
+    Raises: StorageFailed if the file system does not answer. Only a missing file means that no node leads.
     """
     path = folder / LEADER_FILE
     with storage.failures_as_one_line(path):

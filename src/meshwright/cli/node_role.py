@@ -382,7 +382,7 @@ def _join_leader(
             if found is None:
                 return None
             addresses = found
-        except storage.StorageFailed as error:  # it is not known whether anybody leads: asked again
+        except storage.StorageFailed as error:  # it is not known whether a node leads, so try again
             why = str(error)
         for at in addresses:
             try:
@@ -420,7 +420,7 @@ def _leader_addresses(
 ) -> list[tuple[str, int]] | None:
     """Returns the addresses at which a leader may listen; None if this node is to lead because `lost` is dead.
 
-    Raises: Interrupted if the run has ended, StorageFailed if the file system does not say who leads.
+    Raises: Interrupted if the run has ended, StorageFailed if the file system does not answer.
     """
     leader = read_leader(folder)
     if lost is not None and leader is None:

@@ -368,7 +368,7 @@ def _run_external_rank(
 
 
 def _with_memory_hint(line: str, folder: Path, launch: LaunchSpec) -> str:
-    """Adds a plan that takes less memory, if this rank can read the job file, which rank 0 wrote."""
+    """Adds a hint at a plan that needs less memory, if this rank can read the job file that rank 0 wrote."""
     from meshwright.cli.replanning import lower_memory_hint
     from meshwright.core.codec import read_run_file
     from meshwright.core.errors import MeshwrightError

@@ -1,8 +1,8 @@
 """Starts the threads that help a process: listeners, snapshot replication, keepalives, inboxes.
 
-Guarantees: no exception ends such a thread in silence. It becomes one line, which `failed` sends to the supervisor as a
-message of a known kind, and the work begins again. A system that has no thread left raises OSError, as it does for
-every other resource.
+Guarantees: an exception never ends one of these threads silently. `failed` sends the exception to the supervisor as one
+line in a message of a known kind, and the work begins again. If the system cannot start a thread, OSError is raised, as
+for every other resource.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ REPEAT_LINE_SECONDS = 60.0
 def start_background_thread(
     name: str, work: Callable[[], None], failed: Callable[[str], None], restarts: bool = True
 ) -> threading.Thread:
-    """Runs `work` in a daemon thread until it returns. After an exception `failed` gets one line, at most one in
-    REPEAT_LINE_SECONDS, and `work` begins again, unless `restarts` is False.
+    """Runs `work` in a daemon thread until it returns. After an exception `failed` receives one line, at most once in
+    REPEAT_LINE_SECONDS. `work` then begins again, unless `restarts` is False.
 
-    Raises: OSError if the system starts no thread.
+    Raises: OSError if the system cannot start a thread.
     """
 
     def run() -> None:
@@ -58,7 +58,7 @@ def start_background_thread(
 
 
 def describe_exception(name: str, error: BaseException) -> Message:
-    """Returns what failed in the thread `name`, and where, on one line.
+    """Returns one line with the error of the thread `name` and its location.
 
     >>> describe_exception("mirror", KeyError("size"))
     "the background thread 'mirror' failed: KeyError: 'size'"

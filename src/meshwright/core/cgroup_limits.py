@@ -84,7 +84,8 @@ def oom_kill_count(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) ->
 def raise_open_file_limit(ranks: int, nodes: int = 0) -> None:
     """Raises the limit of open files for this process and its children as far as the system allows.
 
-    Raises: InputError if that limit is too low for `ranks` ranks, and a connection to each of `nodes` other nodes.
+    Raises: InputError if the system's limit is too low for `ranks` ranks and a connection to each of `nodes` other
+    nodes.
     """
     needed = BASE_OPEN_FILES + OPEN_FILES_PER_RANK * ranks + nodes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -89,9 +89,9 @@ class InboundConnection:
 
 
 class ConnectionListener:
-    """Listens on the socket `end`. `guest` makes the object for a new connection. `report` receives the reason and
-    the address when a connection is refused. `expected` connections are open at the same time in any case; whoever
-    expects them has checked the limit of open files (core/cgroup_limits.py)."""
+    """Listens on the socket `end`. `guest` returns the object for a new connection. `report` receives the reason and
+    the address when a connection is refused. `expected` connections may always be open at the same time. The caller
+    must have checked the limit of open files for them (core/cgroup_limits.py)."""
 
     def __init__(
         self,

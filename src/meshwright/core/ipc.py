@@ -36,13 +36,14 @@ def write_message(handle: int, message: IpcMessage) -> None:
 
 
 def wait_readable(timeout: float, *handles: int) -> bool:
-    """Waits at most `timeout` seconds until one of `handles` is readable or closed. Returns whether one is. It opens no
-    descriptor, and takes descriptors of any number."""
+    """Waits at most `timeout` seconds until one of `handles` is readable or closed. Returns whether one of them is.
+    Opens no file descriptor, and accepts descriptors of any value."""
     return _poll(timeout, select.POLLIN, handles)
 
 
 def wait_writable(timeout: float, handle: int) -> bool:
-    """Waits at most `timeout` seconds until `handle` takes more bytes or is closed. Returns whether it does."""
+    """Waits at most `timeout` seconds until `handle` accepts more bytes or is closed. Returns whether this is the
+    case."""
     return _poll(timeout, select.POLLOUT, (handle,))
 
 

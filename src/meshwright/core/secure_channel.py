@@ -53,8 +53,8 @@ ACK_TIMEOUT_MILLISECONDS = 15_000
 """Milliseconds after which unacknowledged bytes break the connection."""
 
 KEEPALIVE_SECONDS = 5
-"""Seconds of silence after which the system asks whether the other machine is there; three questions without an answer
-break the connection."""
+"""Seconds without data after which the system sends a keepalive probe. Three probes without an answer break the
+connection."""
 
 _TCP_USER_TIMEOUT = 18
 
@@ -99,7 +99,7 @@ class SecureChannel:
             try:
                 while rest:
                     rest = self._send(rest)
-            except OSError:  # the line may be cut: no other one may follow it
+            except OSError:  # the line may be incomplete, so that no further line may follow
                 with contextlib.suppress(OSError):
                     self.end.shutdown(socket.SHUT_RDWR)
                 raise
@@ -128,7 +128,7 @@ class SecureChannel:
 
 
 def detect_dead_peer(end: socket.socket, send_timeout: float) -> None:
-    """Lets reads and writes of a blocking socket fail once the other machine no longer answers, or no longer reads for
+    """Makes reads and writes of a blocking socket fail if the other machine does not answer, or does not read for
     `send_timeout` seconds."""
     end.settimeout(None)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(send_timeout), 0))
@@ -154,7 +154,7 @@ class SecureListener:
         expected: int = 0,
     ) -> None:
         """Opens the port. `me` is the greeting of this end. `refused` receives the reason and the address when a
-        connection is refused. `expected` connections have a place in any case.
+        connection is refused. `expected` connections are always accepted at the same time.
 
         Raises: OSError if the address does not belong to this machine or the port is in use.
         """
@@ -291,9 +291,9 @@ def _read_first_line(end: socket.socket, until: float) -> IpcMessage:
 
 
 def read_token(path: Path) -> str:
-    """Returns the secret that the head node has written to the run folder; empty if there is none yet.
+    """Returns the secret that the head node has written to the run folder; empty if it has not written one.
 
-    Raises: StorageFailed if it cannot be read, or is no text of one line.
+    Raises: StorageFailed if the file cannot be read, or is not one line of text.
     """
     with failures_as_one_line(path):
         try:

@@ -67,9 +67,9 @@ def blocked_stop_signals() -> Iterator[None]:
 
 
 class StopRequest:
-    """The stop signals of a run so far, by name. The first one lets the step end and everything be saved. The second
-    one ends the run at once. `deadline` is the time at which the run ends in any case, None before a request.
-    `is_forced` says that the run ends at once."""
+    """The stop signals that a training run has received, by name. After the first signal the step ends and everything
+    is saved. A second signal ends the run at once. `deadline` is the time at which the run ends in any case; None
+    before a signal. `is_forced` is set if the run ends at once."""
 
     def __init__(self) -> None:
         self.signals: list[str] = []
@@ -82,7 +82,7 @@ class StopRequest:
         self.signals.append(signal.Signals(number).name)
 
     def is_news(self) -> bool:
-        """Returns once whether a signal has come since the last call."""
+        """Returns whether a signal has arrived since the last call."""
         handled, self._handled = self._handled, len(self.signals)
         return self._handled > handled
 

@@ -186,7 +186,7 @@ link."""
 class SnapshotClient:
     """Reads the in-memory checkpoints of one rank from the node at `address`.
 
-    Raises: OSError if the node does not answer for SNAPSHOT_TIMEOUT_SECONDS, or the token is not that of the job.
+    Raises: OSError if the node does not answer for SNAPSHOT_TIMEOUT_SECONDS or rejects the token.
     """
 
     def __init__(self, address: str, token: str, key: str, rank: int) -> None:

@@ -272,10 +272,10 @@ def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool =
 
 
 def replace_file(path: Path, text: str, private: bool = False) -> None:
-    """Writes `text` to the file `path`. A reader sees all of it or the previous file. `private` makes the file readable
-    by this user alone; else it has the default permissions for new files.
+    """Writes `text` to the file `path`. Another process reads either the complete new file or the previous file.
+    `private` makes the file readable only by this user; otherwise it has the default permissions for new files.
 
-    A pipe, a device or a link of that name is replaced too, and nothing is written through it.
+    A pipe, a device or a link with this name is also replaced; nothing is written through it.
 
     Raises: OSError that names `path`.
     """
