@@ -139,7 +139,7 @@ def test_all_ranks_end_with_the_line_of_the_one_that_raised(ranks: Any, plan: st
     if bad.kind == "ValueError":
         assert other.kind == "MeshwrightError" and other.by == BAD
         assert re.fullmatch(
-            r"rank 1 raised ValueError: a bad value \(test_ranks_part\.py:\d+ in raise_here\)", other.line
+            r"rank 1 raised ValueError: a bad value \(test_single_rank_error\.py:\d+ in raise_here\)", other.line
         )
     elif other.by == BAD:
         assert (other.kind, other.line) == (bad.kind, f"rank 1: {bad.line}")
