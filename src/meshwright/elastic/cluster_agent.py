@@ -389,7 +389,8 @@ class ClusterAgent(LocalAgent):
 
     def _hear(self, node: _NodeConnection, event: IpcMessage) -> list[IpcMessage]:
         if event["event"] == "lends":
-            # the node counts as joined only now: the snapshots of ranks placed on it earlier could not be located
+            # A node joins only when its snapshot server has an address. If ranks were placed on it before, their
+            # snapshots could not be located.
             node.lender, node.first = (
                 event["address"],
                 self._seats.first_of(node.name, node.devices, [other.first for other in self.nodes]),

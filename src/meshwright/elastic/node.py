@@ -215,7 +215,8 @@ class NodeAgent:
         self._rows.clear()
         memory = {"sources": holdings.table(self._sources), "single_node": False}
         for rank, device, log in ranks:
-            # registered here, so that a fork server that dies before it starts the rank also reports this rank as ended
+            # The rank is registered before its process exists. If the fork server dies in between, the rank is still
+            # reported as ended.
             self.processes.setdefault(rank, 0)
             self.agent.command(
                 **message, rank=rank, log=log, local=[device, here], memory={**memory, **holdings.places(rank)}

@@ -163,7 +163,7 @@ class Supervisor:
         if self._stop.deadline is not None:  # a fault occurred after a stop request
             now.tell(self._agent, {"stop": self._stop.signals[0]})
         while now.living and not self._stop.is_forced:
-            # all earlier messages are handled before the round judges, however long this process was suspended
+            # handle all earlier messages before checking for hangs, even if this process was suspended for long
             heard = clock()
             for event in self._agent.events(TICK_SECONDS):
                 self._heed_others(event)

@@ -44,7 +44,7 @@ VOCABULARY_SIZES = (
 
 
 class MemoryMeter(StrEnum):
-    """The meaning of a source's memory figure."""
+    """What the memory figure of a published benchmark counts."""
 
     first = "peak allocated on rank 0"
     last = "peak allocated on the last rank"

@@ -1,16 +1,16 @@
-"""Builds the HTML page of a plan: the data, the pipeline chart, and the frame.
+"""Builds the HTML page of a plan: its data, its pipeline chart and the HTML frame around both.
 
-The pipeline chart shows when each action begins and ends. Orders and their simulation come from `spec/schedules`,
-seconds from the cost model. Of a long step the chart shows only enough micro-batches to fill the pipeline, and of many
-ranks only the first and the last. Work after the last backward (gradient reduction, optimizer update) is not in the
-chart.
+The pipeline chart shows when each forward and backward of a stage begins and ends. `spec/schedules` orders and
+simulates these actions; the cost model prices them in seconds. A chart has at most the micro-batches that fill the
+pipeline. If there are many ranks, it has only the first and the last ones. Work after the last backward (gradient
+reduction, optimizer update) is not in the chart.
 
-A page embeds the grid as compact JSON with numbers of ten significant digits, and all names in both languages. `keys`
-names the columns of a plan, of its seconds and of its bytes. The page computes only fractions and differences of these
-numbers.
+The page embeds the grid of plans as compact JSON. Numbers have ten significant digits, and all names are in both
+languages. The field `keys` names the columns of a plan, of its seconds and of its bytes. The page computes only
+fractions and differences of these numbers.
 
-All pages have the same frame, which is filled with the body, texts, script and data of the page. The file refers to no
-other file, and its content security policy forbids any request.
+Every page fills one HTML frame with its body, texts, script and data. The HTML file refers to no other file, and its
+content security policy forbids any request.
 """
 
 from __future__ import annotations
