@@ -1,8 +1,8 @@
 """The checkpoint writer: a separate process that writes the in-memory checkpoints to disk while training continues.
 
-Guarantees: it writes what the ranks themselves would have saved. As always, the checkpoint is read back and gets its
-name last. At most one save is in progress. It takes no memory except the slot that the ranks do not overwrite
-meanwhile. A rank that dies meanwhile does not disturb it.
+Guarantees: the process writes the same bytes that the ranks themselves would have saved. It reads the checkpoint back
+and renames it to its final name last, as every save does. At most one save is in progress. A save takes no memory of
+its own: the ranks do not overwrite the slot that it reads. A rank that dies during the save does not disturb it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The console output of a run, on standard error: one progress line on a terminal, else plain lines without carriage
-returns or escapes.
+"""The console output of a run, on standard error. On a terminal it is one progress line. Otherwise it is plain lines
+without carriage returns or escapes.
 
-It receives the messages of rank 0 (`begin`, `record`, `saved`, `note`, `sample`, `done`), in the supervisor's process
-or in rank 0's own.
+The console receives the messages of rank 0: `begin`, `record`, `saved`, `note`, `sample` and `done`. It runs in the
+supervisor's process, or in rank 0 if there is no supervisor.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RunConsole:
         again = self.steps > 0
         self.steps, self.first, self._began = message["steps"], message["step"], time.monotonic()
         if again:
-            return  # the ranks have restarted: the supervisor has reported that
+            return  # the supervisor has already reported this restart of the ranks
         self.note(message["data"])
         if self.first >= self.steps:
             self.note(Message("all {steps} steps are done", steps=self.steps))

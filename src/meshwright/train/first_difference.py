@@ -1,11 +1,12 @@
 """Locates the first module that differs between a step under the plan and the same step on one device, in forward and
 then in backward.
 
-Rule: every rank has both passes. Modules are compared in the order in which they end forward. Then the gradients of
-their outputs and of their own parameters are compared in the opposite order. The first one beyond the tolerance is
-reported. A rank compares its rows of the batch, its features of a column-parallel layer, and its slice of the sequence.
-Outputs without a counterpart on one device, such as heads inside an attention, are skipped; the row-parallel layer
-after them shows the difference. So the reported module is the faulty one, or the first comparable one after it.
+Rule: every rank records its own pass under the plan and has a record of the pass on one device. Outputs of modules are
+compared in the order in which the modules end forward. Then the gradients of these outputs and of the parameters are
+compared in the opposite order. The first difference beyond the tolerance is reported. A rank compares its rows of the
+batch, its features of a column-parallel layer, and its slice of the sequence. Outputs without a counterpart on one
+device, such as the heads inside an attention, are skipped. A fault there shows in the next row-parallel layer. So the
+reported module is the faulty one, or the first comparable module after it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class ModuleRecorder:
 
 
 class ModuleDifference(NamedTuple):
-    """The first difference: `what` of `path` on `rank`, relative to one device."""
+    """The first difference of `what` (output or gradient) of the module `path` on `rank`, relative to one device."""
 
     time: int
     amount: float
@@ -101,8 +102,8 @@ def find_first_difference(
     gradients: Mapping[str, torch.Tensor],
     tolerance: float,
 ) -> ModuleDifference | None:
-    """Returns the first difference, or None, the same on every rank. `one`: a pass of the whole batch on one device.
-    `gradients`: its gradients by parameter."""
+    """Returns the first difference or None; all ranks return the same. `one` is a pass of the whole batch on one
+    device, and `gradients` has the gradients of that pass by parameter."""
     passes, ours = _record_plan_passes(trainer, batch)
     times = {key: time for time, key in enumerate(one.outputs)}
     found = _forward_differences(trainer, passes, one, times, tolerance)
@@ -165,8 +166,8 @@ def _backward_differences(
     times: Mapping[ModuleCall, int],
     tolerance: float,
 ) -> list[ModuleDifference]:
-    """Returns the differing output gradients, ordered after all outputs, from the last module to the first. Inside a
-    tensor-parallel region a full tensor has only part of its gradient: these are skipped."""
+    """Returns the differing output gradients, ordered after all outputs, from the last module to the first. Full
+    tensors inside a tensor-parallel region are skipped, since each rank has only a partial sum of their gradient."""
     anatomy = trainer.engine.anatomy
     incomplete = _incomplete_modules(trainer.engine.model)
     parts = {name.rpartition(".")[0] for name in anatomy.partial} | {
@@ -207,14 +208,15 @@ def _parameter_differences(
 
 
 def _incomplete_modules(model: nn.Module) -> set[str]:
-    """Returns the modules of which this rank has only some layers."""
+    """Returns the paths of modules of which this rank has only some layers."""
     absent = [path for path, module in model.named_modules() if isinstance(module, StagePlaceholder)]
     return {".".join(path.split(".")[:end]) for path in absent for end in range(1, len(path.split(".")))}
 
 
 def _local_difference(trainer: Trainer, path: str, mine: torch.Tensor, whole: torch.Tensor, first: int) -> float | None:
-    """Returns the relative difference from this rank's part of one device's output, or None where the two cannot be
-    compared."""
+    """Returns the relative difference between `mine`, an output on this rank, and the matching slice of `whole`, the
+    output on one device. Returns None where the two cannot be compared. `first`: the first row of `mine` in the batch.
+    """
     plan, place, anatomy = trainer.plan, trainer.mesh.coords, trainer.engine.anatomy
     if whole.ndim != mine.ndim:
         return None
@@ -238,8 +240,8 @@ def _local_difference(trainer: Trainer, path: str, mine: torch.Tensor, whole: to
 
 
 def _relative_norm(mine: torch.Tensor, whole: torch.Tensor) -> float:
-    """Returns the norm of the difference over the norm. It is infinite for values that are not finite or have another
-    shape."""
+    """Returns the norm of the difference divided by the norm of one device's values. It is infinite if values are not
+    finite or if the shapes differ."""
     if mine.shape != whole.shape or not bool(mine.isfinite().all()):
         return float("inf")
     mine, whole = mine.double(), whole.double()

@@ -1,10 +1,11 @@
 """The fork server of ranks: it imports torch once, so that a rank starts in hundredths of a second and shares its
 pages.
 
-Guarantees: it has one thread and no process group when it forks. Ranks die with it (PR_SET_PDEATHSIG, end of their
-pipe), and it dies with its supervisor. The rendezvous store listens on 127.0.0.1 alone, or on the one address at which
-other machines of the job reach this one. Its socket is bound here, before any fork. The store has its own process, so
-no rank is special. The protocol is JSON lines: commands on standard input, events on the original standard output.
+Guarantees: the fork server has one thread and no process group when it forks. Ranks die with the fork server
+(PR_SET_PDEATHSIG, end of their pipe), and the fork server dies with its supervisor. The rendezvous store listens only
+on 127.0.0.1, or only on the address at which other machines of the job reach this machine. The fork server binds the
+socket of the store before any fork. The store has its own process, so no rank is special. The protocol is JSON lines:
+commands on standard input, events on the original standard output.
 
 | command | event |
 |---|---|
@@ -16,18 +17,18 @@ no rank is special. The protocol is JSON lines: commands on standard input, even
 | | refused: rank, generation, why: a start for which the system has no descriptor or process; ended follows |
 | | ready: pid, port, secret: of the store |
 
-Source: a fork is 50 times as fast as a spawn. A first AdamW step in a child would import torch._dynamo there, which
-takes seconds in each.
+Reason: a fork is 50 times as fast as a spawn. The first AdamW step in a process imports torch._dynamo, which takes
+seconds. So the fork server imports it before it forks.
 
-[Note: before the fork] A process that has started an accelerator cannot pass it on: torch refuses CUDA in a forked
-child. torch starts accelerators implicitly. The first backward counts the devices of every kind that torch was built
-for, also for CPU tensors, and has a thread for each. The step of an optimizer queries the current stream. So these
-first calls run here only with a CPU build of torch, which saves 11 ms in each rank. If the driver has been started all
-the same, nothing is forked.
+[Note: before the fork] A process that has started an accelerator cannot be forked: torch refuses CUDA in the child.
+torch starts accelerators implicitly. The first backward, also of CPU tensors, counts the devices of every kind that
+torch was built for and starts a thread for each device. The step of an optimizer queries the current stream. So the
+fork server runs a first backward and a first step only with a CPU build of torch, which saves 11 ms in each rank. If
+the driver has been started nevertheless, nothing is forked.
 
-[Note: frozen] Python's garbage collector writes to every object that it visits. Its first full collection in a rank
-unshared 60 to 70 MiB of imported pages, at an arbitrary moment. Objects from before the fork are not garbage: every
-collection skips them.
+[Note: frozen] Python's garbage collector writes to every object that it visits. The first full collection in a rank
+unshared between 60 and 70 MiB of imported pages, at an arbitrary time. Objects from before the fork are not garbage, so
+they are frozen: every collection skips them.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ CUDA_DEVICE_FILE = "/dev/nvidia-uvm"
 
 
 def preload_modules(modules: list[str]) -> None:
-    """Runs the imports that cost every rank seconds, and first calls where they start no device ([Note: before the
-    fork])."""
-    gc.disable()  # until all is imported: collections took a sixth of the time and found no garbage
+    """Imports the modules that take every rank seconds to import. With a CPU build of torch it also runs a first
+    backward and a first optimizer step ([Note: before the fork])."""
+    gc.disable()  # collections took a sixth of the import time and found no garbage
     import torch
     import torch._dynamo
     import torch.distributed.device_mesh
@@ -84,7 +85,7 @@ def preload_modules(modules: list[str]) -> None:
 
 
 def supported_accelerators() -> list[str]:
-    """Returns the accelerators that this torch was built for, present or not: a probe for devices may start them."""
+    """Returns the accelerators that this torch was built for. It does not look for devices, which may start them."""
     import torch
 
     built = {
@@ -183,7 +184,7 @@ class ForkServer:
             elif child is not None and message["do"] == "signal":
                 os.kill(child.pid, message["signal"])
             elif child is not None and message["do"] == "tell":
-                with contextlib.suppress(BrokenPipeError):  # it has just ended, which is reported separately
+                with contextlib.suppress(BrokenPipeError):  # the rank has just ended, which is reported separately
                     write_message(child.outbox, message["message"])
         if ended:
             self._end()
@@ -256,7 +257,7 @@ class ForkServer:
 
     def _relay(self, child: ForkedRank) -> None:
         if self.children.get(child.rank) is not child:
-            return  # its end was seen before its last messages
+            return  # this rank was reported as ended before its last messages were read
         messages, ended = child.inbox.read()
         for message in messages:
             write_message(
@@ -274,7 +275,7 @@ class ForkServer:
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
             self._end(
                 -signal.SIGKILL if killed else 1
-            )  # no rank could join any more: the supervisor restarts everything
+            )  # without the store no rank can join, so the supervisor restarts all ranks
         for child in list(self.children.values()):
             pid, status = os.waitpid(child.pid, os.WNOHANG)
             if not pid:
@@ -293,8 +294,8 @@ class ForkServer:
         self._say_clear()
 
     def _serve_store(self, parent: int) -> NoReturn:
-        """Serves the rendezvous store (core/rendezvous_store.py) on the socket that was bound before: no other
-        interface listens."""
+        """Serves the rendezvous store (core/rendezvous_store.py) on the socket that was bound before the fork, and on
+        no other network interface."""
         die_with_parent(parent, "mesh-store")
         self._forget()
         ConnectionListener(self.listener, RendezvousStore(self.secret).client).run()
@@ -306,7 +307,7 @@ def main() -> NoReturn:
     parent = int(sys.argv[1])
     die_with_parent(parent, "mesh-forkserver")
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the supervisor receives them and decides
+        signal.signal(number, signal.SIG_IGN)  # the supervisor also receives this signal and decides what to do
     commands, events = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

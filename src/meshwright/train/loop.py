@@ -1,9 +1,9 @@
-"""The training loop around `trainer.step`: data, learning rate, records, validation loss, checkpoints, and an end that
-loses nothing.
+"""The training loop around `trainer.step`: data, learning rate, records, validation loss and checkpoints. A run that
+stops loses no step.
 
-Guarantees: step k always reads the same batch and has the same learning rate. So a run that was killed and restarted
-under the same plan ends in the same weights, bit for bit. A request to stop takes effect after a step, on all ranks
-after the same one.
+Guarantees: the batch and the learning rate of a step depend only on its index, not on restarts. So a run that was
+killed and restarted under one plan ends in the same weights, bit for bit, as an undisturbed run. A request to stop
+takes effect at the end of a step, and all ranks stop after the same step.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class TrainLoop:
     # --- steps ------------------------------------------------------------------------------------
 
     def _steps(self, began: int) -> Iterator[StepRecord]:
-        """Yields the records of steps began + 1 to the last, aggregated over all ranks."""
+        """Yields the records of all remaining steps, aggregated over all ranks."""
         tell = lambda kind, **entries: self._say(kind, last=self.steps, **entries)
         engine, work, note = self.trainer.engine, self.launch.workload, lambda line: self._say("note", line=line)
         halves = not (work.exact or work.local or engine.balance or engine.statistics)
@@ -209,7 +209,7 @@ class TrainLoop:
                 start = time.perf_counter() - batches.wait_seconds
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
                 watched = step - launched == min(MEMORY_TRACE_STEP, self.steps - launched - 1)
-                watched = watched and self.recovery.source != "memory"  # once per run, since it takes time
+                watched = watched and self.recovery.source != "memory"  # no new trace after a restart: tracing is slow
                 with trace_memory(self.trainer.engine.model, self.device.type) if watched else nullcontext() as watch:
                     record = self.trainer.step(LocalBatch(batch, self.loader.labels_per_step))
                 memory, number = self.memories.of(record, watch), batch_index(step, self.loader.skipped_batches)

@@ -5,15 +5,15 @@ Rule: a step is high in either of two cases:
   max(MIN_SPREAD_RATIO * s, MIN_RELATIVE_RISE * |m|). Here s = 1.4826 times the median distance from m.
 - Its gradient is not finite, unless a dynamic loss scale may still overflow.
 
-SPIKE_STEPS high steps in a row are a spike. One bad batch passes; damaged weights do not. The run rolls back to the
-newest valid checkpoint on disk from before the update that led to the first high step. It continues without the batches
-of that update and of the high steps. The excluded batches are part of the state, so they stay excluded. If a spike
-comes back to the same checkpoint more than MAX_ROLLBACKS times, the run ends. Where no checkpoint is old enough, a note
-says so and training continues.
+SPIKE_STEPS high steps in a row are a spike. A single bad batch makes one high step and is no spike; damaged weights
+keep the loss high. After a spike the run rolls back to the newest valid checkpoint on disk that was saved before the
+update that led to the first high step. It continues without the batches of that update and of the high steps. The
+excluded batches are part of the saved state, so they stay excluded. If the run rolls back to one checkpoint more than
+MAX_ROLLBACKS times, it ends. Where no checkpoint is old enough, a note says so and training continues.
 
-All ranks see the same losses and make the same decision. Only the losses decide, so a run that dies in between makes
-the same decision again. Source: Chowdhery et al., PaLM, 2022, section 5.1. They roll back about 100 steps and skip
-batches, which were harmless at other times.
+All ranks see the same losses and make the same decision. Since only the losses decide, a run that dies before it rolls
+back makes the same decision after its restart. Source: Chowdhery et al., PaLM, 2022, section 5.1. The authors roll back
+about 100 steps and skip batches. Those batches were harmless at other times.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class LossSpikeDetector:
     """Observes each step. Its state is stored in `state["guard"]`, which every checkpoint contains."""
 
     def __init__(self, state: dict[str, Any], watches: bool, scaled: bool) -> None:
-        """`watches`: detect spikes. `scaled`: the loss scale is dynamic, so that gradients that are not finite are
-        expected."""
+        """`watches`: whether spikes are detected. `scaled`: whether the loss scale is dynamic. A dynamic loss scale
+        overflows at times, so gradients that are not finite are then expected."""
         self.state, self.watches, self.scaled = state, watches, scaled
         self.back: dict[int, int] = {}
         self.read({})
@@ -58,7 +58,7 @@ class LossSpikeDetector:
 
     @property
     def is_spike(self) -> bool:
-        """Returns whether the last steps are a spike."""
+        """Returns whether the last SPIKE_STEPS steps were all high."""
         return self.watches and self._high >= SPIKE_STEPS
 
     def heed(self, record: StepRecord) -> None:
@@ -86,15 +86,15 @@ class LossSpikeDetector:
         return step - self._high - 1
 
     def forget(self) -> None:
-        """Accepts the current level where no checkpoint is old enough: high losses count as ordinary from here on."""
+        """Accepts the current level of the loss as ordinary. Called where no checkpoint is old enough."""
         self._losses.clear()
         self._high = 0
         self._write()
 
     def goes_back(self, to: int, step: int, left_out: list[tuple[int, int]], batches: tuple[int, int]) -> str:
-        """Excludes `batches` plus `left_out`, those that were excluded at `step`, after the state of step `to` was
-        restored. Returns the line for the user. Raises MeshwrightError after more than MAX_ROLLBACKS rollbacks to the
-        same step."""
+        """Excludes batches after a rollback from `step` to step `to`: `batches`, and `left_out`, which had already been
+        excluded at `step`. Returns the line for the user. Raises MeshwrightError after more than MAX_ROLLBACKS
+        rollbacks to one step."""
         self.back[to] = self.back.get(to, 0) + 1
         if self.back[to] > MAX_ROLLBACKS:
             raise MeshwrightError(

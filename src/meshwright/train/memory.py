@@ -1,16 +1,17 @@
 """Measured memory in bytes, in the categories of the estimate: parameters, gradients, optimizer, total (allocated at
 the peak of a step), resident (RSS).
 
-CUDA's allocator tracks its own peak, and the system that of a process. Neither knows what took it, and when. So the
-profiler traces one step: the device's memory events add up to the live bytes at each moment. A traced step is slower;
-its results are the same. The trainer counts what remains after the step. So peak = bytes after the step - bytes that
-the step added permanently + the highest sum of its events. Shared memory of ranks on one host is outside the allocator.
-The trainer counts its flat buffers, and `passing` counts the data in transit.
+CUDA's allocator tracks the peak of its allocations, and the operating system tracks the peak of a process. Neither
+knows what the memory was used for, and when. So the profiler traces one step. The sum of the device's memory events up
+to a point in time is the change of live bytes since the step began. A traced step is slower but has the same results.
+The trainer counts the bytes that remain after the step. So peak = bytes after the step - bytes that the step added
+permanently + the highest sum of the step's events. Memory that ranks of one host share is outside the allocator. The
+trainer counts the flat buffers there, and `passing` counts the data in transit.
 
-Categories: allocations of forward and backward operations are activations, while they live. All others (gathered
-weights, temporaries of the update) are buffers. The module at the peak is the innermost one whose forward runs, or
-whose operation is in backward. Autograd gives both the same sequence number. Operations outside of all modules belong
-to the loss.
+Categories: allocations of forward and backward operations count as activations until they are freed. All others
+(gathered weights, temporaries of the update) count as buffers. The module at the peak is the innermost module whose
+forward or backward runs. Autograd gives an operation in backward the sequence number of its forward operation, and thus
+its module. Operations outside of all modules belong to the loss.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class StepMemoryTrace:
         stored["passing"] = float(max(-left, 0))
         if (
             left > 0 and trainer.steps == 1
-        ):  # the first step makes the states; later ones leave only what other threads free untraced
+        ):  # only the first step creates optimizer states; later, `left` is memory that other threads free untraced
             stored["optimizer"] = max(stored["optimizer"] - left, 0.0)
         return MemoryTimeline(
             rank=trainer.mesh.rank, step=trainer.steps, seconds=self.seconds, resident=stored,
@@ -87,9 +88,9 @@ class StepMemoryTrace:
 
 @contextmanager
 def trace_memory(model: nn.Module | None = None, device: str = "cpu") -> Iterator[StepMemoryTrace]:
-    """Traces the memory of `device` inside, and fills the trace at the end. With `model`, it can name the module at the
-    peak."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs its start and its end to the screen
+    """Traces the memory of `device` inside the context. It fills the yielded trace when the context ends. With `model`,
+    the trace names the module at the peak."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints when it starts and ends
     watch, handles = StepMemoryTrace(device), []
     for name, module in model.named_modules() if model is not None else ():
         if getattr(module, "_compiled_call_impl", None) is None:
@@ -123,8 +124,8 @@ def _label_forward(module: nn.Module, name: str) -> list[Any]:
 
 @dataclass
 class _AllocationChange:
-    """Bytes allocated or freed. `within`: by an operation of forward or backward. `place`: the module of that
-    operation."""
+    """An allocation (or, if negative, a release) of bytes. `within`: whether an operation of forward or backward made
+    it. `place`: the module of that operation."""
 
     at: int
     address: int
@@ -148,7 +149,7 @@ def _fill_trace(watch: StepMemoryTrace, roots: Any) -> None:
             made[change.address] = within
         now[within] += change.size
         total = now[True] + now[False]
-        seen = (change.at, now[True], max(now[False], 0))  # earlier allocations may be freed
+        seen = (change.at, now[True], max(now[False], 0))  # negative if the step freed memory from before the trace
         if total > watch.peak:
             watch.peak, peak, watch.place = total, seen, change.place
         part = int((change.at - began) * MAX_TIMELINE_POINTS / (ended - began + 1))
@@ -163,8 +164,8 @@ def _fill_trace(watch: StepMemoryTrace, roots: Any) -> None:
 
 
 def _allocation_changes(roots: Any, device: str) -> Iterator[_AllocationChange]:
-    """Yields the memory events of the whole tree on `device`. A forward precedes its backward, so its modules are
-    known."""
+    """Yields the memory events of the whole tree on `device`. When an operation of backward occurs, the module of its
+    forward operation is already known."""
     modules: dict[int, str] = {}
     waiting = [(root, "", "", False) for root in sorted(roots, key=lambda root: root.start_time_ns, reverse=True)]
     while waiting:
@@ -183,16 +184,16 @@ def _allocation_changes(roots: Any, device: str) -> Iterator[_AllocationChange]:
                 place = f"backward of {modules.get(details.sequence_number, 'the loss')}"
             elif module:
                 modules[details.sequence_number] = module
-            elif not place:  # differentiated outside of all modules
+            elif not place:  # an operation of backward whose forward ran outside of all modules
                 place = "forward of the loss"
         within = within or name.startswith(("aten::", BACKWARD_LABEL))
         waiting += [(child, module, place, within) for child in reversed(event.children)]
 
 
 class MemoryRecorder:
-    """Records a rank's memory step by step, for the record and for RUN/memory/rank-N.jsonl. The record has the peak
-    rank only; the file has every rank. Memory rarely changes between steps, so a row is valid for all steps up to the
-    next row."""
+    """Records the memory of one rank step by step, for the step record and for RUN/memory/rank-N.jsonl (N: the rank). A
+    step record has only the peak rank; every rank has its own file. Memory rarely changes between steps, so a row of
+    the file is valid until the next row."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self.trainer, self.folder = trainer, folder
@@ -203,8 +204,8 @@ class MemoryRecorder:
         peak_resident_bytes()
 
     def of(self, record: StepRecord, watch: StepMemoryTrace | None) -> dict[str, float]:
-        """Returns this rank's bytes in the step of `record` and its RSS. It adds the bytes at the peak if the step was
-        traced or the device counts them."""
+        """Returns this rank's bytes in the step of `record`, and its RSS. It adds the bytes at the peak if the step was
+        traced or if the device counts its peak."""
         found = {**record.memory, "resident": resident_bytes()}
         found |= watch.keep(self.trainer, self.folder) if watch is not None else {}
         if peak := backend_of(self.device).peak_memory(self.device):
