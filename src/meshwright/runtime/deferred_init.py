@@ -397,7 +397,7 @@ def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
         different = [tensor for tensor in model.parameters() if tensor.is_meta and later.seen(tensor) is None]
         if not different and not any(buffer.is_meta for buffer in model.buffers()):
             return model
-    except Exception:  # the full build raises the model's own errors
+    except Exception:  # the full build repeats errors of the model's own code
         pass
     torch.manual_seed(seed)
     return make()

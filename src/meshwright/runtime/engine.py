@@ -230,7 +230,9 @@ class StageExecutor:
             total = self.objective.sum(output, batch)
         if balance is not None:
             sums = balance.end()
-            total = total + balance.loss(sums) if torch.is_grad_enabled() else total  # evaluation uses labels only
+            total = (
+                total + balance.loss(sums) if torch.is_grad_enabled() else total
+            )  # evaluation excludes the balance loss
         return (total,)
 
     def _buffers_of_other_stages(self, stage: int) -> list[torch.Tensor]:
@@ -395,7 +397,7 @@ class Engine:
         kinds = {
             kind: [found[name] for name in names if name in found] for kind, names in GROUPS_BY_PARALLELISM.items()
         }
-        # Only some ranks are in the group of tied weights, which is of the kind "data".
+        # The group of tied weights counts as "data" and exists on some ranks only, so every rank reports "data".
         kinds = {kind: meters for kind, meters in kinds.items() if meters or kind == "data"}
         waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items()}
         messages = self.pipeline.wire.meter.read()

@@ -248,7 +248,7 @@ class ErrorPropagator:
                 self._set(BROKEN_GROUP_KEY, raised.record)
                 interrupt_gloo(wait.process)
         self._thread = None
-        if self._wait is not None:  # it began meanwhile
+        if self._wait is not None:  # a wait began while this thread ended
             self._start()
 
     # --- the store

@@ -118,7 +118,7 @@ class GatherService:
         known = {name: at for at, name in enumerate(self.buffers if what == REQUEST_BUFFERS else self.names)}
         wanted = [number for each in ranges for number in (known[each.name], each.start, each.stop)]
         with without_torch_modes():
-            self._send([what, len(wanted)])  # any later failure fails on every rank
+            self._send([what, len(wanted)])  # from here on, a failure on one rank fails on all
             self._send(wanted)
             self._answer(what, ranges, take)
         self.bytes += sum(each.stop - each.start for each in ranges) * self._type(what).itemsize

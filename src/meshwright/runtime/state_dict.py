@@ -233,7 +233,7 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
         }
     for unit in reversed(
         engine.zero.trainable
-    ):  # of one that has any: reading a number from a device waits for all of its work
+    ):  # stops reading at the first group with scalars, since a read synchronises with the device
         scalars = scalars or dict(unit.optim_shard.scalar_states(optimizer))
     single = [run for unit in engine.zero.trainable for run in unit.optim_shard.isolated if not run.has_no_state]
     skipped = {run.path: dict(scalar_states(optimizer, run)) for run in single}
@@ -449,7 +449,7 @@ def gather_full_tensors(engine: Engine, pieces: Iterable[LocalPiece]) -> dict[st
         return assemble_tensors(mine)
     sent = [
         (piece, data.to("cpu", copy=True)) for piece, data in mine
-    ]  # serialising a view would send the whole unit, for every tensor in it
+    ]  # a copy, since serialising a view sends its whole storage
     gathered: list[Any] | None = [None] * dist.get_world_size() if engine.mesh.rank == 0 else None
     with interruptible_wait():
         dist.gather_object(sent, gathered, dst=0)

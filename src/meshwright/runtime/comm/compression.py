@@ -115,7 +115,7 @@ class Int8Codec:
         blocks.addcmul_(whole.to(blocks.dtype), scales.to(blocks.dtype), value=-1)
         if not backend_of(blocks.device).memory_is_host or not bool(
             torch.isfinite(scales).all()
-        ):  # A step with such values is skipped by all ranks. A device is not queried: the call is harmless.
+        ):  # all ranks skip a step with non-finite values; on a device the check would synchronise
             blocks.nan_to_num_(0.0, 0.0, 0.0)
         _copy_back(values, blocks)
 

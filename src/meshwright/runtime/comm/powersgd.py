@@ -150,7 +150,7 @@ class PowerSGDTransfer:
         for matrix, p, q in zip(self.reducer.matrix_views(self.residual), self.p_factors, q_factors, strict=True):
             matrix.sub_(p @ q.T)
         self.residual[self.reducer.uncompressed] = 0.0
-        self.residual.nan_to_num_(0.0, 0.0, 0.0)  # all ranks skip a step with such values
+        self.residual.nan_to_num_(0.0, 0.0, 0.0)  # all ranks skip a step with non-finite values
         self.q_factors = torch.cat([each.reshape(-1) for each in q_factors]) if q_factors else self.first_message[:0]
         self.second_reduce = all_reduce(self.q_factors, self.second_group)
 

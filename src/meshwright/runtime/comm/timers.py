@@ -71,7 +71,7 @@ class WaitTimer:
         first, self._first = self._first, None
         if first is None:
             self._seconds += time.perf_counter() - self._began
-        elif raised is None:  # a device that fails would fail at the event too, and that is not what went wrong
+        elif raised is None:  # after a device error, recording an event would raise a second error
             self._pending.append((first, self._record_event(), False))
 
     def _record_event(self) -> TimerEvent:

@@ -204,7 +204,7 @@ def attention_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tenso
         output = (_probabilities(scores, total).to(part.value.dtype) @ _repeat_kv(part.value, part.query)).to(
             part.query.dtype
         )
-    if part.bias is not None:  # the fused kernel returns 0 for a query that sees nothing
+    if part.bias is not None:  # the fused kernel returns 0 for a query without visible keys
         total = total.masked_fill((part.bias == -math.inf).all(-1), -math.inf)
     return output, total
 

@@ -161,7 +161,7 @@ def shard_experts(
         if mesh.tp is not None and not mesh.plan.sequence_parallel and has_dropout(module):
             TensorParallelRng(mesh.tp, 1).attach(
                 [module], [module]
-            )  # each tensor rank drops other features or other pairs
+            )  # dropout differs between tensor ranks: they compute different features or pairs
         found.append(ExpertDispatcher(module, experts, ranks, mesh.plan.sequence_parallel, capacity))
     return found
 
@@ -275,7 +275,7 @@ class ExpertDispatcher:
         given[hidden] = given[hidden].reshape(-1, shape[-1])
         given[weights] = given[weights].to(
             torch.promote_types(given[weights].dtype, given[hidden].dtype)
-        )  # gradients of the ranks are partial sums
+        )  # the wider dtype holds gradients, which are partial sums on each rank
         given = self._enter(given, (hidden, weights))
         if self.ranks.ranks == 1:
             output = self._compute(given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True)))
@@ -363,7 +363,7 @@ class ExpertDispatcher:
         counts = _gather_counts(own, group)
         order = chosen.argsort(stable=True)[
             : int(counts[group.index].sum())
-        ]  # without pairs of no expert: dropped, or an index beyond all
+        ]  # excludes pairs without an expert: they were dropped, or their index is out of range
         rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
         received = _all_to_all_rows(hidden[order // index.shape[1]], rows, group)
         mine = counts.view(group.size, group.size, -1)[:, group.index].flatten()
@@ -374,7 +374,7 @@ class ExpertDispatcher:
         else:
             computed = _ZeroGradients.apply(received, *self.module.parameters())
         back = _all_to_all_rows(computed, tuple(zip(*rows, strict=True)), group)
-        place = torch.full_like(chosen, len(order))  # pairs of no expert get the zeros after the last row
+        place = torch.full_like(chosen, len(order))  # pairs without an expert read the row of zeros at the end
         place[order] = torch.arange(len(order), device=order.device)
         back = F.pad(back, (0, 0, 0, 1)) if len(order) < len(chosen) else back
         pairs = back[place].view(*index.shape, hidden.shape[1])

@@ -37,7 +37,7 @@ class StagePlaceholder(nn.Module):
                 and not hasattr(self, name)
             ):
                 setattr(self, name, value)
-        for name, child in original.named_children():  # models ask parts of parts for a type or a device
+        for name, child in original.named_children():  # models read types and devices of nested modules
             self.add_module(name, StagePlaceholder(child, kind, is_block))
         for (
             name,
@@ -45,7 +45,7 @@ class StagePlaceholder(nn.Module):
         ) in original._parameters.items():  # reading the values of a placeholder makes the loss NaN
             if parameter is not None:
                 setattr(self, name, torch.full((), torch.nan, dtype=self.dtype, device=device).expand(parameter.shape))
-        self._original = (None if is_block else _meta_copy(original),)  # in a tuple: it is no part of the model
+        self._original = (None if is_block else _meta_copy(original),)  # a tuple hides it from the module tree
 
     def __getattr__(self, name: str) -> Any:
         """Methods that models call on their parts, such as a change of the kind of attention: nothing is to be done

@@ -99,7 +99,7 @@ def _cross_entropy_terms(logits: torch.Tensor, labels: torch.Tensor, group: Comm
     precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
     softmax = torch.softmax(logits, dim=-1, dtype=precise)
     peak = logits.amax(dim=-1).to(precise)
-    above = -softmax.amax(dim=-1).log()  # L - m
+    above = -softmax.amax(dim=-1).log()  # log-sum-exp minus the largest logit
     valid = labels != IGNORE_INDEX
     if group is None:
         local = torch.where(valid, labels, 0)
@@ -132,7 +132,7 @@ def _reduce_over_ranks(
     count, width = logits.shape
     highest = F.pad(
         share, (0, 1), value=width
-    )  # rank 0 has the full width, so each rank learns the start of its vocabulary
+    )  # the maximum is the width of rank 0, from which each rank computes where its vocabulary begins
     async_collectives.all_reduce(highest, group, use_max=True).wait()
     local = labels - group.index * highest[count].to(labels.dtype)  # read on the device, without synchronisation
     mine = valid & (local >= 0) & (local < width)
@@ -218,7 +218,7 @@ def install_chunked_head(
     assert anatomy.head is not None
     head = model.get_submodule(anatomy.head)
     if not is_linear_like(head) and "forward" not in vars(head):
-        return None  # a placeholder of another stage's head
+        return None  # the head is on another stage
     entry = next((hook for hook in head._forward_pre_hooks.values() if hasattr(hook, "was_read")), None)
     if entry is not None:
         head.register_forward_hook(entry.was_read)

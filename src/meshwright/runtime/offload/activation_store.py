@@ -116,7 +116,7 @@ class ActivationStore:
             return torch.empty(round_up_to_pages(size), dtype=torch.uint8, pin_memory=True)[:size]
         storage = torch.empty(
             round_up_to_pages(size) + PAGE_BYTES, dtype=torch.uint8
-        )  # memory of torch's allocator is measured and reused
+        )  # torch's allocator counts this memory and reuses it
         first = -storage.data_ptr() % PAGE_BYTES
         buffer: Any = torch.empty(0, dtype=torch.uint8)
         return buffer.set_(storage.untyped_storage()[first : first + round_up_to_pages(size)], 0, (size,), (1,))  # type: ignore[no-any-return]

@@ -135,7 +135,7 @@ class SwapFile:
 def _open_unlinked(folder: Path) -> int:
     try:
         return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-    except (OSError, AttributeError):  # a file system, or a system, without files that have no name
+    except (OSError, AttributeError):  # the system or file system lacks O_TMPFILE
         handle, path = tempfile.mkstemp(prefix=".offload-", dir=folder)
         os.unlink(path)
         return handle

@@ -211,7 +211,7 @@ class StateSwapper:
     def _new_pages(self, size: int) -> torch.Tensor:
         for _, copy in self._idle:
             self.timed_wait(copy.wait)
-        self._idle.clear()  # they have other sizes, and parameter groups of one size are consecutive
+        self._idle.clear()  # no idle buffer fits, and groups of equal size are consecutive
         return (
             torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.pinned else page_aligned_buffer(size)[:size]
         )

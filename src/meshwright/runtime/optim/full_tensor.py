@@ -336,7 +336,7 @@ def make_full_tensor_steps(
         ranks = 1 if sharing.tensor_group is None else sharing.tensor_group.size
         copies: dict[str, TensorLayout] = {
             part.name: part for _, each in layouts for part in each
-        }  # both ends of a V hold a tied weight
+        }  # a rank with the first and the last stage has two replicas of a tied weight
         owners = assign_owners(list(copies.values()), sharing.shards, ranks)
         for unit, each in layouts:
             steps[id(unit)] = FullTensorStep(unit, each, owners, needs.in_block)

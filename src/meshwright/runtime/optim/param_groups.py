@@ -116,9 +116,7 @@ class ParamGroups:
         if not self._uses_model_params:
             try:
                 direct = self._make(list(parts))
-            except (
-                Exception
-            ):  # a full-tensor rule may refuse flat runs, and a rule of two kinds a rank that has only one
+            except Exception:  # the optimizer may refuse flat parameters, or a rank with only matrices or only vectors
                 direct = None
             if direct is not None and self._matches(direct, parts):
                 return direct
@@ -244,7 +242,7 @@ class SubsetStep:
         )
         gradients = [run.grad for run in others]
         if new:
-            for run in others:  # an optimizer may have parameters outside of its groups
+            for run in others:  # a nested optimizer may update parameters that are not in `groups`
                 run.grad = None
             self(new)
             self.optimizer.step()

@@ -95,7 +95,10 @@ class Updater:
         self._has_updated, self.stateless = True, self.stateless & skipped
         for pending in [unit.weights.all_gather() for unit in reducer.trainable]:
             pending.wait()
-        if reducer.mesh.plan.zero in (1, 2):  # user code may write to weights now, which other ranks may still read
+        if reducer.mesh.plan.zero in (
+            1,
+            2,
+        ):  # user code may write to the weights next, and other ranks may still read them
             reducer.quiesce()
 
     def _skip_params(self, unit: FlatParamGroup, names: Set[str], optimizer: torch.optim.Optimizer) -> None:
@@ -166,7 +169,7 @@ def isolate_skipped_params(unit: FlatParamGroup, names: Set[str], optimizer: tor
     new = (names & unit.layout.offsets.keys()) - {run.path for run in unit.optim_shard.isolated} if names else names
     if not new or shard_range.stop == shard_range.start:
         return
-    # A tensor without elements begins where the next one does: it has no extent.
+    # Tensors without elements are omitted: they would have the offset of the next tensor.
     begins = sorted((offset, name) for name, offset in unit.layout.offsets.items() if unit.parameters[name].numel())
     starts = [
         shard_range.start,
@@ -295,5 +298,7 @@ def global_indices(shards: ShardTable, unit: FlatParamGroup) -> Iterator[GlobalI
         shape, dim = spec.global_shape, spec.tp_split.dim
         rows = torch.cat([torch.arange(first, last) for first, last in spec.intervals()])
         if spec.is_expert:
-            before *= spec.tp_ranks  # the offset counts this rank's part of each expert, the global tensor all parts
+            before *= (
+                spec.tp_ranks
+            )  # the offset counts elements of one tensor rank's part, the global tensor has all parts
         yield GlobalIndex(name, at, start - offset, stop - start, before, rows, shape[dim], shape[dim + 1 :].numel())

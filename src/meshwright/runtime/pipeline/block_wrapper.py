@@ -178,7 +178,7 @@ class BlockWrapper:
                 entering.register_hook(self._end_of_backward)
             if any(
                 unit.wgrad_queue or unit.frozen or gathered.is_tied for unit in units
-            ):  # W and reductions, which end other actions, need no weights
+            ):  # the action W and the reductions, which come later, need no weights
                 entering.register_hook(self._close_behind_backward)
         self.called = self.run.passes
         if self.index is not None and torch.is_grad_enabled():

@@ -94,7 +94,7 @@ class BoundaryState:
         self.arrived = dict(zip(self.spec.message(start), received, strict=True)) if received else {}
         for key in (
             self.spec.overwritten & self.arrived.keys()
-        ):  # a leaf cannot be changed, and a tensor of this rank is read directly
+        ):  # blocks overwrite these tensors, and autograd forbids it for leaves
             self.arrived[key] = self.arrived[key].clone()
         wanted = self.spec.message(stop) if stop < len(self.spec.needs) else ()
         self.leaving = {key: self.arrived[key] for key in wanted if key[0] != stop and key in self.arrived}

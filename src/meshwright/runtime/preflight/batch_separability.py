@@ -226,7 +226,7 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
     after = _total_loss(engine, [whole], True, behind=whole)
     near = (
         abs(first) * 1e-2 * _loss_tolerance(engine)
-    )  # the guarantee of equality with one device; kernels may differ in the last bit
+    )  # the tolerance of equality with one device, since kernels may differ in the last bit
     if abs(after - first) > near:
         near = max(near, 10 * abs(_total_loss(engine, [whole], True) - first))
     if not abs(after - first) > near:
@@ -291,7 +291,7 @@ def _find_difference(engine: Engine, whole: Batch, backward: bool) -> tuple[floa
             not by_loss
             and _largest_difference(engine, once.gradients.difference(again.gradients)).size > 1e-3 * gradient.size
         )
-        if not drawn:  # otherwise the model draws numbers, and drew others
+        if not drawn:  # random draws of the model do not explain the difference
             return once.loss, separate.loss, GradientDifference(0.0, "") if by_loss else gradient
     return None
 

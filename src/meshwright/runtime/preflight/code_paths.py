@@ -63,7 +63,7 @@ class CodePaths:
 
     def begin_step(self) -> None:
         """Discards the passes of the step before, except in a proof of this step."""
-        if not self.learns:  # a proof of this step
+        if not self.learns:  # a proof of this step keeps its passes
             self._taken = []
 
     @contextmanager
@@ -140,7 +140,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name == "__get__":  # of a property, such as the shape
+        if name == "__get__":  # the accessor of a property, such as the shape
             return function(*args, **(kwargs or {}))
         frame = sys._getframe(1)
         while (owner := self._owner(frame)) == LAYERS and frame.f_back is not None:

@@ -176,7 +176,9 @@ def _check_max_norm(engine: Engine) -> set[str]:
     found = [
         path for path, each in engine.model.named_modules() if isinstance(each, kinds) and each.max_norm is not None
     ]
-    found = [path for each in gather_objects(found) for path in each]  # the stage with the table refuses for all ranks
+    found = [
+        path for each in gather_objects(found) for path in each
+    ]  # one stage has the embedding, and all ranks refuse
     if found and not (plan.world == 1 and _updates_in_place(engine)):
         raise PlanRefused(
             Message(
@@ -241,7 +243,7 @@ def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
     for unit in engine.zero.units:
         own = unit.weights.full.untyped_storage()._cdata
         for name, parameter in unit.parameters.items() if unit.weights.shared is None else ():
-            # resharded parameters of ZeRO 3 refuse access to their storage
+            # At ZeRO 3, resharded parameters refuse access to their storage.
             with torch._C.DisableTorchFunctionSubclass():
                 if parameter.untyped_storage()._cdata != own:
                     found[name] = parameter.data.clone()

@@ -190,7 +190,7 @@ class CollectiveProfiler:
         all_reduce(flag, world).wait()
         for turn in range(-1, turns):
             if turn == 0:
-                began = time.perf_counter()  # after one turn all ranks are as busy as in the middle of a step
+                began = time.perf_counter()  # the clock starts after one warm-up turn
             worked = time.thread_time()
             while time.thread_time() - worked < COMPUTE_SECONDS * self.share:
                 torch.mm(matrix, matrix)

@@ -127,7 +127,7 @@ def _exchange_seconds(other: int, numel: int, mesh: ParallelContext) -> float:
     out = torch.empty_like(sent)
     tries = torch.zeros(NUM_EXCHANGES, dtype=torch.float64, device=mesh.device)
     for number in range(NUM_EXCHANGES):
-        _exchange(tries[:1], torch.empty_like(tries[:1]), other)  # both start together
+        _exchange(tries[:1], torch.empty_like(tries[:1]), other)  # synchronises both ranks before the clock starts
         began = time.perf_counter()
         _exchange(sent, out, other)
         tries[number] = time.perf_counter() - began

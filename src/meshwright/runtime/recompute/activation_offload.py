@@ -98,7 +98,7 @@ class BlockActivations:
         """Returns what autograd saves in place of `tensor`."""
         if not self._goes(tensor):
             return tensor
-        if tensor.nbytes * 2 < tensor.untyped_storage().nbytes():  # a small view of a larger storage
+        if tensor.nbytes * 2 < tensor.untyped_storage().nbytes():  # a view of less than half of its storage is copied
             own = tensor.detach().clone()
             return self._sent(own), TensorMeta.of(own)
         key = storage_id(tensor), tensor._version
@@ -106,7 +106,7 @@ class BlockActivations:
         if parcel is None:
             parcel = self._seen[key] = self._sent(
                 tensor
-            )  # it holds the storage, so that no later storage has the same identity
+            )  # holds the storage, so that no later storage gets the same identity
         return parcel, TensorMeta.of(tensor)
 
     def _sent(self, tensor: torch.Tensor) -> OffloadedTensor:
@@ -273,7 +273,7 @@ class OffloadedTensor:
         return self.here
 
     def __del__(self) -> None:
-        with suppress(Exception):  # a failed disk raises where one of its tensors is still needed
+        with suppress(Exception):  # disk errors are raised when a tensor is fetched, not here
             for moving in (self._going, self._coming):
                 if moving is not None and not moving.cancel():
                     moving.exception()

@@ -144,7 +144,7 @@ class OffloadedChunk:
         grads, self._host_grads = self.gradients if self._host_grads is None else self._host_grads, None
         grads = (
             grads.to(self.part.device) if self.part.on_device else grads
-        )  # offloaded gradients return to states on the device
+        )  # states on the device need gradients on the device
         scaled = (
             grads.to(self.part.dtype, copy=True).mul_(scale)
             if self.has_main_params
@@ -235,7 +235,7 @@ class OffloadedPart:
             self.extents[MAIN_PARAM_KIND] = FileExtent(self.nvme_shard.start, dtype)
         at_once = (
             on_device and not backend_of(self.device).memory_is_host and self.nvme_shard is None
-        )  # an accelerator updates its part at once
+        )  # an accelerator updates its resident part as one chunk
         size = self.numel if at_once else CHUNK_ELEMENTS
         self.chunks = [
             OffloadedChunk(self, first, min(first + size, self.numel)) for first in range(0, self.numel, size)
@@ -357,7 +357,7 @@ class OffloadedShard(OptimizerShard):
         """Returns the bytes of states on the device that the optimizer does not count as its own."""
         resident = [
             part for part in self.splits if part.on_device and self.swapper.optimizer
-        ]  # otherwise the optimizer counts them as its own
+        ]  # if the plan does not offload states, the optimizer counts them
         return sum(part.bytes(*(kind for kind in part.dtypes if kind != MAIN_PARAM_KIND)) for part in resident)
 
     def offloaded_bytes(self) -> int:

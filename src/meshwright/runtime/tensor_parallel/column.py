@@ -82,7 +82,8 @@ class RegionInput:
     def finish(self, brought: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
         """Returns the gradient of the hidden state. `brought` comes from readers of another kind, through autograd."""
         result = self._finished()
-        # some readers are no column layers, or nothing used the output of one
+        # The reduction has not started: some consumers are not column layers, or the output of a column layer was not
+        # used.
         if self.buffer is not None and result is None:
             total = self.buffer.view(shape)
             self._start(total if brought is None else total.add_(brought))
@@ -114,7 +115,7 @@ class RegionEntryHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = (kwargs.get("hidden_states"), *args, *kwargs.values())
         hidden = next(value for value in given if isinstance(value, torch.Tensor))
-        entered = self._cross(hidden)  # queries, keys and values may each receive the same tensor
+        entered = self._cross(hidden)  # attention may receive this tensor as query, key and value
         return tuple(entered if value is hidden else value for value in args), {
             name: entered if value is hidden else value for name, value in kwargs.items()
         }
@@ -196,7 +197,7 @@ class _ColumnMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.crossing, ctx.linear, ctx.shape, ctx.leave = crossing, linear, x.shape, leave
         ctx.save_for_backward(crossing.saved_input(), weight)
-        # Not an autograd view, which some products return: later code may write to it in place.
+        # `.data` because some products return an autograd view, and later code may write to the result in place.
         return F.linear(x, weight if linear else weight.t(), bias).data
 
     @staticmethod

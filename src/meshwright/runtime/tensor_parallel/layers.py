@@ -58,7 +58,7 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
     _shard_parameters(model, anatomy, index, ranks)
     columns = {f"{path}.weight" for region in anatomy.regions for path in region.columns}
     for name in anatomy.partly_used.keys() - columns if anatomy.regions else ():
-        if name.endswith(".weight"):  # of an adapter, after its own entry
+        if name.endswith(".weight"):  # a partly used adapter outside of the regions' column layers
             _make_column_subset(
                 model.get_submodule(name.removesuffix(".weight")), None, anatomy.partly_used[name], group
             )
@@ -70,7 +70,7 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
             taken = LocalHeadsHook(one, ranks, lambda tensor, dim: collectives.scatter_sequence(tensor, group, dim))
             model.get_submodule(one.path).register_forward_pre_hook(taken, with_kwargs=True)
         set_local_heads(model, region, ranks)
-    for module in tables:  # an encoder and a decoder may each have one with the weight
+    for module in tables:  # encoder and decoder may have separate embedding modules with one weight
         VocabParallelEmbedding(module, shard_intervals(anatomy.vocabulary, index, ranks)[0], group)
     if anatomy.shards_vocabulary(anatomy.head):
         head, entry = model.get_submodule(anatomy.head or ""), RegionEntryHook(group, False, 1)
@@ -86,7 +86,7 @@ def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_
         for name, size in anatomy.divisible.items()
         if size % ranks and (name != "kv_heads" or ranks % size)
     ]
-    vocabulary = _vocab_sharded_names(model, anatomy)  # its shards may be uneven
+    vocabulary = _vocab_sharded_names(model, anatomy)  # shards of the vocabulary may be uneven
     for name, split in anatomy.splits.items() if not wrong else ():
         tensor = _get_tensor(model, name)
         sizes = split.parts or (tensor.shape[split.dim],)
@@ -174,7 +174,7 @@ def _shard_parameters(model: nn.Module, anatomy: ModelGraph, index: int, ranks: 
                 shares[id(full)] = nn.Parameter(local, requires_grad=full.requires_grad)
             module._parameters[name] = shares[id(full)]
             update_layer_sizes(module)
-    for name in anatomy.splits.keys() & dict(model.named_buffers()).keys():  # channel statistics
+    for name in anatomy.splits.keys() & dict(model.named_buffers()).keys():  # buffers with channel statistics
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
         owner._buffers[last] = local_shard(owner.get_buffer(last), anatomy.splits[name], index, ranks)
@@ -196,14 +196,14 @@ def _enter_region(
         name = f"{path}.weight"
         if name in anatomy.partly_used:
             _make_column_subset(layer, entry if path in readers else None, anatomy.partly_used[name], group)
-        elif path in readers:  # one after a replicated input computes as usual
+        elif path in readers:  # column layers after a replicated input keep their forward
             _make_column(layer, entry, anatomy.splits[name])
 
 
 def _make_column(module: nn.Module, entry: RegionEntryHook, split: TpSplit) -> None:
     if is_linear_like(module):
         module.forward = ColumnLinear(module, entry, split.dim == 0)  # type: ignore[method-assign]
-    else:  # any other has its own forward, which autograd follows
+    else:  # other layers keep their forward, and autograd computes their gradients
         module.register_forward_hook(entry.was_read)
 
 
@@ -237,7 +237,7 @@ def _make_row(module: nn.Module, split: TpSplit, group: CommGroup, sequence_para
         module.forward = RowLinear(module, split.dim == 1, lambda x: leave(x, group))  # type: ignore[method-assign]
     elif rule_of(module).adds_bias_last:
         module.forward = RowLayer(module, rule_of(module), group)  # type: ignore[method-assign]
-    else:  # without a bias (analysis/regions.py) its own forward needs no replacement
+    else:  # these layers have no bias (analysis/regions.py), so their forward stays
         module.register_forward_hook(lambda module, args, output: leave(output, group))
 
 

@@ -83,14 +83,14 @@ class TensorParallelRng:
         self.first = entries[0]
         for module in entries:
             module.register_forward_pre_hook(self.enter, prepend=True)
-        for module in exits:  # always: the last block of a stage is left by an exception (StageExit)
+        for module in exits:  # always called, since the last block of a stage ends with an exception (StageExit)
             module.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Saves the common random state and sets a state of this rank's own."""
         if (self.common is not None and module is not self.first) or not module.training:
-            # the state of the first entry comes from an aborted recompute, after which torch's checkpoint has restored
-            # the state
+            # If the first entry still has a saved state, a recompute was aborted, and torch's checkpoint has restored
+            # the state.
             return
         number = int(torch.randint(1 << 40, (), device="cpu"))
         own = [(each, state) for each in initialized_accelerators() if (state := each.rng_state()) is not None]

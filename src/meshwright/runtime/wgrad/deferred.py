@@ -51,7 +51,7 @@ class WgradQueue:
         """Ends the B of `micro_batch`."""
         self._sealed[micro_batch], self._current = self._current, {}
 
-    @torch.no_grad()  # deferred inputs have a graph
+    @torch.no_grad()  # deferred inputs belong to an autograd graph
     def run(self, micro_batch: int) -> None:
         """Runs W of `micro_batch`: each gradient is computed, accumulated and freed, in the order of backward."""
         deferred = self._sealed.pop(micro_batch)
@@ -66,7 +66,7 @@ class WgradQueue:
 def defer_wgrad(module: nn.Module, sink: WgradSink) -> None:
     """Makes the plain matrix layer `module` pass the factors of its weight gradient to `sink`."""
     module.put_off = sink  # type: ignore[assignment]
-    if "forward" not in vars(module):  # else a layer of tensor parallelism, which asks for `defer_wgrad` itself
+    if "forward" not in vars(module):  # tensor-parallel layers have replaced their forward and use the sink themselves
         module.forward = partial(_layer_forward, module, isinstance(module, nn.Linear))  # type: ignore[method-assign]
 
 
@@ -85,7 +85,7 @@ def _is_functorch_tensor(x: torch.Tensor) -> bool:
 
 
 def _layer_forward(module: nn.Module, linear: bool, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-    (x,) = (*args, *kwargs.values())  # Linear and Conv1D name it differently
+    (x,) = (*args, *kwargs.values())  # the argument has different names in Linear and Conv1D
     return matmul_forward(module, x, module._parameters.get("bias"), linear)
 
 
@@ -101,7 +101,9 @@ class _DeferredMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.sink, ctx.linear = sink, linear
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight if linear else weight.t(), bias).data  # as in tensor_parallel/column.py
+        return F.linear(
+            x, weight if linear else weight.t(), bias
+        ).data  # not an autograd view, as in tensor_parallel/column.py
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:

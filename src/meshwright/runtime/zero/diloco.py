@@ -58,7 +58,7 @@ class OuterOptimizer:
         self.reducer.quiesce()
         for unit, anchor, velocity in zip(
             self.units, self.anchors, self.velocity, strict=True
-        ):  # one group at a time: it is rare, and takes memory
+        ):  # groups are reduced one after another to save memory
             moved = anchor - unit.optim_shard.flat
             all_reduce(moved, _replica_group(unit), inter_host=unit.compressors.replicas).wait()
             mean = moved.div_(self.config.replicas)

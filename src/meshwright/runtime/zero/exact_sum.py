@@ -111,7 +111,7 @@ def square_norm(
     maximum = float(largest)
     if not math.isfinite(maximum) or not maximum:
         return largest.new_tensor(math.inf if maximum and first else 0.0)
-    scale = 2.0 ** (NORM_BITS - math.frexp(maximum)[1])  # a power of two: only `round_` rounds
+    scale = 2.0 ** (NORM_BITS - math.frexp(maximum)[1])  # the scale is a power of two, so only `round_` rounds
     totals = torch.zeros(2, dtype=torch.int64, device=largest.device)
     for run in slices:
         for part in run.split(_tile_elements(run)):

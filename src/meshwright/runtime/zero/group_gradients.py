@@ -121,7 +121,7 @@ class GroupGradients:
         """Prepares for `arrivals` backward passes."""
         plan = self.layout.context.plan
         self.counter.reset(arrivals)
-        self._full, self._has_sum = None, False  # drops the buffer of an aborted pass
+        self._full, self._has_sum = None, False  # drops the buffer of an aborted backward pass
         if self.exact is not None:
             self.exact.begin_step(sum(plan.shares) or arrivals * plan.dp)
             self.shard = self._shard_of_buffer()

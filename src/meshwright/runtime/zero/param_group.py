@@ -217,7 +217,7 @@ def make_optim_shard(
         dtype = torch.float32 if has_main_params else weights.dtype
         return OffloadedShard(swapper, storages, dtype, runs, weights.parts)
     main_params = [each.full() if isinstance(each, NvmeShard) else each for each in storages]
-    if has_main_params:  # also if weights are offloaded
+    if has_main_params:  # main weights stay on the device even if weights are offloaded
         main_params = [torch.cat([each.to(layout.context.device, torch.float32) for each in main_params])]
     if len(main_params) > 1:
         return FrozenShard(main_params)

@@ -267,7 +267,7 @@ class GradReducer:
         while self._pending:
             unit, pending = self._pending.popleft()
             pending.wait()
-            if unit.layout.zero_stage == 1:  # its sum over the replicas overlaps with the sums of later groups
+            if unit.layout.zero_stage == 1:  # the sum over replicas overlaps with the reductions of later groups
                 replica_sums.append(unit.reduce_over_replicas())
         replica_sums += [unit.reduce_over_replicas() for unit in self.trainable if unit.layout.zero_stage != 1]
         for pending in replica_sums:
@@ -291,7 +291,7 @@ class GradReducer:
         for unit, tied in self.tied:
             if not unit.frozen:
                 replicas.setdefault((tied.stages, tied.layer), []).append(unit)
-        for stages, layer in sorted(replicas):  # the same order on all ranks
+        for stages, layer in sorted(replicas):  # all ranks use this order
             first, *others = [unit.gradients.shard for unit in replicas[stages, layer]]
             total = first.to(self.mesh.device)  # some gradients are offloaded to CPU
             for gradients in others:
@@ -327,7 +327,7 @@ class GradReducer:
             first, last = (
                 length * replica // replicas,
                 length * (replica + 1) // replicas,
-            )  # replicas are identical: each sums its part
+            )  # identical replicas share the work of the norm
             tensor_ranks = 1 if unit.placement.tensor_group is None else unit.placement.tensor_group.size
             border = min(max(unit.layout.bucket.split_end - unit.shard_range.start, first), last)
             for run, holders in ((slice(first, border), 1), (slice(border, last), tensor_ranks)):

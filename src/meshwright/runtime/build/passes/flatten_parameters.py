@@ -102,7 +102,7 @@ def _build_param_groups(
                     by_layer.setdefault(TIED_EMBEDDING if shares_tie and name == "embedding" else name, []).append(flat)
                 if several is not None:
                     tied[id(flat)] = TiedParamGroup(unit.layers[0], several, stage == several[0])
-        if needs.names:  # forward order, so that backward completes the groups in reverse order
+        if needs.names:  # groups follow forward order, so backward completes them in reverse
             places = {layer.name: place for place, layer in enumerate(present)}
             stages[stage].sort(key=lambda flat: places[flat.layout.bucket.layers[0]])
     return FlatGroups(stages, tied, by_layer)

@@ -30,11 +30,11 @@ def move_buffers(model: nn.Module, device: torch.device, recipe: Recipe) -> None
     Each rank copies only its shard of a parameter to its device, which need not have memory for all of them.
     """
     for config in _configs_with_cache(model):
-        config.use_cache = False  # a cache would be stored twice, and filled twice by recompute
+        config.use_cache = False  # recompute would fill a key-value cache twice
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device).contiguous()  # pieces of a checkpoint are ranges of it
+                module._buffers[name] = buffer.to(device).contiguous()  # checkpoints save ranges of flat buffers
     if recipe.compute == "float64":
         model.double()
 

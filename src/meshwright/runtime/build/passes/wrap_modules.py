@@ -56,7 +56,8 @@ def wrap_modules(
         of_blocks = _groups_of_blocks(model, paths, by_layer, reads)
         gathered = _mark_gathered([*of_blocks, *(GatheredGroups(units) for _, units in others)])
         outer = [(module, groups) for (module, _), groups in zip(others, gathered[len(paths) :], strict=True)]
-    # Others come first: the compiler skips those that are inside of a block.
+    # Modules outside of the blocks are wrapped before blocks are compiled. So the compiler skips such a module where a
+    # block contains it.
     others_wrapped = [BlockWrapper(module, cursor, None, groups) for module, groups in outer]
     wrapped = [
         BlockWrapper(
@@ -145,7 +146,7 @@ def _outer_modules(
     for path, units in by_path.items():
         module = modules.get(path)
         if plan.stages > 1 and any(block.startswith(f"{path}.") for block in around):
-            # A stage ends inside of such a module: its parameters stay gathered through the step.
+            # A stage ends inside of a module that contains blocks: its parameters stay gathered through the step.
             continue
         if (
             path

@@ -71,7 +71,7 @@ def drop_other_stages(
                 module._modules[child_name] = StagePlaceholder(child, kind, f"{path}.".startswith(blocks))
 
     visit(model, "")
-    malloc_trim()  # before the flat buffers are allocated
+    malloc_trim()  # returns freed memory before the flat buffers are allocated
 
 
 def duplicate_parameter(first: nn.Parameter, values: torch.Tensor) -> nn.Parameter:

@@ -138,7 +138,7 @@ class SharedMemory:
         mapped = self._own.get(base)
         return (
             None if mapped is None else (mapped, int(tensor.storage_offset()) * tensor.element_size())
-        )  # the storage is compared, since an empty tensor has no address
+        )  # storages are compared, since an empty tensor has no address
 
     def map_segment(self, rank: int, number: int, file: int) -> torch.Tensor:
         """Returns the bytes of segment `number` of `rank`, mapped once."""
@@ -272,7 +272,7 @@ def connect_shared_memory(timeout: float) -> tuple[SharedMemory | None, Sequence
             )
         except OSError:
             own = ""
-    identities = gather_objects(own)  # after it every rank has opened what it needs
+    identities = gather_objects(own)  # when this returns, every rank has opened the fields of all others
     refused = {card[0] for card, name in zip(cards, identities, strict=True) if not name}
     identities = ["" if card[0] in refused else card[0] for card in cards]
     return host if identities[rank] else None, identities

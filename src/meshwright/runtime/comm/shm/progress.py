@@ -105,7 +105,7 @@ class ProgressQueue:
                 return
             first = self.pending[0]
             if first.steps[0][0] == AWAIT_TRANSFER:
-                time.sleep(TRANSFER_POLL_SECONDS)  # later ones may have something to send meanwhile
+                time.sleep(TRANSFER_POLL_SECONDS)  # meanwhile later collectives may start transfers
                 if calls is not None:
                     calls.poll(time.monotonic() - began)
             else:
