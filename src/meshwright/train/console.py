@@ -23,7 +23,7 @@ from meshwright.spec.record import StepRecord
 
 LINE_INTERVAL_SECONDS = 10.0  # between plain lines
 SILENT_KINDS = ("slow", "verdict", "rebalanced", "rebalance_result", "unsaved", "write", "failed")
-"""Kinds of messages for the supervisor alone. Notes repeat what a person needs of them."""
+"""Kinds of messages for the supervisor alone. What a person needs to know of them also arrives as a `note`."""
 WARMUP_STEPS = 3
 """Steps of a launch after which step times are stable."""
 

@@ -39,8 +39,8 @@ class RecordedPass:
     gradients: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     owned: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Tensors that some module has output. A module around it may only forward them. The references keep their ids
-    unique."""
+    """Tensors that a module has output, by id. An outer module may return the output of an inner module unchanged. The
+    references keep the ids unique."""
 
     def add(self, path: str, output: Any) -> None:
         """Records the output of one call of the module at `path`."""

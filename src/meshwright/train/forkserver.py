@@ -61,7 +61,7 @@ LISTEN_BACKLOG = 4096
 """The number of ranks that may connect at the same moment."""
 
 CUDA_DEVICE_FILE = "/dev/nvidia-uvm"
-"""The file that a process has open once it has started CUDA. A query of device names opens others."""
+"""The file that a process has open once it has started CUDA. A query of device names opens other files only."""
 
 
 def preload_modules(modules: list[str]) -> None:

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
 MAX_TIMELINE_POINTS = 240
-"""The points of a timeline: the highest of each of this many parts of a step."""
+"""The number of points of a timeline. A step is divided into as many equal intervals, and a point is the highest sum of
+its interval."""
 MIN_RELATIVE_CHANGE = 0.01
-"""The relative change of a category that makes a new row."""
+"""The relative change of a category above which a new row is written."""
 MODULE_LABEL, BACKWARD_LABEL = "module ", "autograd::engine::evaluate_function"
 
 
@@ -199,7 +200,7 @@ class MemoryRecorder:
         self.trainer, self.folder = trainer, folder
         self.device, hosts = trainer.mesh.device, [host for host in trainer.mesh.topology.shm_host_ids if host]
         self.is_rank_per_host = len(set(hosts)) == len(hosts)
-        """Whether no rank reads another rank's memory, which would count as its own."""
+        """Whether every rank has a host of its own. Then no shared memory of another rank counts in a rank's RSS."""
         self._written: dict[str, float] = {}
         peak_resident_bytes()
 

@@ -1,17 +1,18 @@
 """In-memory checkpoints of every step, in memory that outlives the rank, and how to restore them.
 
-Guarantees: whenever ranks die, all of them have a complete, intact checkpoint of the last reported step. Continuing
-from it is bit-identical to never having stopped.
+Guarantees: whenever ranks die, there is a complete, intact checkpoint of the last reported step for every rank. A run
+that continues from it is bit-identical to a run that never stopped.
 
-On a CPU, an overlapped copy would take the same cores as the next step. So the copy runs when the step ends, before the
-ranks agree on its record: what is reported is saved. On an accelerator, the copy overlaps with the next step and must
-end before that step's last reduction. Until then nothing writes to its sources; of buffers, which a forward may update,
-it reads a clone. After that reduction every rank knows that every rank's copy is complete ([Note: two slots] in
-checkpoint/memory_checkpoint.py). Then the last reported step may have to be run again.
+On a CPU, an overlapped copy would take cores from the next step. So the copy runs at the end of its step, before the
+ranks agree on the record of that step. A step is thus saved before it is reported. On an accelerator, the copy overlaps
+with the next step and must end before the last reduction of that step. Until then nothing writes to the tensors that
+are copied. A forward may update buffers, so the copy reads clones of them. After the reduction every rank knows that
+every rank's copy is complete ([Note: two slots] in checkpoint/memory_checkpoint.py). After a fault on an accelerator,
+the last reported step may have to be run again.
 
-The bytes leave the device on a separate stream, through two pinned chunks. A plain copy in a thread would run on the
-training stream: it would wait for earlier kernels, and later kernels would wait for it. To memory that is not pinned,
-the driver copies in small pieces. Here one chunk fills while the other is read.
+The bytes leave the device on a separate stream, through two pinned chunks: one chunk fills while the other is read. A
+plain copy in a thread would run on the training stream. It would wait for earlier kernels, and later kernels would wait
+for it. To memory that is not pinned, the driver copies in small pieces.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class D2HStaging:
         self.arrived = [self.backend.event(blocking=True) for _ in range(2)]
 
     def begin(self) -> None:
-        """Orders the copy stream after all work that this thread has submitted so far."""
+        """Makes the copy stream wait for all work that this thread has submitted so far."""
         self.stream.wait_stream(self.backend.current_stream(self.device))
 
     def parts(self, source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -87,8 +88,8 @@ class D2HStaging:
 def double_buffered(
     size: int, most: int, start: Callable[[int, int, int], None], arrived: Callable[[int], None]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields which of two chunks has which bytes: chunk, offset and length. The next part is already in flight, in the
-    other chunk, when one is yielded.
+    """Yields the parts of a copy through two chunks, each as chunk index, offset and length. When a part is yielded,
+    the copy of the next part into the other chunk has already started.
 
     >>> said = []
     >>> for part in double_buffered(
@@ -114,8 +115,8 @@ MAX_FREE_MEMORY_FRACTION = 0.5
 """The largest fraction of the free memory of the machine, or of this run's cgroup, for the checkpoints of all ranks."""
 
 MAX_WAIT_FRACTION, MIN_MEASURED_STEPS = 0.1, 10
-"""The largest fraction of the time that overlapped copies may stall training without a warning, and the steps of that
-measurement."""
+"""The largest fraction of the training time that waits for overlapped copies may take without a warning, and the number
+of steps over which it is measured."""
 
 PEER_OUT_OF_MEMORY_TEXT = Message(
     "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last "
@@ -134,12 +135,12 @@ class MemoryCheckpointer:
         self.refused = ""
         self.seconds = 0.0
         self.waited = 0.0
-        """Seconds in which training waited for the last overlapped copy."""
+        """The seconds for which training waited for the last overlapped copy."""
         self._layout: SnapshotLayout | None = None
         self._places: list[int] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Buffers that a forward may update (running means), and the clones that the copy reads, as of the end of the
-        step."""
+        """Buffers that a forward may update (running means), each with its clone from the end of the step. The copy
+        reads the clones."""
         self._lift: D2HStaging | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -166,7 +167,7 @@ class MemoryCheckpointer:
         copy = functools.partial(self._copy, step, layout, local, state)
         try:
             self._thread = start_background_thread("copy", copy, lambda line: None)
-        except OSError:  # no thread is left: this copy delays the next step
+        except OSError:  # the system has no thread left, so this copy runs now and delays the next step
             copy()
 
     def finish(self) -> None:
@@ -184,18 +185,18 @@ class MemoryCheckpointer:
         try:
             self.memory.write(step, layout, local, state, single_chunk if self._lift is None else self._lift.parts)
             self.pulse.write(HeartbeatField.snapshot_step, step)
-        except BaseException as error:  # `finish` raises it: the run must not continue silently without checkpoints
+        except BaseException as error:  # `finish` raises it, so that the run does not continue without checkpoints
             self._failed = error
         self.seconds = time.thread_time() - began
 
     def _lay(self) -> SnapshotLayout | None:
-        """Returns the layout of the copy, or None where the memory is too small. It is rebuilt only when a buffer has
-        moved."""
+        """Returns the layout of the copy, or None where the memory is too small. The layout is built again only after
+        the address of a buffer has changed."""
         engine = self.trainer.engine
         places = storage_addresses(engine, self.trainer.optimizer) + [
             buffer.data_ptr() for buffer in engine.model.buffers()
         ]
-        if engine.recipe.eight:  # their values are built for each copy
+        if engine.recipe.eight:  # the values of 8-bit states are decoded for each copy
             places.append(self.trainer.steps)
         if self._layout is None or places != self._places:
             self._places = places
@@ -253,14 +254,14 @@ def overhead_warning(waited: float, seconds: float, steps: int) -> str:
 def _clone_buffers(
     pieces: Sequence[tuple[ShardMetadata, torch.Tensor]],
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[ShardMetadata, torch.Tensor]]]:
-    """Returns pairs of each buffer and its clone, and `pieces` with each buffer replaced by its clone."""
+    """Returns each buffer with its clone, and `pieces` with each buffer replaced by its clone."""
     still = [(piece, data.clone() if piece.name.startswith(BUFFER_PREFIX) else data) for piece, data in pieces]
     return [(one, other) for (_, one), (_, other) in zip(pieces, still, strict=True) if one is not other], still
 
 
 def newest_memory_checkpoint(paths: Sequence[str], ranks: RankExchange) -> MemoryCheckpoint | None:
-    """Returns the newest step of which every file of `paths` has an intact checkpoint, or None. Every rank calls it and
-    checks its part of the files."""
+    """Returns the newest step of which every file of `paths` has an intact checkpoint, or None. All ranks call it; each
+    rank checks some of the files."""
     if not paths:
         return None
     try:

@@ -9,13 +9,13 @@ Guarantees: the result equals training after `from_pretrained` on one device. A 
 not zero, and a step before `load_weights` is refused. Buffers in the file (running means, router corrections) are
 loaded. All others (rotary frequencies, masks) come from the model's own code.
 
-Some Hugging Face families name or arrange tensors in files differently from their modules. Then transformers' own rules
-become `WeightSource`s.
+In some Hugging Face families, tensors have other names or shapes in files than in the modules. For these families the
+conversion rules of transformers are turned into `WeightSource`s.
 
-Rule: all renaming rules of the family apply to a key that the model does not have. Then at most one rule merges it with
-others: by concatenation along the first dimension, or by stacking of experts in front. Any other arrangement is refused
-in one line, never guessed. Source: huggingface/transformers, `conversion_mapping.py` and
-`core_model_loading.rename_source_key`.
+Rule: all renaming rules of the family apply to a file key that the model does not have. Then at most one rule merges
+the tensor of this key with others. It concatenates them along the first dimension, or stacks experts along a new first
+dimension. Any other conversion is refused in one line, never guessed. Source: huggingface/transformers,
+`conversion_mapping.py` and `core_model_loading.rename_source_key`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from meshwright.runtime.engine import Engine
 
 
 class KeyMapping(NamedTuple):
-    """The name of a file key in the model, the rule that merges it with other keys, and its part in that rule."""
+    """The name of a file key in the model, the rule that merges its tensor with those of other keys, and its position
+    in that rule."""
 
     name: str
     rule: Any = None
@@ -68,7 +69,7 @@ def weight_sources(weights: HfWeights, model: nn.Module, known: Collection[str])
 
 
 def _conversion_rules(model: nn.Module) -> list[Any]:
-    if "transformers" not in sys.modules:  # otherwise none of its models is in use; the import takes seconds
+    if "transformers" not in sys.modules:  # then no model of transformers is in use, and importing it takes seconds
         return []
     try:
         from transformers import PreTrainedModel
@@ -92,7 +93,8 @@ def _map_key(key: str, rules: list[Any]) -> KeyMapping:
 
 
 def _match_prefix(name: str, prefix: str, known: Collection[str]) -> str:
-    """Adds or removes the prefix of the base model: the file may have a head and the model not, or the reverse."""
+    """Adds or removes the prefix of the base model in a key. The prefix differs if only the file, or only the model,
+    has a head."""
     if name in known or not prefix:
         return name
     return next((other for other in (name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if other in known), name)
@@ -138,12 +140,13 @@ IGNORED_BUFFER_PATTERNS = (
     r"\.attn\.(masked_)?bias$",
     r"num_batches_tracked$",
 )
-"""Tensors in files of earlier versions that models build themselves."""
+"""Buffers that files of earlier versions contain, and that models compute themselves."""
 
 
 @contextmanager
 def init_on_meta() -> Iterator[None]:
-    """Builds modules inside with parameters on the meta device: shapes and dtypes only. Buffers are real tensors."""
+    """Puts the parameters of modules that are built inside the context on the meta device: they have only shapes and
+    dtypes. Buffers are real tensors."""
 
     def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -180,8 +183,8 @@ def load_sharded_weights(engine: Engine, path: Path | str) -> None:
 
 
 def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
-    """Opens the weights at `path` and checks them against the whole model, whatever this rank has of it. So all ranks
-    reach the same result."""
+    """Opens the weights at `path` and checks them against the whole model, not only against this rank's shard. So all
+    ranks reach the same result."""
     weights = HfWeights(path)
     shapes = {name.replace(LORA_BASE_INFIX, "."): engine.shapes[name] for name in engine.unfilled}
     others = {name.replace(LORA_BASE_INFIX, ".") for name in (*engine.extra_state.shared_names, *engine.shards.buffers)}
@@ -196,7 +199,7 @@ def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
 
 @torch.no_grad()
 def _load_buffers(engine: Engine, weights: HfWeights) -> None:
-    """Loads the persistent buffers of this rank's modules, or its shards of them."""
+    """Loads the persistent buffers of this rank's modules, or this rank's shards of sharded buffers."""
     for piece, data in state_dict.buffer_pieces(engine, saving=False):
         name = piece.name.removeprefix(BUFFER_PREFIX)
         found = weights.read_full(name.replace(LORA_BASE_INFIX, "."))

@@ -1,18 +1,16 @@
-"""The metrics of a step: one record for the whole world, with the seconds of the slowest rank and the bytes of the peak
-rank.
+"""The metrics of a step: one record for all ranks, with the seconds of the slowest rank and the bytes of the peak rank.
 
 One small reduction per step carries all values, including the request to stop. So all ranks stop after the same step.
 
-Sample accounting: what each rank read in a step, and what all ranks read together, is an entry of the step's record
-(spec/record.py).
+Sample accounting: the record of a step states the samples that all ranks have read together (spec/record.py).
 
-Guarantees: ranks of one replica read identical bytes, or the run ends and names one that does not. So training never
-uses data that a damaged file or memory changed on some ranks only. `content` is the sum modulo 2^64, over all rows, of
-the xxh3 of a row's bytes seeded with its index. It is identical under every plan and in every run that reads the same
-data.
+Guarantees: the ranks of a replica read identical bytes; otherwise the run ends with an error that names a deviating
+rank. So training never uses data that a damaged file or memory changed on some ranks only. The field `content` is a sum
+over all rows, modulo 2^64. It adds the xxh3 hash of the bytes of each row, with the row's index as seed. `content` is
+identical under every plan and in every run that reads the same data.
 
-Proof runs of `meshwright train`: RUN/proofs.jsonl has each of them, the user sees the first, and a resumed run does not
-repeat it.
+Proof runs of `meshwright train`: RUN/proofs.jsonl contains all of them. The user sees the first one, and a resumed run
+does not repeat it.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ class SampleAccount(NamedTuple):
 
     @property
     def numbers(self) -> list[float]:
-        """Returns the values as floats that float64 represents exactly."""
+        """Returns the account as floats; float64 represents each of them exactly."""
         return [
             float(self.samples.number),
             *(float(half) for word in (self.samples.squares, self.content) for half in divmod(word, HALF_WORD)),
@@ -77,7 +75,8 @@ class SampleAccount(NamedTuple):
 
 
 def account_batches(batches: Sequence[TensorBatch], ranges: Sequence[SampleRange], start: int) -> SampleAccount:
-    """Returns the account of `batches`, the rows `ranges` of the batch whose first sample has index `start`."""
+    """Returns the account of `batches`, which are the rows `ranges` of a batch. `start`: the index of the first sample
+    of that batch."""
     content = 0
     for batch, (first, count) in zip(batches, ranges, strict=True):
         arrays = [np.ascontiguousarray(batch[name].numpy()) for name in sorted(batch)]
@@ -135,11 +134,11 @@ def configured_proof_mode(launch: LaunchSpec) -> ProofMode | None:
 
 
 def record_proofs(trainer: Trainer, launch: LaunchSpec, folder: Path, say: Callable[[str], None]) -> None:
-    """Makes `trainer` write its proofs to `folder` and print them. Every rank calls it after a checkpoint was loaded;
-    only rank 0 reads and writes.
+    """Makes `trainer` write its proofs to `folder` and print them. All ranks call it after a checkpoint was loaded.
+    Only rank 0 reads and writes.
 
     If the run is resumed and an earlier process has proven this plan equal, the proof before the first update is not
-    repeated. So recovery takes no longer.
+    repeated. So proofs do not delay recovery.
     """
     prover, path, first = trainer.prover, folder / PROOFS_FILE, trainer.mesh.rank == 0
     earlier = gather_objects(_last_equal(path, trainer.plan.name) if first and trainer.steps else None)[0]
@@ -169,14 +168,14 @@ def _last_equal(path: Path, plan: str) -> RecordedProof | None:
         try:
             proof = RecordedProof.from_json(line)
         except ValueError:
-            continue  # a kill has cut the line off
+            continue  # the line is incomplete: its writer was killed
         if proof.result.plan == plan:
             return proof if proof.result.equal else None
     return None
 
 
 def launch_notes(launch: LaunchSpec, trainer: Trainer, parameters: int) -> Iterator[str]:
-    """Yields lines for the user about what of a launch is not as expected. `parameters`: of the model."""
+    """Yields lines for the user about unexpected properties of a launch. `parameters`: the number of the model."""
     if (expected := launch.parameters) and expected != parameters:
         yield Message(
             "the model has {parameters:,} parameters, the planner counted {expected:,}: its estimates are off",
@@ -196,7 +195,7 @@ LogFunction = Callable[[str], None]
 
 
 class StepAgreement(NamedTuple):
-    """The values that all ranks have after a step. `by_rank`: the `own` numbers of each rank."""
+    """The values of a step that all ranks agree on. `by_rank`: the `own` numbers of each rank."""
 
     record: StepRecord
     flags: Sequence[float]
@@ -208,8 +207,8 @@ def agree_on_step(
     record: StepRecord, flags: Sequence[float], group: CommGroup | None, own: Sequence[float] = ()
 ) -> StepAgreement:
     """Agrees on the step of `record` over all ranks. It takes the maximum of each time, of each size and of each of
-    `flags`, such as the request to stop. It also gathers the phases and the `own` numbers (none below 0) of each rank.
-    All ranks call it."""
+    `flags`, such as the request to stop. It also gathers the phases and the `own` numbers of each rank; these must not
+    be negative. All ranks call it."""
     phases: PhaseSeconds | None = None
     by_rank: Sequence[Sequence[float]] = [list(own)]
     if group is not None:
@@ -223,7 +222,7 @@ def agree_on_step(
         place = len(mine) + each * group.index
         largest[place : place + each] = torch.tensor(
             brought, dtype=torch.float64
-        )  # only this rank fills its entries, so the maximum is its value
+        )  # the entries of a rank are 0 on all other ranks, so the maximum is the rank's own value
         all_reduce(largest, group, use_max=True).wait()
         rows = largest[len(mine) :].view(-1, each).tolist()
         phases, by_rank = PhaseSeconds(*zip(*(row[:3] for row in rows), strict=True)), [row[3:] for row in rows]
@@ -248,14 +247,14 @@ class RecordWriter:
     def __init__(self, folder: Path, tensorboard: bool, say: LogFunction) -> None:
         self.say = say
         self._waits_since = 0
-        """The first step whose record is still buffered, or 0."""
+        """The first step whose record is still buffered in memory, or 0 if there is none."""
         self.last = last_reported_step(folder)
         self._lines = AppendOnlyFile(folder / RECORDS_FILE_NAME)
         self._writer: Any = None
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            with contextlib.suppress(OSError):  # if there is no space for events, the next record reports it
+            with contextlib.suppress(OSError):  # if the disk is full, the next record reports it
                 self._writer = SummaryWriter(str(folder / "tb"))
 
     def write(self, record: StepRecord) -> None:
@@ -273,7 +272,7 @@ class RecordWriter:
             self.say(Message("the records from step {waits_since} on are written", waits_since=self._waits_since))
         self._waits_since = (self._waits_since or record.step) if error is not None else 0
         if self._writer is not None:
-            with contextlib.suppress(OSError):  # if there is no space for a record, there is none for events
+            with contextlib.suppress(OSError):  # a full disk also loses TensorBoard events; the record reports it
                 self._events(record)
 
     def _events(self, record: StepRecord) -> None:

@@ -1,14 +1,14 @@
 """The model of a launch: a reference model from its sizes, a Hugging Face folder, or the result of a user's function.
 
-Guarantees: the same seed gives the same weights on every rank and under every plan. It downloads nothing and runs no
-code of a model folder. A user's function is named `package.module:function` and imported from the current folder or an
-installed package.
+Guarantees: a seed gives the same weights on every rank and under every plan. Nothing is downloaded, and no code of a
+model folder runs. A user's function is named `package.module:function` and is imported from the current folder or from
+an installed package.
 
-LoRA fine-tuning: peft wraps the layers, only A and B are trained, everything else is frozen.
+LoRA fine-tuning: peft wraps the target layers. Only the low-rank matrices A and B are trained; all else is frozen.
 
-Guarantees: the adapters are a pure function of the seed and the order of layers, also for a model on the meta device.
-Frozen parameters have no gradient, no optimizer state, and take no part in any reduction (runtime/zero/param_group.py).
-analysis/lora.py says how adapters are sharded.
+Guarantees: the initial adapters depend only on the seed and the order of layers, also for a model on the meta device.
+Frozen parameters have no gradient and no optimizer state, and no reduction includes them (runtime/zero/param_group.py).
+For the sharding of adapters see analysis/lora.py.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from meshwright.train.meta_init import init_on_meta
 
 
 def load_user_function(name: str, what: str) -> Callable[..., Any]:
-    """Imports and returns the user's function `name`. Raises InputError, which mentions `what` it is for, where it does
-    not exist."""
+    """Imports and returns the user's function `name`. Raises InputError if it does not exist; the error mentions `what`
+    the function is for."""
     module_name, _, function = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -132,8 +132,8 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
 
 
 def _has_stacked_experts(model: nn.Module) -> bool:
-    """Returns whether a module has stacked matrices, as experts do. peft would treat them as linear layers and nest one
-    wrapper inside the other."""
+    """Returns whether a module has stacked matrices, as experts do. peft would treat these as linear layers and nest
+    one wrapper inside another."""
     return any(parameter.ndim == 3 for parameter in model.parameters()) and any(
         "expert" in name.lower() for name, _ in model.named_modules()
     )
@@ -182,7 +182,8 @@ def build_model(
 
 
 def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
-    """Returns the function that builds the model of the folder's configuration. `filled`: its weights will be read."""
+    """Returns the function that builds the model of the folder's configuration. `filled`: whether weights will be read
+    into it."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers
@@ -242,8 +243,8 @@ def _user_model(name: str) -> nn.Module:
 
 
 def model_objective(source: ModelSource, model: nn.Module) -> DataObjective:
-    """Returns what the model learns: the next token, masked tokens, a target sequence, or image classes. Raises
-    InputError if it has other inputs."""
+    """Returns the training objective of the model: the next token, masked tokens, a target sequence, or image classes.
+    Raises InputError if the inputs of the model fit none of these."""
     others = extra_inputs(make_example(model))
     if others:
         raise InputError(
@@ -290,8 +291,8 @@ def open_training_data(
 def build_loader(dataset: Dataset, objective: DataObjective, model: nn.Module, workload: Workload) -> BatchLoader:
     """Returns the loader of a job's batches.
 
-    A causal loss compares the logits at position t with token t + 1. Where the model's loss does not shift the labels
-    by one position itself, the loader does. Otherwise the model would learn to copy its input.
+    A causal loss compares the logits at position t with token t + 1. If the model's loss does not shift the labels by
+    one position, the loader shifts them. Without a shift the model would learn to copy its input.
     """
     return BatchLoader(
         dataset, workload.batch, workload.seed, next_token=objective == "causal" and not predicts_next_token(model)
@@ -299,12 +300,12 @@ def build_loader(dataset: Dataset, objective: DataObjective, model: nn.Module, w
 
 
 def accepts_packed_documents(model: nn.Module) -> bool:
-    """Returns whether a row may contain several documents: restarted positions make the model's attention stop at a
-    document boundary.
+    """Returns whether a row may contain several documents. In such a row, position ids restart at each document, and
+    attention must not cross the boundary.
 
-    Rule: its forward takes position ids, and tokens before a restart do not affect tokens after it. On the meta device,
-    this is read from the model's code, where it passes positions to a mask function. Otherwise the model runs with
-    temporary random weights, unless it is too large. Any other model gets one conversation per row.
+    Rule: the model's forward takes position ids, and tokens before a restart do not affect tokens after it. For a model
+    on the meta device, the second condition is read from its code: it must pass positions to a mask function. Otherwise
+    the model runs with temporary random weights, unless it is too large. Other models get one conversation per row.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
@@ -332,8 +333,8 @@ def _masks_by_positions(kind: type) -> bool:
 
 @torch.no_grad()
 def _isolates_documents(model: nn.Module) -> bool:
-    """Runs two rows that differ only in their first document. The second document must have equal logits, and the first
-    must not."""
+    """Returns whether documents in a row are independent. It runs two rows that differ only in the first document. Only
+    the logits of the first document may differ, and they must."""
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3, 4, 5], [3, 1, 2, 4, 5]], device=device)
     places = torch.tensor([[0, 1, 2, 0, 1]], device=device).expand(2, -1)

@@ -1,8 +1,8 @@
-"""Out-of-memory errors in one line: what was requested, what each kind takes, and which kind exceeds its prediction by
-how much.
+"""Out-of-memory errors in one line: the requested bytes, the resident bytes of each kind, and the kind that exceeds its
+prediction the most.
 
-A rank has no planner, and no memory for one. The process that started it reports which plan would fit
-(cli/replanning.py). If the report itself fails, the error still says that memory ran out.
+A rank has no planner, and no memory to run one. The process that started the rank reports which plan would fit
+(cli/replanning.py). If this report fails, the error still says that memory ran out.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import Plan
 
 RESHARDED_ERRORS = ("its data is not allocated yet", "are out of bounds for storage of size 0")
-"""What torch reports for a tensor whose storage is empty."""
+"""Parts of torch's error message for a tensor whose storage is empty."""
 INPLACE_ERROR_PATTERN = r"modified by an inplace operation: \[\S+ (\[[\d, ]*\])\], which is (output \d+ of \w+)"
-"""What torch reports for a tensor that backward needs and that was overwritten."""
+"""A pattern of torch's error message for a tensor that was overwritten although backward needs it."""
 OOM_ERRORS = ("can't allocate memory", "out of memory")
-"""OOM errors without an exception type of their own: torch's on a CPU, the driver's for pinned memory."""
+"""Parts of the messages of OOM errors that have no exception type: torch's on a CPU, the driver's for pinned memory."""
 
 
 class OutOfMemory(MeshwrightError):
@@ -35,8 +35,8 @@ class OutOfMemory(MeshwrightError):
 
 
 class MemoryReport(NamedTuple):
-    """The data of an OOM report. `resident`: the resident bytes by kind, as far as known. `predicted`: the estimate,
-    None where the plan has none."""
+    """The data of an OOM report. `resident`: the known resident bytes by kind. `predicted`: the estimate of the plan,
+    if there is one."""
 
     rank: int
     plan: Plan
@@ -47,8 +47,8 @@ class MemoryReport(NamedTuple):
 
 @contextmanager
 def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
-    """Turns an OOM error inside into one line. It also explains a read of a weight that ZeRO 3 has resharded, and a
-    tensor that was overwritten before its backward."""
+    """Turns an OOM error inside the context into one line. It also explains two other errors: a read of a weight that
+    ZeRO 3 has resharded, and a tensor that was overwritten before its backward."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -127,7 +127,7 @@ def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str
         return Message("ZeRO (z1 to z3), rc-full and off-optimizer hold less, and `meshwright plan` finds what fits")
     whole = (
         predicted.reserved if backend_of(holder.device).memory_is_host else predicted.total
-    )  # a process needs more than what it allocates
+    )  # the code and libraries of a process take memory in addition to its allocations
     said = {kind: float(getattr(predicted, kind)) for kind in wanted if kind != rest}
     said[rest] = whole - sum(said.values())
     most = max(wanted, key=lambda kind: wanted[kind] - said[kind])

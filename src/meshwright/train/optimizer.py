@@ -1,12 +1,13 @@
 """The optimizer of a workload as a torch optimizer, and the learning rate of each step.
 
-The trainer passes flat ranges of matrices and of vectors, or full tensors where the rule needs them
-(runtime/optim/rule_probe.py). Weight decay applies to matrices only, unless the config says all. Kernels are fused: on
-a CPU they take a quarter of the time of the loop.
+The trainer passes flat ranges of matrices and of vectors to the optimizer. If the update rule needs full tensors, it
+passes these (runtime/optim/rule_probe.py). By default weight decay applies to matrices only; the config may extend it
+to all parameters. The fused kernels of torch are used: on a CPU they take a quarter of the time of torch's loop over
+parameters.
 
-Muon is torch's, for the matrices of blocks. Embeddings, heads, vectors and stacked experts use AdamW. By default Muon's
-updates are as large as AdamW's (`match_rms_adamw`: 0.2 sqrt(larger side)), so that both use `lr`. With a `matrix_lr`
-they are scaled as by Jordan et al.
+Muon is torch's implementation and updates the matrices of blocks. AdamW updates embeddings, heads, vectors and stacked
+experts. By default Muon's updates are as large as AdamW's, so that `lr` suits both. (`match_rms_adamw`: they are
+multiplied by 0.2 times the square root of the larger side.) With a `matrix_lr`, they are scaled as in Jordan et al.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from meshwright.train.model import load_user_function
 
 
 def precision_recipe(workload: Workload, plan: Plan) -> Recipe:
-    """Returns the precision recipe of `workload`. Raises InputError where `plan` sums other micro-batches than an exact
-    workload requires."""
+    """Returns the precision recipe of `workload`. An exact workload fixes the micro-batches whose gradients are summed.
+    Raises InputError where `plan` has other ones."""
     for fault in chain(exact_sum_violations(plan, workload.exact), diloco_violations(plan, workload.local)):
         raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=fault.message))
     return workload.recipe
 
 
 def optimizer_factory(rule: OptimizerConfig) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
-    """Returns the function that makes the optimizer of `rule` from parameters. A user's own function receives only the
-    parameters. The job sets its learning rate, and its groups keep their ratios to it."""
+    """Returns the function that makes the optimizer of `rule` from parameters. If the rule is a user's function, it
+    receives only the parameters. The job sets the learning rate; the ratios between the rates of groups do not change.
+    """
     if rule.live:
         return load_user_function(rule.name, "optimizer")
 
@@ -88,7 +90,7 @@ def _muon_factory(rule: OptimizerConfig, groups: list[Any]) -> torch.optim.Optim
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers with separate parameters, as one: it has the groups and states of all."""
+    """Several optimizers with disjoint parameters, combined into one that has all their groups and states."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], lr: float) -> None:
         super().__init__([group for each in optimizers for group in each.param_groups], {"lr": lr})
@@ -103,9 +105,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 def learning_rate(rule: OptimizerConfig, step: int, steps: int) -> float:
-    """Returns the learning rate of `step` (from 0) of `steps`. It rises linearly over `warmup` steps, at most half of
-    all. Then it follows the schedule down to `final_lr` times `lr` at the last step. Source of warmup-stable-decay: Hu
-    et al., MiniCPM, arXiv 2404.06395.
+    """Returns the learning rate of `step` (from 0) of `steps`. The rate rises linearly over `warmup` steps, but over at
+    most half of all steps. Then it follows the schedule down to `final_lr` times `lr` at the last step. Source of
+    warmup-stable-decay: Hu et al., MiniCPM, arXiv 2404.06395.
 
     >>> rule = OptimizerConfig(lr=1.0, warmup=2, final_lr=0.1)
     >>> [round(learning_rate(rule, step, 5), 3) for step in range(5)]

@@ -1,6 +1,7 @@
-"""The rank targets of `meshwright probe`: all ranks join, measure, and rank 0 reports the `ClusterProfile`.
+"""The functions that ranks run for `meshwright probe`. `probe` joins all ranks and measures the cluster; rank 0 reports
+the `ClusterProfile`.
 
-`speed` measures one device that a run has excluded, by a few matrix products.
+`speed` times a few matrix products on a device that a run has excluded.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def speed(channel: RankControl, payload: IpcMessage) -> int:
     seconds = []
     for _ in range(MATMUL_REPEATS):
         began = time.perf_counter()
-        float(torch.mm(left, left)[0, 0])  # reads the result, so that the product has ended
+        float(torch.mm(left, left)[0, 0])  # reading the result waits until the product has ended
         seconds.append(time.perf_counter() - began)
     channel.say("speed", slot=payload["slot"], seconds=median(seconds))
     return 0
