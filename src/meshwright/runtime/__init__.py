@@ -1,2 +1,2 @@
-"""A model and a plan go in, a model that computes the same over many ranks comes out. One room per strategy; apply.py
-shows the order."""
+"""The distributed runtime: one package per kind of parallelism. build/parallelize.py lists the build passes in
+order."""

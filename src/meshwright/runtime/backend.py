@@ -55,7 +55,7 @@ class DeviceStream(Protocol):
 
 @dataclass(frozen=True)
 class ProfilingSizes:
-    """Sizes of the work with which the profiler measures a device of one type."""
+    """Sizes of the operations that the profiler times on a device of one type."""
 
     matmuls: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     """Sides of square matrices."""
@@ -83,15 +83,15 @@ class Backend:
     memory_is_host: ClassVar[bool] = False
     """Whether device memory is host memory: nothing is copied for offloading, and ranks of a host share memory."""
     has_streams: ClassVar[bool] = False
-    """Whether copies run in streams while the host goes on; then host memory that takes part is pinned."""
+    """Whether copies run asynchronously in streams. If so, the host memory of copies is pinned."""
     collective_library: ClassVar[str] = "gloo"
     """The backend of torch.distributed for tensors on the device."""
     has_fused_optimizer: ClassVar[bool] = False
     """Whether torch has fused optimizer kernels for the device."""
     nominal_flops: ClassVar[float] = 2e14
-    """FLOP/s assumed before anything is measured, for the estimate of a first proof."""
+    """FLOP/s assumed before the device is profiled, for the time estimate of a first proof."""
     nominal_flops_per_byte: ClassVar[float] = 100.0
-    """FLOPs of matrix products in the time of reading one byte: 400 TFLOP/s and 4 TB/s; on a CPU 80 GFLOP/s and 27
+    """FLOPs of matrix products per byte read. The default is 400 TFLOP/s over 4 TB/s; a CPU has 80 GFLOP/s over 27
     GB/s."""
     profiling: ClassVar[ProfilingSizes] = ProfilingSizes()
 
@@ -106,7 +106,7 @@ class Backend:
         """Makes `device` the current device of this process, before its first kernel or collective."""
 
     def is_initialized(self) -> bool:
-        """Whether this process has started the driver, so that a fork could not use the devices."""
+        """Whether this process has started the driver. A forked child could then not use the devices."""
         return False
 
     def synchronize(self, device: torch.device) -> None:
@@ -117,7 +117,7 @@ class Backend:
         torch.use_deterministic_algorithms(True)
 
     def stream(self, device: torch.device) -> DeviceStream | None:
-        """Returns a new stream, None without streams."""
+        """Returns a new stream, or None for a device without streams."""
         return None
 
     def current_stream(self, device: torch.device | None = None) -> DeviceStream | None:
@@ -125,7 +125,7 @@ class Backend:
         return None
 
     def use_stream(self, stream: DeviceStream | None) -> AbstractContextManager[Any]:
-        """Launches what is inside in `stream`."""
+        """Launches the kernels of the context in `stream`."""
         return nullcontext()
 
     def event(self, timing: bool = False, blocking: bool = False) -> DeviceEvent:
@@ -133,7 +133,7 @@ class Backend:
         raise NotImplementedError(f"devices of type {self.device_type} have no events")
 
     def rng_state(self, device: torch.device | None = None) -> torch.Tensor | None:
-        """Returns the random state of `device` (None: the current one), or None if it has none of its own."""
+        """Returns the random state of `device` (None: the current device), or None if the device has no generator."""
         return None
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device | None = None) -> None:
@@ -144,7 +144,7 @@ class Backend:
         return torch.random.fork_rng(devices=[])
 
     def allocated_bytes(self, device: torch.device) -> float | None:
-        """Returns the bytes that tensors occupy, None where no allocator of the device counts them."""
+        """Returns the bytes that tensors occupy, or None if the device has no allocator that counts them."""
         return None
 
     def peak_memory(self, device: torch.device) -> dict[str, float]:
@@ -152,7 +152,7 @@ class Backend:
         return {}
 
     def name_and_memory(self, device: torch.device) -> tuple[str, float]:
-        """Returns the product name of `device` and the bytes of its memory, 0 where the host's are meant."""
+        """Returns the product name of `device` and the bytes of its memory; 0 bytes if it uses host memory."""
         return device.type, 0.0
 
     def compute_capability(self, device: torch.device) -> tuple[int, int] | None:
@@ -166,7 +166,7 @@ class Backend:
         return False
 
     def compile_obstacle(self) -> str:
-        """Returns what `torch.compile` lacks here and the remedy, '' if nothing."""
+        """Returns what `torch.compile` lacks on this machine and the remedy; '' if nothing is missing."""
         return ""
 
     @property
@@ -317,7 +317,7 @@ def backend_of(device: torch.device | str) -> Backend:
 
 
 def accelerators() -> Iterator[Backend]:
-    """Yields every backend whose devices have memory of their own."""
+    """Yields every backend whose devices have separate memory."""
     return (backend for backend in Backend.by_type.values() if not backend.memory_is_host)
 
 

@@ -3,12 +3,13 @@
 The compiled part is the forward inside a block wrapper. The all-gather of weights, recompute, and the cuts of sequence
 and stages are outside. Collectives and the project's own layers (tensor parallelism, deferred weight gradients,
 experts) synchronise with other ranks, so the compiler skips them. It also skips attention over context ranks. Blocks
-with such layers compile in the pieces between them. All blocks are identical, so the code of the first one serves all.
+with such layers are compiled in the pieces between these layers. All blocks are identical, so the compiled code of the
+first block serves all.
 
 [Note: what the compiler keeps] In a compiled block the compiler cuts forward from backward. It saves the operands of
 matrix products, and recomputes the results of norms and activations. With selective recompute it saves less, by the
-rule of analysis/remat/tape.py. Operations that are not cheap there must be saved (on a CPU, torch considers attention
-cheap). All others may be recomputed, operands of products too.
+rule of analysis/remat/tape.py. Results of operations that this rule does not consider cheap must be saved (torch
+considers attention on a CPU cheap). All other results may be recomputed, including operands of matrix products.
 
 Results equal those of eager mode within the rounding of fused operations. Without a compiler the plan is refused with a
 one-line error.
@@ -33,7 +34,7 @@ from meshwright.runtime.backend import backend_of
 from meshwright.spec.plan import Plan
 
 COMPILER_ENV = "MESHWRIGHT_COMPILER"
-"""Environment variable: another backend of torch.compile than inductor."""
+"""Environment variable: the backend of torch.compile, by default inductor."""
 
 
 def check_compiler(plan: Plan, device: torch.device) -> None:
@@ -68,8 +69,8 @@ def compile_block(
 
 
 def _backend_for_deferred_wgrad(graph: Any, given: Any, **options: Any) -> Any:
-    """A separate backend, and so separate code, for blocks with deferred weight gradients. Otherwise the recompute of
-    another block could use the pieces of such a block."""
+    """Is a separate backend for blocks with deferred weight gradients, so that torch compiles separate code for them.
+    Otherwise the recompute of other blocks could use this code."""
     from torch._dynamo import lookup_backend
 
     return lookup_backend(compiler_backend())(graph, given, **options)
@@ -77,7 +78,7 @@ def _backend_for_deferred_wgrad(graph: Any, given: Any, **options: Any) -> Any:
 
 def _backend_for_sac(graph: Any, given: Any, **options: Any) -> Any:
     """Sets the policy of selective recompute and compiles: [Note: what the compiler keeps]. It uses private names of
-    torch. A test (test_compile) fails when they move."""
+    torch. A test (test_compile) fails if torch renames them."""
     from torch._dynamo import lookup_backend
     from torch._functorch import config
 
@@ -98,8 +99,8 @@ def _target_name(node: Any) -> str:
 
 
 def _replace_split_with_slices(graph: Any, node: Any) -> None:
-    """Replaces a split by slices, which the compiler knows as views. Otherwise it would save parts and their results in
-    addition to the whole."""
+    """Replaces a split by slices, which the compiler treats as views. Otherwise it would save the parts and their
+    results in addition to the full tensor."""
     parts = node.meta["example_value"]
     if (
         len(parts) < 2
@@ -131,8 +132,8 @@ def _disable_compiler(module: nn.Module, block: nn.Module) -> None:
 
 
 def compile_seconds() -> float:
-    """Returns the seconds that this process has spent compiling. The counter is private to torch:
-    tests/ranks/test_compile.py fails when it moves."""
+    """Returns the seconds that this process has spent compiling. The counter is private to torch.
+    tests/ranks/test_compile.py fails if torch renames it."""
     from torch._dynamo.utils import calculate_time_spent
 
     spent = calculate_time_spent()

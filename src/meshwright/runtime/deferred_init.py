@@ -10,15 +10,15 @@ afterwards.
 
 While the model is built, parameters are meta tensors. Each write to one is recorded instead: the operation, its inputs,
 and the state of the random generator. Numbers are drawn and discarded, so that the next draw is the usual one. Replay
-of the records materialises a parameter. Slicing is recorded in the same way, so a rank stores its part of a tensor that
-exists only for a moment.
+of the records materialises a parameter. Slicing is recorded in the same way. So a rank stores its slice of a tensor,
+and the full tensor exists only during the replay.
 
 [Note: notes] `StorageRecipe` says how the content of a storage is computed. It never changes: an operation on the
-storage replaces it by another recipe. So a reader of an earlier recipe (a copy of a layer, a slice of a rank) has the
-content of that time. Code that asks for the device of a parameter gets the answer of a real one, because many functions
-skip meta tensors. An operation that cannot be recorded, such as a read of values, raises, and the caller builds the
-full model. Idea: torchdistx, `deferred_init` (2022); this version works for any model, with generators, and without
-custom operators.
+storage replaces it by another recipe. So code with an earlier recipe (a copy of a layer, a slice of a rank) keeps the
+content that the recipe describes. Code that asks for the device of a parameter gets the answer of a real one, because
+many functions skip meta tensors. An operation that cannot be recorded, such as a read of values, raises, and the caller
+builds the full model. Idea: torchdistx, `deferred_init` (2022); this version works for any model, with generators, and
+without custom operators.
 
 Recording ends with the context. A later change would be lost silently, so it is checked. A parameter is refused with a
 one-line error if its version shows a later write, or if it has a new storage without a record (a conversion). This does
@@ -67,8 +67,8 @@ OVERWRITING_OPS = {
 }
 """Operations that overwrite all previous content."""
 SMALL_TENSOR_SIZE = 1 << 16
-"""Tensors up to this number of elements are stored in full; of a larger constant tensor only the value. Also the bytes
-of memory that may come from the heap."""
+"""Tensors of up to this number of elements are stored in full. Of a larger constant tensor only the value is stored. It
+is also the largest number of bytes of temporary memory that comes from the heap."""
 RECORDER_ATTRIBUTE, RECIPE_ATTRIBUTE = "_meshwright_later", "_meshwright_origin"
 """Attributes: of modules, the record of their construction; of parameters, the recipe of the local part."""
 
@@ -235,7 +235,7 @@ class DeferredInit(TorchDispatchMode):
 
     @property
     def number(self) -> float:
-        """Returns a number that is equal on ranks with equal draws."""
+        """Returns a checksum that is equal on ranks whose draws were equal."""
         return float(self.notes.digest.intdigest() >> 12)
 
     def whole(

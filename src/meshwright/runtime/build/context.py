@@ -33,10 +33,11 @@ def make_parallel_context(
 ) -> ParallelContext:
     """Builds the context of `plan` over the ranks of the default process group. All ranks call it.
 
-    `timeout`: seconds that a rank waits for another. `offload_to`: the folder of offloaded states and activations.
+    `timeout`: seconds after which a wait for another rank fails. `offload_to`: the folder of offloaded states and
+    activations.
 
     Raises:
-        InputError: The plan needs another number of ranks than were started.
+        InputError: The number of started ranks is not that of the plan.
     """
     device = device or init_local_device()
     ranks = dist.get_world_size() if dist.is_initialized() else 1

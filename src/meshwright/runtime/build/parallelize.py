@@ -1,8 +1,8 @@
 """Builds the engine of a model and a plan, by an ordered list of passes.
 
-The passes up to `check_shards` analyse the model and raise every error of the user. They change nothing of the model
-but its random state and configuration, which they restore. The later passes change it in place: they shard tensors,
-drop the modules of other stages, flatten parameters, and wrap blocks. Every parameter is accounted for.
+The passes up to `check_shards` analyse the model and raise every error of the user. They leave the model unchanged;
+random state and configuration are restored. The later passes change it in place: they shard tensors, drop the modules
+of other stages, flatten parameters, and wrap blocks. Every parameter is accounted for.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How ranks exchange tensors: process groups, shared memory, both in tiers, and gradients in fewer bytes."""
+"""Communication between ranks: process groups, shared memory, hierarchical collectives, and gradient compression."""

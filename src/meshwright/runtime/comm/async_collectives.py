@@ -1,9 +1,10 @@
 """Starts collectives on flat buffers now and finishes them later.
 
-gloo runs an all-reduce well, but its reduce-scatter and all-gather are slow. At 16 MiB and 2 ranks they took 14, 40 and
-77 ms, and one all-to-all took 8 ms. On gloo both are therefore written as an all-to-all; the reduction then sums in a
-fixed order (bench/exchange.py). NCCL uses its own flat collectives. Ranks of one host without accelerators read each
-other's memory (shm/collectives.py). On several hosts each host sends a sum once (hierarchical.py).
+gloo runs an all-reduce well, but its reduce-scatter and all-gather are slow. At 16 MiB and 2 ranks the three took 14,
+40 and 77 ms, and one all-to-all took 8 ms (bench/exchange.py). On gloo reduce-scatter and all-gather therefore use an
+all-to-all, and the reduction sums in a fixed order. NCCL uses its own flat collectives. Ranks of one host without
+accelerators read each other's memory (shm/collectives.py). On several hosts each host sends a sum once
+(hierarchical.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from meshwright.runtime.error_propagation import interruptible_wait
 
 
 class CollectiveWork:
-    """A collective in flight, as torch.distributed.Work. `wait` finishes it once; later calls do nothing."""
+    """A collective in flight, like torch.distributed.Work. The first `wait` finishes the collective; later calls do
+    nothing."""
 
     def __init__(
         self, work: dist.Work | None, then: Callable[[], None] | None = None, group: CommGroup | None = None
@@ -33,7 +35,7 @@ class CollectiveWork:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Waits until the collective is complete, then runs what must follow it."""
+        """Waits until the collective is complete, then runs its last step."""
         work, then = self._work, self._finish
         self._work = self._finish = None
         if work is None and then is None:
@@ -46,7 +48,7 @@ class CollectiveWork:
                 then()
 
     def then(self, then: Callable[[], None]) -> CollectiveWork:
-        """Returns the same work with `then` in place of what follows it; `then` must wait for this work itself."""
+        """Returns the work with `then` as its last step. `then` must wait for this work itself."""
         return CollectiveWork(self._work, then, self._group)
 
 

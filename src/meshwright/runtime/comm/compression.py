@@ -1,17 +1,17 @@
 """Compresses gradients between hosts, with error feedback.
 
-Compression changes the result, so it is a setting of the workload. Ranks of one host send nothing over a network and
-lose nothing. Each host adds its residual of the last step to its sum, sends the nearest value that the code can
-express, and keeps the difference as the new residual (error feedback: Seide et al., 1-Bit Stochastic Gradient Descent,
-2014; Karimireddy et al., Error Feedback Fixes SignSGD, arXiv 1901.09847). Every host decodes the messages of all hosts,
-its own included, and adds them in order of host.
+Compression changes the result, so the workload sets it. Ranks of one host send nothing over a network, so their sums
+are exact. Each host adds its residual of the last step to its sum, sends the nearest value that the codec can
+represent, and keeps the difference as the new residual (error feedback: Seide et al., 1-Bit Stochastic Gradient
+Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, arXiv 1901.09847). Every host decodes the messages of
+all hosts, its own included, and adds them in order of host.
 
     bf16      2 bytes per element
     int8      1 byte per element and a float32 scale for each block, whose largest element is 127
     low-rank  PowerSGD (powersgd.py)
 
-With h hosts, each host sends h - 1 times its encoded slice for an all-reduce, where an uncompressed one sends 2 (h - 1)
-/ h times the slice. A reduce-scatter sends (h - 1) / h times the encoded buffer, as an uncompressed one does.
+With h hosts, a compressed all-reduce sends h - 1 times the encoded slice of a host. An uncompressed all-reduce sends 2
+(h - 1) / h times the slice. A reduce-scatter sends (h - 1) / h times the buffer, encoded or not.
 
 Guarantees: all hosts compute the same sum, and the same sum in every run.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 CPU_TILE_ELEMENTS = 1 << 18
 """Elements encoded at a time on a CPU, so that they stay in the cache. A multiple of the block length."""
 ACCELERATOR_TILE_ELEMENTS = 1 << 24
-"""Elements encoded at a time on an accelerator, where each tile costs a few kernel launches."""
+"""Elements encoded at a time on an accelerator. Each tile costs a few kernel launches."""
 
 
 def tile_elements(device: torch.device) -> int:
@@ -51,8 +51,8 @@ class GradientCodec(Protocol):
         """Returns the bytes of `numel` encoded elements."""
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
-        """Writes the bytes of `values` to `encoded`. `values` become the encoding error, and zero where they are not
-        finite."""
+        """Writes the bytes of `values` to `encoded`. On return `values` contains the encoding error, with zeros for
+        non-finite elements."""
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor, add: bool) -> None:
         """Sets `values` to the decoded elements, or adds these if `add`."""
@@ -151,7 +151,8 @@ CODECS: dict[str, Callable[[], GradientCodec]] = {"bf16": Bfloat16Codec, "int8":
 
 
 class CompressedReducer:
-    """Reduces the gradients of one buffer between hosts. `residual` stores what this host has not sent yet."""
+    """Reduces the gradients of one buffer between hosts. `residual` stores the encoding errors that this host has not
+    sent yet."""
 
     def __init__(self, codec: GradientCodec, residual: torch.Tensor) -> None:
         self.codec, self.residual, self.tile = codec, residual, tile_elements(residual.device)
@@ -220,8 +221,8 @@ class ReducerPair(NamedTuple):
 def make_compressed_reducer(
     compression: GradientCompression | None, group: CommGroup | None, vector: FlatSlice, scattered: bool
 ) -> CompressedReducer | PowerSGDReducer | None:
-    """Returns the reducer of `vector` (of its slices if `scattered`) over `group`. None without compression, and for a
-    group on one host."""
+    """Returns the reducer of `vector` (of its slices if `scattered`) over `group`. Returns None if the group is on one
+    host or compression is off."""
     if compression is None or group is None or group.process_group is None or group.intra_host:
         return None
     runs = _inter_host_ranges(group, vector.start, vector.stop, scattered)

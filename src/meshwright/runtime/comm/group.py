@@ -78,13 +78,13 @@ class CommGroup:
         return [each.timer for each in (self, *(self.shm.inter_host_groups if self.shm is not None else ()))]
 
     def read_stats(self) -> CommStats:
-        """Returns the statistics since the last reading. Bytes include those between hosts; waits for these are part of
-        the group's own waits."""
+        """Returns the statistics since the last call. Bytes include the traffic between hosts. Waits for that traffic
+        are part of the group's own waits."""
         own, *between = [meter.read() for meter in self.timers]
         return CommStats(own.sent + sum(each.sent for each in between), own.waited)
 
     def is_native(self, tensor: torch.Tensor) -> bool:
-        """Whether NCCL transfers `tensor`, whose flat collectives are fast."""
+        """Whether NCCL transfers `tensor`. The flat collectives of NCCL are fast."""
         return self.process_group is not None and uses_nccl(self.backends, tensor.device.type)
 
     @cached_property
@@ -144,8 +144,8 @@ def wrap_shm_collectives(lanes: ShmCollectives) -> CommGroup:
 
 
 def shutdown_groups(groups: Sequence[CommGroup | None]) -> None:
-    """Waits until the other ranks of `groups` have read all that they need of this rank's memory. Call it before this
-    rank ends."""
+    """Waits until the other ranks of `groups` have read all inputs in this rank's memory. Call it before this rank
+    ends."""
     for group in groups:
         if group is not None and group.shm is not None:
             group.shm.close()

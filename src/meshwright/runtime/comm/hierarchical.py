@@ -13,9 +13,9 @@ Sums differ from those of a flat collective only in their order, which is fixed:
 Source: Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH (2005), section 4.
 Horovod calls it hierarchical; NCCL does it by itself.
 
-[Note: ways across] A reduction sends between hosts once the ranks of its host have contributed, a gathering sends at
-once. The order of the two differs from rank to rank, and so does that of the second message of a reduction. Each kind
-therefore has its own process group, inside which the order is the same everywhere.
+[Note: ways across] A reduction sends between hosts once the ranks of its host have contributed. An all-gather sends
+immediately. So the order of reductions, all-gathers and second messages differs between ranks. Each of the three has
+its own process group, in which all ranks use one order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from meshwright.runtime.comm.shm.memory import SharedMemory
 
 NUM_INTER_HOST_GROUPS = 3
-"""Process groups between hosts: for sums, for second messages of sums, and for gatherings."""
+"""Process groups between hosts: for reductions, for second messages of reductions, and for all-gathers."""
 
 RanksByHost = Sequence[Sequence[int]]
 """For each host, the positions of its ranks in the group."""

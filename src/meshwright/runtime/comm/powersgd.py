@@ -11,8 +11,9 @@ An all-reduce sends 2 (h - 1) / h (rows + columns) x rank elements per matrix.
 
 [Note: second message] Q can be computed only once P of all hosts has arrived, which happens at different times on
 different hosts. Second messages therefore have their own process group and a queue. They start in the order of the
-first messages, which is the same on every host. If a sum of the same buffer is still in flight, its second message
-starts before more is added to the residual, which stores all of it until then.
+first messages, which is the same on every host. The residual stores the whole gradient until the second message starts.
+So if a reduction of the same buffer is still in flight, its second message starts before the next gradient is added to
+the residual.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class MatrixSlice(NamedTuple):
 def compressible_matrices(
     tensors: Sequence[tuple[int, tuple[int, ...]]], runs: Sequence[tuple[int, int]], rank: int
 ) -> list[MatrixSlice]:
-    """Returns the whole rows of `tensors` (offset and shape) inside `runs` of a buffer, where their factors are smaller
-    than they are. The runs are concatenated in a vector, and offsets are those in it.
+    """Returns the complete rows of `tensors` (offset and shape) inside the segments `runs` of a buffer, if their
+    factors are smaller than the rows. The segments are concatenated into a vector, and returned offsets are positions
+    in it.
 
     >>> compressible_matrices([(0, (4, 100)), (400, (7,))], [(50, 400), (400, 407)], 1)
     [MatrixSlice(start=50, rows=3, columns=100)]

@@ -1,8 +1,8 @@
 """Measures how long this rank waits for communication and copies.
 
-A CPU rank waits itself, so the clock of the host measures it. An accelerator queues the wait while the host goes on.
-There, one event before and one after the wait, in the compute stream, measure how long that stream was idle. If the
-host does wait, they measure how long the stream had no work.
+A CPU rank blocks, so the clock of the host measures the wait. With an accelerator the wait is queued in the compute
+stream while the host continues. One event before and one after the wait measure how long that stream was idle. If the
+host waits too, the events measure how long the stream had no work.
 
 [Note: nobody waits for a clock] Events are read only once both are complete. Those of the forward and backward passes
 are complete when the sums of a step reach the host. Events that complete later, such as the all-gather after the
@@ -36,13 +36,14 @@ class TimerEvent(Protocol):
 
 
 class WaitTimer:
-    """Sums the time spent inside of it; a nested use counts once. `event` creates events, for devices on which the
-    stream waits instead of the host."""
+    """Sums the time spent inside the context; nested contexts count once. `event` creates events, for devices on which
+    the stream waits instead of the host."""
 
     def __init__(self, event: Callable[[], TimerEvent] | None = None) -> None:
         self._event, self._depth, self._began = event, 0, 0.0
         self._seconds = self._previous_seconds = 0.0
-        """Seconds of waits since the last reading, and of waits before it that had not completed then."""
+        """Seconds of waits that began since the last reading, and seconds of earlier waits that were incomplete at the
+        last reading."""
         self._first: TimerEvent | None = None
         self._pending: deque[tuple[TimerEvent, TimerEvent, bool]] = deque()
         """First and last event of each wait, and whether it began before the last reading."""

@@ -1,11 +1,11 @@
 """Where ranks are, and the communication groups among them.
 
-`Topology` says which rank this process is and which ranks share a host or memory; it holds no group. `GroupFactory`
-creates the group of this rank in a partition of all ranks, over the fastest path there is: shared memory, a
+`Topology` contains the rank of this process and which ranks share a host or memory; it has no groups. `GroupFactory`
+creates the group of this rank in a partition of all ranks, over the fastest available path: shared memory, a
 hierarchical group (shared memory inside hosts, process groups between them), or one process group.
 
-Guarantees: every rank creates all process groups of torch in the same order, those that it is not in included, as
-`torch.distributed.new_group` requires.
+Guarantees: every rank creates all process groups of torch in the same order, including groups that it is not a member
+of. `torch.distributed.new_group` requires this.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Topology:
     shared_memory: SharedMemory | None = None
     """The memory that this rank shares with the other CPU ranks of its host."""
     shm_host_ids: tuple[str, ...] = ()
-    """The host of each CPU rank, '' where the rank shares no memory; empty where no rank does."""
+    """The host of each CPU rank, '' for a rank that shares no memory. Empty if no rank shares memory."""
     host_ids: tuple[str, ...] = ()
     """The host of each rank with an accelerator, whose memory is not shared; empty for CPU ranks."""
 
@@ -73,9 +73,10 @@ class GroupFactory:
     def by_parts(
         self, name: str, parts: Sequence[Sequence[int]], process: dist.ProcessGroup | None = None
     ) -> CommGroup | None:
-        """Creates the group `name` of the part of all ranks that this rank is in; None for a part of one rank.
+        """Creates the group `name` for the part of the ranks that contains this rank. Returns None for a part of one
+        rank.
 
-        `process`: the process group of this rank, where one exists already.
+        `process`: the process group of this rank, if it exists already.
         """
         topology = self.topology
         mine: CommGroup | None = None
@@ -103,7 +104,7 @@ class GroupFactory:
         return mine
 
     def by_key(self, name: str, key: Callable[[int], Hashable]) -> CommGroup | None:
-        """Creates the group `name` of all ranks that have the same `key` as this one; None for one rank."""
+        """Creates the group `name` of all ranks with the `key` of this rank. Returns None for one rank."""
         parts: dict[Hashable, list[int]] = {}
         for rank in range(self.topology.world):
             parts.setdefault(key(rank), []).append(rank)
@@ -134,8 +135,8 @@ def shm_collectives(topology: Topology, name: str, ranks: Sequence[int]) -> ShmC
 def build_hierarchical_group(topology: Topology, first: int, ranks: Sequence[int]) -> HierarchicalGroup | None:
     """Creates the hierarchical group of `ranks`. All ranks call it.
 
-    Returns None where each host has one of `ranks`, where all are on one host, and on ranks that are not among them.
-    `first`: the first field of the group in shared memory.
+    Returns None if each host has one of `ranks`, if all `ranks` are on one host, and on all other ranks. `first`: the
+    first field of the group in shared memory.
     """
     table = ranks_by_host([topology.shm_host_ids[rank] for rank in ranks])
     mine: HierarchicalGroup | None = None
@@ -154,7 +155,7 @@ def create_axis_groups(
 ) -> tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]:
     """Creates the device mesh over the axes of more than one rank, and returns it with its process groups.
 
-    Context ranks are a subdivision of the shards or copies, so their groups are created outside the mesh.
+    Context ranks subdivide the shards or the replicas, so their groups are created outside the mesh.
     """
     grid, plan = topology.grid, topology.grid.plan
     axes = {"pp": plan.pp, "copies": plan.state_replicas, "shards": plan.shards, "tp": plan.tp}
@@ -174,7 +175,7 @@ def create_axis_groups(
 
 
 def group_ranks(grid: RankGrid) -> dict[str, list[list[int]]]:
-    """Returns all groups of each axis; the groups of an axis together contain every rank once.
+    """Returns all groups of each axis. Each rank is in exactly one group of an axis.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> found = group_ranks(RankGrid(parse_plan("dp2x2.z1")))

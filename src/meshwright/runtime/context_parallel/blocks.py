@@ -1,11 +1,11 @@
 """Runs the blocks of a model on a piece of the sequence: cuts their inputs, and passes attention inside them to
 `attend`.
 
-The hidden state is cut once, before the first block. Every other argument of a block that spans the whole sequence
-(rotary tables, positions) is cut on its way in, along the dimensions that `places` names. The check saw these
-dimensions change with the length (verify.py). A mask of queries by keys remains whole, and attention reads the part
-that it needs. After the last block most models accept any length. A model that expects the length of its ids gets it,
-with zeros at the positions of other ranks. The piece is cut out again before the vocabulary head.
+The hidden state is cut once, before the first block. Other block arguments that span the whole sequence (rotary tables,
+positions) are cut when a block is called, along the dimensions in `places`. verify.py finds these dimensions: their
+size changes with the length of the sequence. A mask of queries by keys is not cut, and attention reads the rows that it
+needs. After the last block most models accept any length. If a model expects the full length, the hidden state is
+extended with zeros at the positions of other ranks. The piece is cut out again before the vocabulary head.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
 
 ArgPath = tuple[int | str, ...]
 SequenceDims = dict[tuple[int, ArgPath], int | None]
-"""The dimension of the sequence in each tensor argument of each block; None where there is none to cut."""
+"""The dimension of the sequence in each tensor argument of each block; None for an argument that is not cut."""
 
 UNSEEN_DIM = -1
 
@@ -33,8 +33,8 @@ SEQUENCE_DIM = 1
 
 
 class SequenceCut(NamedTuple):
-    """Describes how a model works on pieces: `places`, and `placed`. With `placed` the layers after the blocks need the
-    full length up to the head; without it they work on pieces too."""
+    """Describes how a model runs on pieces of the sequence. `places`: the dimensions to cut. `placed`: whether the
+    layers between the blocks and the head need the full length."""
 
     places: SequenceDims
     placed: bool
@@ -57,13 +57,13 @@ class ContextState:
         return self.pieces.cut(hidden, SEQUENCE_DIM)
 
     def place_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Places the hidden state after the last block, where `placed`: zeros fill the positions of other ranks until
-        the head."""
+        """Extends the hidden state after the last block to the full length, if `placed`, with zeros at the positions of
+        other ranks."""
         return self.pieces.place(hidden, SEQUENCE_DIM) if self.placed else hidden
 
     def cut_before(self, head: nn.Module) -> Any:
-        """Installs a hook so that only this rank's positions reach `head`, and returns the hook. It must precede
-        anything else that changes the head's input."""
+        """Installs and returns a hook that passes only this rank's positions to `head`. The hook must run before other
+        hooks that change the head's input."""
         cut = lambda module, args, kwargs: with_hidden(args, kwargs, self.cut_hidden(hidden_of(args, kwargs)))
         return head.register_forward_pre_hook(cut, prepend=True, with_kwargs=True)
 

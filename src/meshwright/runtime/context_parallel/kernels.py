@@ -51,8 +51,7 @@ class SdpaCall:
         return self.query, self.key, self.value
 
     def objection(self, length: int) -> str:
-        """Returns why this call is no self-attention over a sequence of `length` that pieces can compute; '' when it
-        is."""
+        """Returns why pieces cannot compute this call as self-attention over a sequence of `length`; '' if they can."""
         here, seen = self.query.shape[-2], self.key.shape[-2]
         if self.query.ndim != 4 or here != seen:
             return f"attention from {here} positions to {seen} others is not of one sequence over itself"
@@ -89,10 +88,10 @@ def make_sdpa_call(
 
 
 class SdpaInterceptor(TorchFunctionMode):
-    """Intercepts attention and computes it by `attend` while it is on.
+    """Intercepts attention calls and computes them by `attend` while it is active.
 
     Raises:
-        InputError: the model would recompute attention when it is off.
+        InputError: the model would recompute attention while it is inactive.
     """
 
     def __init__(self, attend: Callable[[SdpaCall], torch.Tensor]) -> None:
@@ -182,15 +181,15 @@ def supports_flash(part: PartialAttention) -> bool:
 
 
 def mask_to_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a mask as a bias on scores: minus infinity where it hides a key, also where a mask says so by the lowest
-    number."""
+    """Returns a mask as a bias on scores, with minus infinity for hidden keys. The lowest number of the dtype in a mask
+    also hides a key."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     return mask.to(dtype).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
 
 
 def attention_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output (B, H, Q, Dv) and the log-sum-exp (B, H, Q). A query that sees nothing has zeros and minus
+    """Returns the output (B, H, Q, Dv) and the log-sum-exp (B, H, Q). A query without visible keys has zeros and minus
     infinity."""
     if part.fused:
         output, total = _CPU_FLASH(

@@ -1,5 +1,5 @@
-"""Says which positions of a sequence a context rank holds: one chunk from the front and one from the back. All ranks
-then have equal work under a causal mask.
+"""Assigns the positions of a sequence to context ranks: each rank has one chunk from the front and one from the back.
+So all ranks have equal work under a causal mask.
 
 Rule: the sequence is cut into 2c chunks; rank r of c holds chunks r and 2c - 1 - r. A causal query sees the keys before
 it, so chunk i costs i + 1/2 chunks of work. The two chunks of every rank together cost 2c. Source: Llama 3 (arXiv

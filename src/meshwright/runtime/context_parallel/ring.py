@@ -38,8 +38,7 @@ KVVisitor = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class KVExchange(Protocol):
-    """Exchanges keys and values. `piece` is this rank's keys and values. `visits` yields the piece of every rank with
-    its index, the own one first."""
+    """Exchanges keys and values between ranks. `piece` contains this rank's keys and values."""
 
     def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields every rank's piece with its rank index, this rank's own first."""
@@ -69,7 +68,7 @@ class AllGatherKV:
             yield source, pieces[source]
 
     def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
-        """Computes all shares, then sums them by one reduce-scatter."""
+        """Computes the summands for all ranks, then adds them by one reduce-scatter."""
         shares: torch.Tensor | None = None
         for source, visited in self.visits(piece):
             found = share(source, visited)
@@ -117,7 +116,7 @@ class RingKV:
                 work.wait()
 
     def _pass_on(self, tensor: torch.Tensor) -> tuple[list[dist.Work], torch.Tensor]:
-        """Starts to send `tensor` to the next rank, and returns the buffer for that of the previous rank."""
+        """Starts to send `tensor` to the next rank. Returns the buffer for the tensor of the previous rank."""
         tensor = tensor.contiguous()
         coming = torch.empty_like(tensor)
         self.group.timer.sent += tensor.numel() * tensor.element_size()
@@ -154,7 +153,7 @@ class MaskBlocks(NamedTuple):
     length: int
 
     def of(self, source: int, dtype: torch.dtype) -> MaskBlock | None:
-        """Returns the block for the piece of rank `source`; None for nothing."""
+        """Returns the block for the piece of rank `source`; None if the queries see no key of it."""
         index, half = self.pieces.index, self.length // self.pieces.ranks // 2
         if self.mask is not None:
             bias = kernels.mask_to_bias(self._block(self.mask, source), dtype)

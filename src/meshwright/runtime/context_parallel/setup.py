@@ -33,7 +33,7 @@ def make_context_state(
     factory: GroupFactory,
     example: ExampleInputs | None = None,
 ) -> ContextState | None:
-    """Returns how this rank works on its piece; None without context parallelism.
+    """Returns the context state of this rank; None without context parallelism.
 
     Raises:
         InputError: the model cannot work on pieces.
@@ -65,8 +65,8 @@ def make_context_state(
 
 
 def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[SdpaCall], torch.Tensor]:
-    """Returns the attention of this rank. Neighbours exchange heads (all context ranks, some of them, or none), the
-    others form rings."""
+    """Returns the attention function of this rank. Groups of neighbours (all context ranks, some, or one) exchange
+    heads. Ranks with the same position in these groups form a ring."""
     grid, cp, heads = mesh.grid, mesh.plan.cp, mesh.plan.ulysses_ranks
     turn, place = divmod(mesh.coords.cp, heads)
     column = lambda rank: grid.place(rank)._replace(cp=0)

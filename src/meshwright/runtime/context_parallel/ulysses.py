@@ -1,11 +1,11 @@
 """Exchanges positions for heads (Ulysses). One all-to-all gives each context rank the whole sequence of some heads,
 torch attends, and another all-to-all restores the pieces.
 
-[Note: both] Where only u neighbours of c context ranks exchange heads, each then holds a longer piece of some heads:
-their u front chunks in order, then their u back chunks. This is the piece of rank c div u among c / u ranks, over which
-a ring attends (`attending`). Key-value heads are repeated until the ranks divide them, which adds at most one head a
-rank. All features of torch's attention work, dropout included: each rank draws for its own heads. Sources: Jacobs et
-al., DeepSpeed Ulysses, arXiv 2309.14509, section 3; Fang and Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
+[Note: both] If only u neighbours of c context ranks exchange heads, each rank has a longer piece of some heads: their u
+front chunks in order, then their u back chunks. This is the piece of rank c div u among c / u ranks, over which a ring
+attends (`attending`). Key-value heads are repeated until the ranks divide them, which adds at most one head a rank. All
+features of torch's attention work, dropout included: each rank draws for its own heads. Sources: Jacobs et al.,
+DeepSpeed Ulysses, arXiv 2309.14509, section 3; Fang and Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ The check detects a convolution or a cumulative sum along the sequence, use of t
 positions counted inside a block, and attention that is not torch's. The plan is then refused.
 
 The check runs in training conditions (analysis/run_conditions.py), at two lengths and with two texts, with and without
-every other input of the example. What changes with the length of the text spans the sequence. Of identical blocks the
-first one runs and the others return their input; of a small model all run. Meta parameters get random values as far as
-the check needs them.
+every other input of the example. A dimension spans the sequence if its size changes with the length of the text. Of
+identical blocks only the first runs, and the others return their input. In a small model all blocks run. Meta
+parameters get random values as far as the check needs them.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from meshwright.runtime.loss.objective import extract_logits
 
 VERIFY_BATCH_SIZE = 3
 SIMULATED_RANKS = 2
-"""Simulated context ranks. The chunks of two hold every position, so more add nothing."""
+"""Simulated context ranks. Two ranks cover every position, so more ranks add nothing."""
 CHUNK_LENGTHS = ((3, 2), (2, 1))
-"""Positions in a chunk, of a first text and of a second one; shorter ones where a model has few positions."""
+"""Positions in a chunk of the first and the second text. The second pair serves models with few positions."""
 TOKEN_STRIDES = (31, 17)
 """Strides of the token ids of both texts."""
 
@@ -73,7 +73,7 @@ ForwardFunction = Callable[..., Any]
 
 
 class CannotCutSequence(Exception):
-    """Says why the model cannot work on pieces. It is caught where the plan is refused."""
+    """Reports why the model cannot run on pieces. The caller catches it and refuses the plan."""
 
 
 def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleInputs | None = None) -> SequenceCut:
@@ -277,8 +277,8 @@ def _find_sequence_cut(
     places: SequenceDims,
     before: SequenceCut | None,
 ) -> SequenceCut:
-    """Returns the first of both ways in which a piece gives a piece of the whole; `before`: the way of the other
-    inputs."""
+    """Returns the first of two cuts with which each piece computes its piece of the full result. `before`: the cut for
+    the other inputs."""
     noted = texts[0]
     if not noted.calls:
         raise CannotCutSequence(Message("its blocks do not attend by torch's scaled_dot_product_attention"))
@@ -327,7 +327,7 @@ def _check_piece(
     """Returns the gradients of the parameters on one rank.
 
     Raises:
-        CannotCutSequence: its piece differs from the whole.
+        CannotCutSequence: the result differs from the piece of the full result.
     """
     calls = iter(enumerate(noted.calls))
     terms: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -15,7 +15,7 @@ from meshwright.spec.plan import Plan
 
 @build_pass(reads=("model", "base", "hints"), writes=("deferred", "example", "graph"))
 def analyze(build: Build) -> None:
-    """Analyses the model, and makes an example of its inputs.
+    """Analyses the model, and makes example inputs.
 
     Raises:
         InputError: A parameter was changed after its initialisation was deferred.
@@ -28,8 +28,8 @@ def analyze(build: Build) -> None:
 
 
 def _analyze_model(model: nn.Module, plan: Plan, known: ModelGraph | None, example: ExampleInputs) -> ModelGraph:
-    """Returns the structure for `plan`. A known structure that was found from shapes alone is not enough for tensor
-    parallelism."""
+    """Returns the structure for `plan`. Tensor parallelism needs a new analysis if the known structure was derived from
+    shapes alone."""
     if known is None or (plan.tp > 1 and known.unsupported.get("proof")):
         known = analyze_model(model, use_random_weights=True, example=example, splits=plan.tp > 1)
     return known.for_tp(plan.tp)

@@ -1,4 +1,4 @@
-"""Assembles the engine. It is complete when it exists."""
+"""Assembles the engine. No later code sets its fields."""
 
 from __future__ import annotations
 

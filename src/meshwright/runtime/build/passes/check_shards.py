@@ -1,4 +1,4 @@
-"""Checks everything that later passes could refuse, before the model is changed."""
+"""Runs the checks of all later passes before the model is changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_shards(build: Build) -> None:
     """Checks sizes, experts, the loss, and the tensors that the optimizer updates whole.
 
     Raises:
-        InputError: A size does not divide, or the model has a part that the plan does not support.
+        InputError: A size is not divisible, or the plan does not support a module of the model.
     """
     model, graph, context = build.model, build.partition.graph, build.context
     plan, loss, sequence = context.plan, build.hints.get("loss"), build.sequence

@@ -18,7 +18,7 @@ def create_groups(build: Build) -> None:
     """Creates the groups of expert ranks, of context ranks, and of stages that share parameters. All ranks run it.
 
     Raises:
-        InputError: The model cannot compute on a part of the sequence.
+        InputError: The model cannot compute on a slice of the sequence.
     """
     base, graph = build.base, build.partition.graph
     factory = GroupFactory(base.topology, base.device, base.groups)

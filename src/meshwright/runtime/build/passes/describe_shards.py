@@ -74,8 +74,9 @@ def _find_extra_state(
 ) -> ExtraState:
     """Returns the entries of the state dict that are not parameters.
 
-    A buffer has the stage that updates it (`writers`), else that of the parameters around it. Where these are on
-    several stages, it has the last one if it was registered after the blocks, else the first.
+    A buffer belongs to the stage that updates it (`writers`). A buffer that no stage updates belongs to the stage of
+    the neighbouring parameters. If these are on several stages, the buffer belongs to the last of them if it was
+    registered after the blocks, else to the first.
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     saved = model.state_dict(keep_vars=True).keys()

@@ -22,7 +22,7 @@ from meshwright.spec.precision import Recipe
 
 @build_pass(reads=("recipe", "partition", "context", "experts", "local", "full_tensors"), writes=("flat",))
 def flatten_parameters(build: Build) -> None:
-    """Makes the groups of dense parameters, and after each those of its experts."""
+    """Makes the groups of dense parameters. The groups of a layer's experts follow the layer's dense group."""
     partition, context, experts, local = build.partition, build.context, build.experts, build.local
     groups = _build_param_groups(
         local,
@@ -58,8 +58,8 @@ def _build_param_groups(
 ) -> FlatGroups:
     """Returns the flat groups of the dense `parameters`.
 
-    Trained and frozen parameters are in different groups, as are those that the optimizer needs whole. Each stage has
-    its own copies of the parameters that several stages of this rank compute with.
+    Trained and frozen parameters are in different groups, as are those that the optimizer needs whole. If several
+    stages of this rank compute with a parameter, each stage has a copy of it.
     """
     plan = context.plan
     tied_layer = next((layer for layer in table if layer.name == "embedding"), None) if graph.tied else None

@@ -41,7 +41,7 @@ def move_buffers(model: nn.Module, device: torch.device, recipe: Recipe) -> None
 
 @contextmanager
 def without_kv_cache(model: nn.Module) -> Iterator[None]:
-    """Disables the key-value cache inside, as training does, and restores it."""
+    """Disables the key-value cache inside the context, as in training, and restores it."""
     before = [(config, config.use_cache) for config in _configs_with_cache(model)]
     for config, _ in before:
         config.use_cache = False
@@ -53,6 +53,6 @@ def without_kv_cache(model: nn.Module) -> Iterator[None]:
 
 
 def _configs_with_cache(model: nn.Module) -> list[Any]:
-    """The configurations of the model and of parts of it that have the option."""
+    """Returns the configurations of the model and its modules that have a key-value cache option."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in configs if hasattr(config, "use_cache")}.values())

@@ -13,7 +13,7 @@ def probe_optimizer(build: Build) -> None:
     """Makes the parameter groups of the optimizer, and finds the tensors that it must update whole.
 
     Raises:
-        InputError: The optimizer does not take the parameters of the model, or not under this plan.
+        InputError: The optimizer refuses the parameters of the model, or the plan does not support its update rule.
     """
     in_block = {name: layer.startswith("block.") for layer, names in build.partition.layers.items() for name in names}
     own = dict(build.model.named_parameters())

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class ModelHints(TypedDict, total=False):
-    """What the caller knows of a model: its loss, its structure, and a batch that it can be called with."""
+    """Optional inputs from the caller: the loss, the structure of the model, and an example batch."""
 
     loss: LossFunction | None
     anatomy: ModelGraph | None
@@ -78,13 +78,14 @@ class FlatGroups:
     stages: dict[int, list[FlatParamGroup]]
     """Groups by stage, in forward order."""
     tied: dict[int, TiedParamGroup]
-    """Groups that other stages have too, by identity."""
+    """Groups of tied weights that other stages replicate, by identity."""
     layers: dict[str, list[FlatParamGroup]]
     """Groups by the name of a layer."""
 
 
 class Build:
-    """What the passes know. The inputs come first; each other field is named with the pass that writes it."""
+    """The results of the passes. The first fields are inputs. A comment after each other field names the pass that
+    writes it."""
 
     model = WriteOnce[nn.Module]()
     base = WriteOnce[ParallelContext]()
@@ -131,7 +132,7 @@ class BuildPass:
 
     @property
     def name(self) -> str:
-        """The name of the function."""
+        """The name of the pass function."""
         return self.run.__name__
 
     def __call__(self, build: Build) -> None:

@@ -10,7 +10,8 @@ from meshwright.runtime.tensor_parallel.layers import shard_model
 
 @build_pass(reads=("model", "deferred", "partition", "context", "experts"), writes=("dispatchers",))
 def shard_tensors(build: Build) -> None:
-    """Replaces each split parameter by this rank's shard, and installs the collectives of the regions around them."""
+    """Replaces each split parameter by this rank's shard, and installs the collectives at the borders of
+    tensor-parallel regions."""
     model, context, graph = build.model, build.context, build.partition.graph
     with build.deferred:
         shard_model(model, build.experts.dense(graph), context.tp, context.plan.sequence_parallel)

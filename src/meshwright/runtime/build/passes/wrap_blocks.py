@@ -29,8 +29,8 @@ from meshwright.spec.plan import Plan
 def wrap_blocks(build: Build) -> None:
     """Replaces the forward of each block by a wrapper.
 
-    From the outside to the inside a wrapper does: stage boundary, sequence cut, gathering of weights, recompute and
-    offload, compiled forward of the block.
+    The layers of a wrapper from the outermost to the innermost: stage boundary, sequence cut, gathering of weights,
+    recompute and offload, compiled forward of the block.
     """
     model, context, partition = build.model, build.context, build.partition
     graph, plan, boundary = partition.graph, context.plan, partition.boundary

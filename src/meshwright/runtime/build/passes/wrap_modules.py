@@ -98,7 +98,8 @@ def _groups_of_blocks(
 
 
 def _mark_gathered(groups: Sequence[GatheredGroups]) -> list[GatheredGroups]:
-    """Marks each parameter group as gathered by wrappers. Returns `groups`, with those that a wrapper before has."""
+    """Marks each parameter group as gathered by wrappers. Returns `groups`, in which `is_tied` marks groups that an
+    earlier wrapper gathers too."""
     marked = []
     for each in groups:
         gathered_before = [unit.gather_for_use() for unit in each.units]
@@ -114,10 +115,10 @@ def _outer_modules(
     table: Mapping[str, Sequence[str]],
     reads: WeightUses,
 ) -> list[tuple[nn.Module, list[FlatParamGroup]]]:
-    """Returns, for ZeRO 3, the one module that contains all parameters of a layer outside of the blocks, with its
-    groups, for each such layer.
+    """Returns, for ZeRO 3 and each layer outside of the blocks, the module that contains all parameters of the layer,
+    and the layer's groups.
 
-    A parameter that another module reads too (`F.linear(x, table.weight)`) stays gathered through the step.
+    A parameter that is also read outside of its module (`F.linear(x, table.weight)`) stays gathered through the step.
     """
     found = []
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -169,7 +170,8 @@ def _is_read_outside(
 
 
 def _shared_modules(model: nn.Module) -> dict[str, list[str]]:
-    """Returns all paths of each module that has several, by the first path, under which its reads are recorded."""
+    """Returns the paths of each module that is registered under several. The key is the first path, under which the
+    analysis records reads."""
     paths: dict[int, list[str]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         paths[id(module)].append(path)
@@ -189,7 +191,7 @@ def _is_sole_user(
 
 
 def _embeddings_of_table(model: nn.Module, graph: ModelGraph) -> list[str]:
-    """Returns every embedding with the vocabulary's weight: an encoder and a decoder have one each."""
+    """Returns every embedding module with the vocabulary's weight, such as those of an encoder and a decoder."""
     found = model.get_submodule(graph.embedding) if graph.embedding else None
     weight = found._parameters.get("weight") if found is not None else None
     return [
@@ -218,8 +220,8 @@ def _common_path(paths: set[str]) -> str:
 def hidden_functions(
     context: ParallelContext, stage_blocks: int, graph: ModelGraph, sequence: ContextState | None
 ) -> tuple[dict[int, HiddenFunction], dict[int, HiddenFunction]]:
-    """Returns what changes the hidden state before and after a block, by its index. The first one cuts the sequence,
-    the last one joins it. `stage_blocks`: the blocks of all stages."""
+    """Returns the functions of the hidden state that run before and after blocks, by index of the block. The sequence
+    is cut before the first block and joined after the last. `stage_blocks`: the number of blocks of all stages."""
     before: dict[int, HiddenFunction] = {}
     after: dict[int, HiddenFunction] = {}
     if context.plan.sequence_parallel:
@@ -233,7 +235,7 @@ def hidden_functions(
 
 
 def cut_head_input(model: nn.Module, graph: ModelGraph, sequence: ContextState) -> None:
-    """Cuts the input of the head, where the layers before it need the full sequence."""
+    """Cuts the input of the head, if the layers before the head need the full sequence."""
     if sequence.placed and not isinstance(head := model.get_submodule(graph.head or ""), StagePlaceholder):
         sequence.cut_before(head)
 

@@ -20,7 +20,7 @@ from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
 from meshwright.spec.plan import Plan
 
 ParamStages = Mapping[str, tuple[int, ...]]
-"""The stages that compute with each parameter outside of the blocks, in order."""
+"""Maps each parameter outside of the blocks to the stages that compute with it, in order."""
 
 NO_PARAM_STAGES: ParamStages = {}
 
@@ -85,7 +85,7 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
 
 
 def _read_elsewhere(plan: Plan, name: str, stage: int, stored: int) -> InputError:
-    """Returns the error for a parameter of a block that another stage than its own reads."""
+    """Returns the error for a parameter of a block that is read on a stage without this block."""
     return InputError(
         Message(
             "plan {plan}: {name} is read on stage {stage} and lies in a block of stage {stored}: use pp1, or let "
@@ -108,12 +108,11 @@ def find_param_stages(
 ) -> ParamStages:
     """Returns the stages that compute with each parameter outside of the blocks.
 
-    Each stage stores the parameters of its blocks, and of the others those that its outputs depend on. A parameter of
-    several stages, such as an embedding that is the head too, is stored by each of them, and its gradients are summed
-    over them.
+    Each stage stores the parameters of its blocks, and those parameters outside of blocks that its outputs depend on.
+    Several stages may store a parameter, such as a tied embedding. Its gradients are then summed over these stages.
 
     Raises:
-        InputError: A stage would need what only another one has.
+        InputError: A stage would read a parameter that only another stage stores.
     """
     if boundary.unsent:
         raise InputError(
@@ -235,8 +234,8 @@ def assign_layers(
 ) -> list[StageLayer]:
     """Returns the layers `named` with their stages.
 
-    A block has the stage of its index. Other parameters have the stages in `holders`, or that of their layer's name. A
-    parameter of several stages becomes a layer of its own.
+    The index of a block gives its stage. Other parameters have the stages in `holders`, or the stage that their layer's
+    name gives. Parameters with the same several stages become a separate layer.
 
     Raises:
         InputError: A tied embedding is read between blocks.
@@ -286,7 +285,7 @@ def _stages_with_group(stages: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
 
 
 def paths_run_on_every_stage(graph: ModelGraph, boundary: BoundarySpec | None) -> tuple[str, ...]:
-    """Returns the blocks and the embedding that the model's own code must reach on every stage, in the right shapes."""
+    """Returns the paths of the blocks and the embedding, which the model's own code calls on every stage."""
     return (
         (*graph.block_paths, *([graph.embedding] if graph.embedding else [])) if boundary and boundary.is_more else ()
     )

@@ -1,7 +1,7 @@
-"""The part of the model that this rank stores: its layers, placeholders for the others, and one copy of a parameter for
-each of its stages that computes with it.
+"""The part of the model that this rank stores: its layers, and placeholders for all other layers. A parameter has one
+copy for each stage of this rank that computes with it.
 
-Gradients of each copy are complete when the backward of its stage is, and are summed over the copies once a step.
+The gradients of a copy are complete after the backward of its stage. They are summed over the copies once per step.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from meshwright.runtime.pipeline.block_wrapper import MultiStageParameters
 
 @dataclass(frozen=True)
 class LocalStages:
-    """What this rank stores of the model."""
+    """The layers and parameters that this rank stores."""
 
     layers: dict[int, list[StageLayer]]
     """Its layers by stage."""
     parameters: dict[str, nn.Parameter]
     """Its parameters by name."""
     copies: MultiStageParameters
-    """Copies of parameters that several of its stages compute with."""
+    """Copies of the parameters that several stages of this rank compute with."""
 
 
 def local_parameters(
@@ -51,7 +51,7 @@ def drop_other_stages(
 ) -> None:
     """Replaces every module without a parameter in `present` by a `StagePlaceholder` of `kind`.
 
-    Lists of modules stay, and modules whose own code calls the blocks `cuts`.
+    Lists of modules are not replaced, nor are modules whose own code calls the blocks `cuts`.
     """
     head_prefix = f"{graph.head}." if keep_head and graph.head else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -91,7 +91,7 @@ def duplicate_parameter(first: nn.Parameter, values: torch.Tensor) -> nn.Paramet
 def duplicate_tied_weight(model: nn.Module, graph: ModelGraph, table: Sequence[StageLayer]) -> dict[str, nn.Parameter]:
     """Duplicates a tied weight on a rank that runs both the first and the last stage; returns the head's copy by name.
 
-    The copies are kept equal as on two ranks.
+    The two copies stay equal, as the replicas on two ranks do.
     """
     head: Any = model.get_submodule(graph.head or "")
     first = head.weight
@@ -121,8 +121,8 @@ def materialize_placeholders(model: nn.Module, device: torch.device, deferred: D
 def copy_shared_parameters(
     model: nn.Module, table: Sequence[StageLayer], stages: Sequence[int]
 ) -> MultiStageParameters:
-    """Copies the parameters that several of `stages`, all of this rank, compute with. The first of these stages has the
-    model's own."""
+    """Copies the parameters that several of this rank's `stages` compute with. The first of the stages uses the
+    original parameter."""
     copied = MultiStageParameters()
     own = dict(model.named_parameters())
     for layer in table:

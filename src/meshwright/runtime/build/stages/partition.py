@@ -1,4 +1,4 @@
-"""Which stage of a plan computes with which parameter of a model, by one analysis run of the whole model.
+"""Determines which stages compute with which parameters, by one analysis run of the whole model.
 
 `partition_model` reads a model that is still whole, and changes nothing.
 """
@@ -42,7 +42,7 @@ class StagePartition:
     graph: ModelGraph
     """The structure of the model as the plan uses it."""
     stage_graph: ModelGraph
-    """The same with blocks numbered in the order of the stages."""
+    """The structure of the model with blocks numbered in the order of the stages."""
     boundary: BoundarySpec | None
     """The tensors that cross stage boundaries."""
     table: list[StageLayer]
@@ -133,7 +133,7 @@ def partition_model(
 def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: ExampleInputs) -> DataflowRecord | None:
     """Runs the model and records its data flow, for plans that depend on it; returns None for others.
 
-    Those are plans with stages or ZeRO 3, and plans that number blocks over several stacks.
+    Plans with stages or ZeRO 3 depend on it, and plans that number blocks over several stacks.
 
     Raises:
         InputError: The plan needs the record and the model does not run.
@@ -160,7 +160,7 @@ def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: E
 
 
 def _untie_embedding(graph: ModelGraph, plan: Plan, record: DataflowRecord | None) -> ModelGraph:
-    """Treats a tied embedding that the last stage also reads outside of its head as a parameter of several stages."""
+    """Treats a tied embedding as a parameter of several stages, if the last stage also reads it outside of the head."""
     if record is None or plan.stages == 1 or not graph.tied or graph.head is None:
         return graph
     readers = record.reads.get(f"{graph.embedding}.weight", set()) | record.reads.get(f"{graph.head}.weight", set())
@@ -185,7 +185,7 @@ def param_stages(
 def _boundary_spec(
     model: nn.Module, graph: ModelGraph, plan: Plan, record: DataflowRecord | None
 ) -> BoundarySpec | None:
-    """Returns the tensors that cross stage boundaries; None for one stage without a need of them.
+    """Returns the tensors that cross stage boundaries. Returns None if the plan has one stage and does not need them.
 
     Blocks of several stacks are numbered in the order of the stages under every plan, so that recompute and the cost
     model refer to the same blocks.
@@ -297,7 +297,7 @@ def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Returns whether the user registered hooks of its gradient, before or after it is accumulated."""
+    """Returns whether the user registered hooks that run before or after the parameter's gradient is accumulated."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 

@@ -1,7 +1,7 @@
 """Collectives of the ranks of one host, through shared memory.
 
-Each rank copies its input to memory that the others can read, or publishes the location of an input that is already
-shared. It then sums or copies from the inputs of the others; nothing is sent.
+Each rank copies its input to shared memory, or publishes the location of an input that is already in shared memory. It
+then sums or copies from the inputs of the other ranks. No messages are sent.
 
     all-reduce, small     every rank sums all inputs
     all-reduce            rank r sums slice r of all inputs in place, then every rank copies the slices
@@ -12,14 +12,14 @@ shared. It then sums or copies from the inputs of the others; nothing is sent.
 [Note: fields] A group has at most MAX_INFLIGHT_COLLECTIVES collectives in flight. Collective n uses lane n %
 MAX_INFLIGHT_COLLECTIVES. The fields of a lane are: `posted` (the input of collective n can be read), `reduced` (its own
 slice is summed), `done` (the inputs of the others are read), and the location of the input. The next collective of a
-lane starts once all ranks are done with this one. Collectives start in the same order on every rank. Work that need not
-wait is done whenever another collective starts, so that little remains at the end.
+lane starts once all ranks are done with this one. Collectives start in the same order on every rank. Each call also
+runs the steps of earlier collectives that need not wait, so that little work remains at the end.
 
 [Note: staging buffers] An input outside of shared memory is copied into a staging buffer, which this rank reuses. A
 caller that fills the buffer itself (`staging_buffer`) saves the copy. A buffer is free again once all ranks are done
 with its collective. Collectives in flight use at most MAX_INFLIGHT_BUFFERS, which is also the number of full gradient
-buffers at ZeRO 2 and 3 (progress.py). Who requests another one waits for the oldest. Every rank that came as far has
-finished that one, so ranks cannot wait in a circle.
+buffers at ZeRO 2 and 3 (progress.py). A rank that requests one more buffer first finishes its own part of the oldest
+collective, then waits for the other ranks. So ranks cannot deadlock.
 
 Guarantees: sums go in order of rank on every rank, low precision in float32, so they are identical on all ranks and in
 every run.
@@ -56,7 +56,8 @@ memory. `_FIELD_SIGNATURE`: number and dtype of the elements, so that ranks in d
 instead of adding unrelated values."""
 
 ONE_SHOT_MAX_BYTES = 1 << 16
-"""Bytes up to which every rank sums everything: reading is cheaper than synchronising twice."""
+"""Largest number of bytes that every rank sums in full, because reading them is cheaper than a second
+synchronisation."""
 
 REDUCE_TILE_ELEMENTS = 1 << 16
 """Elements summed at a time, so that the sum stays in the cache."""
@@ -79,9 +80,9 @@ _HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class InterHostReducer(Protocol):
-    """Reduces between hosts, where that is compressed (compression.py). Ranks of one host send nothing. `second_group`:
-    the same ranks, for a second
-    message that depends on a first. Groups are `CommGroup` (group.py), which is built on this module."""
+    """Reduces compressed gradients between hosts (compression.py). Ranks of one host do not use it. `second_group`: a
+    process group of the same ranks, for a second message that depends on the first. Groups are `CommGroup` (group.py),
+    which is built on this module."""
 
     def all_reduce(self, flat: torch.Tensor, group: Any, later: Any) -> InterHostTransfer:
         """Starts summing `flat` over `group` in place."""
@@ -91,7 +92,8 @@ class InterHostReducer(Protocol):
 
 
 class ShmCollectives:
-    """The collectives of `ranks` (this one among them), which communicate through the fields from `first_field` on."""
+    """The collectives of `ranks`, which include this rank. They communicate through the fields from `first_field`
+    on."""
 
     def __init__(self, host: SharedMemory, ranks: Sequence[int], first: int) -> None:
         self.host, self.ranks, self.first_field = host, tuple(ranks), first
@@ -145,8 +147,8 @@ class ShmCollectives:
         inter_host: InterHostReducer | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Callable[[], None]:
-        """Starts summing `full`, with this rank's slice to `out`; returns the function that finishes it. `sizes`:
-        elements of each rank's slice, if unequal."""
+        """Starts summing `full`; this rank's slice of the sum goes to `out`. Returns the function that finishes it.
+        `sizes`: elements of each rank's slice, if unequal."""
         number, memory = self.begin(full)
         first = sum(sizes[: self.index]) if sizes is not None else 0
         own = (
@@ -194,17 +196,17 @@ class ShmCollectives:
         return self.progress_queue.add(number, (FIELD_POSTED, exchange))
 
     def staging_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory that the others can read, to be filled and passed to one collective. Its contents are
-        undefined."""
+        """Returns uninitialised memory that the other ranks can read. The caller fills it and passes it to one
+        collective."""
         return self.buffers.acquire(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
     def ordered_staging_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a staging buffer that is filled slowly and requested in the same order on every rank ([Note: in turn]
-        of progress.py)."""
+        """Returns a staging buffer for data that arrive slowly. All ranks request such buffers in one order ([Note: in
+        turn] of progress.py)."""
         return self.buffers.acquire_ordered(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
     def quiesce(self) -> None:
-        """Waits until nobody reads this rank's memory any more; nothing may be in flight."""
+        """Waits until no rank reads this rank's memory. No collective may be in flight."""
         assert not self.progress_queue.pending, "collectives are under way"
         for number in range(max(self._number - MAX_INFLIGHT_COLLECTIVES, 0) + 1, self._number + 1):
             self._wait_for_all(number, FIELD_DONE)
@@ -214,8 +216,8 @@ class ShmCollectives:
     # ---------------------------------------------------------------------------------------------------------
 
     def begin(self, part: torch.Tensor, copy: bool = False) -> tuple[int, torch.Tensor]:
-        """Starts a collective. Returns its number, and this rank's input where the others read it: in place, or in a
-        staging buffer."""
+        """Starts a collective. Returns its number, and the tensor that the other ranks read as this rank's input:
+        `part` itself, or a copy in a staging buffer."""
         number = self.next_number()
         return number, self.post(number, part, copy)
 
@@ -230,7 +232,8 @@ class ShmCollectives:
         return self._number
 
     def post(self, number: int, part: torch.Tensor, copy: bool = False) -> torch.Tensor:
-        """Publishes this rank's input; returns it where the others read it."""
+        """Publishes this rank's input. Returns the tensor that the other ranks read: `part` itself, or a copy in a
+        staging buffer."""
         location = None if copy else self.host.locate(part)
         memory = part
         if location is None:
@@ -253,7 +256,8 @@ class ShmCollectives:
         return memory
 
     def inputs(self, number: int, own: torch.Tensor, numels: Sequence[int] = ()) -> list[torch.Tensor]:
-        """Returns the inputs of all ranks, which must be posted. `numels` gives their elements if they differ."""
+        """Returns the inputs of all ranks, which must be posted. `numels` gives the number of elements of each rank if
+        these differ."""
         own = own.view(-1)
         parts = []
         for rank, numel in zip(self.ranks, numels or [own.numel()] * len(self.ranks), strict=True):
@@ -313,7 +317,7 @@ class ShmCollectives:
 
 
 def copy_reduced_slices(collectives: ShmCollectives, number: int, memory: torch.Tensor, flat: torch.Tensor) -> None:
-    """Copies the reduced slices of all ranks to `flat`; this rank's is in `memory`."""
+    """Copies the reduced slices of all ranks to `flat`. The slice of this rank is in `memory`."""
     for rank, part in enumerate(collectives.inputs(number, memory)):
         if rank != collectives.index or memory.data_ptr() != flat.data_ptr():
             own = rank_slice(flat, rank, len(collectives.ranks))
@@ -343,7 +347,7 @@ def rank_slice(flat: torch.Tensor, rank: int, ranks: int) -> slice:
 
 
 def _wait_for_readers(host: SharedMemory, peers: Sequence[int], first: int, finished: list[int]) -> None:
-    """Waits, before this rank's memory is freed, until the others have read all that they need. Ranks that ended or
+    """Waits, before this rank's memory is freed, until the other ranks have read its inputs. Ranks that have ended or
     take too long are ignored."""
     last = range(max(finished[0] - MAX_INFLIGHT_COLLECTIVES, 0) + 1, finished[0] + 1)
     host.drain((rank, _field_index(first, number, FIELD_DONE), number) for number in last for rank in peers)

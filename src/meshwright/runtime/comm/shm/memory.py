@@ -47,10 +47,10 @@ YIELDS_BEFORE_SLEEP = 20
 """Times that a waiting rank yields its core before it sleeps."""
 
 FUTEX_SLEEP_SECONDS = 0.1
-"""Seconds of sleep after which it checks whether the other rank is alive."""
+"""Seconds of sleep after which a waiting rank checks whether the other rank is alive."""
 
 SHUTDOWN_TIMEOUT_SECONDS = 30.0
-"""Seconds that a rank which ends waits for others to read the last of its memory."""
+"""Seconds that an ending rank waits for other ranks to read its memory."""
 
 MAX_OPEN_FILES = 1 << 16
 """File descriptors that a rank requests: every mapping needs one, a parameter group has several, and 1,024 is the usual
@@ -86,8 +86,8 @@ class SharedMemory:
     """
 
     def __init__(self, rank: int, fields: ShmSegment, peers: dict[int, tuple[int, int]], timeout: float) -> None:
-        """`peers` gives process and file descriptor of the fields of each rank, this one included. Raises OSError if
-        one may not be opened."""
+        """`peers` gives the process and the file descriptor of the fields of each rank, including this rank. Raises
+        OSError if a file may not be opened."""
         self.rank, self.timeout = rank, timeout
         self._propagator = CURRENT_PROPAGATOR.get()
         self._num_segments = fields.number
@@ -127,7 +127,7 @@ class SharedMemory:
         return segment.bytes[: numel * dtype.itemsize].view(dtype)
 
     def drop(self, segment: ShmSegment) -> None:
-        """Frees memory that nobody reads any more."""
+        """Frees memory that no rank reads any more."""
         del self._own[segment.bytes.data_ptr()]
         self.staging_bytes -= segment.size
 
@@ -148,7 +148,7 @@ class SharedMemory:
         return self._mapped[key]
 
     def map_file(self, rank: int, file: int) -> torch.Tensor:
-        """Returns the bytes of an open file descriptor of `rank` in a new mapping. The rank may be this one."""
+        """Returns the bytes of an open file descriptor of `rank` in a new mapping. `rank` may be this rank."""
         return torch.frombuffer(_map_process_file(self._processes[rank], file), dtype=torch.uint8)
 
     def unmap(self, rank: int, number: int | None) -> None:
@@ -258,8 +258,8 @@ def _raise_open_file_limit() -> None:
 
 
 def connect_shared_memory(timeout: float) -> tuple[SharedMemory | None, Sequence[str]]:
-    """Returns the shared memory of this rank's host, or None, and the host id of every rank, "" for none. All ranks of
-    the default process group call it."""
+    """Returns the shared memory of this rank's host, or None, and the host id of every rank. The id is "" for ranks
+    without shared memory. All ranks of the default process group call it."""
     rank, own = dist.get_rank(), shm_host_id()
     _raise_open_file_limit()
     fields = ShmSegment(8 * FIELDS_PER_RANK, 0) if own else None

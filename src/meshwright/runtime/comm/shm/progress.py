@@ -12,10 +12,10 @@ collectives.py):
                      the previous requests, not on the progress of other ranks, so memory is the same in every run
 
 [Note: in turn] As long as three consecutive requests fit into the three buffers, nothing grows. The next buffer is the
-smallest that fits, except for the last one used; among equal ones, the oldest. If a rank still reads it, this rank
-waits. So all ranks wait for the same collective at the same place. Every rank that came as far has finished that
-collective, so ranks cannot wait in a circle. Before, each of the three buffers became as long as the longest parameter
-group: a tied vocabulary plus one bucket took three buckets instead of two and the vocabulary.
+smallest that fits, except for the last one used; among equal ones, the oldest. If a rank still reads that buffer, the
+requesting rank waits. So all ranks wait for the same collective at the same request. Each rank first finishes its own
+part of that collective, so ranks cannot deadlock. With an earlier rule each of the three buffers became as long as the
+longest parameter group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.runtime.comm.shm.memory import PAGE_BYTES, SharedMemory, ShmSegm
 from meshwright.runtime.error_propagation import CURRENT_PROPAGATOR
 
 AWAIT_TRANSFER = -1
-"""Awaited instead of a field: the transfer between hosts that the previous step started."""
+"""Used instead of a field: the step waits for the transfer between hosts that the previous step started."""
 
 TRANSFER_POLL_SECONDS = 2e-4
 """Seconds between two polls of a transfer."""
@@ -48,7 +48,7 @@ class InterHostTransfer(Protocol):
 
 
 CollectiveStep = tuple[int, Callable[[], InterHostTransfer | None]]
-"""What is awaited (a field of the other ranks, or AWAIT_TRANSFER), and what is done then."""
+"""The condition (a field of the other ranks, or AWAIT_TRANSFER), and the function that runs once it holds."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ class ProgressQueue:
 
 
 MAX_INFLIGHT_BUFFERS = 2
-"""Buffers that other ranks read while one more is filled."""
+"""Buffers that other ranks may read while this rank fills another buffer."""
 
 
 @dataclass(eq=False)
@@ -191,12 +191,12 @@ class StagingBufferPool:
                 buffer.segment = self.host.segment(PAGE_BYTES)
 
     def reset_order(self) -> None:
-        """Starts the order anew; nobody may read a buffer."""
+        """Resets the order of requests. No rank may be reading a buffer."""
         self._idle, self._ordered, self._requested_sizes = [*self._ordered, *self._idle], [], []
 
     def mark_filled(self, segment: ShmSegment, number: int) -> int:
-        """Records that collective `number` reads `segment` from now on. Returns 1 + the index of its buffer, or 0 if it
-        is none."""
+        """Records that collective `number` reads `segment` from now on. Returns 1 + the index of its buffer, or 0 for a
+        segment that is not a buffer."""
         for index, buffer in enumerate(self._all):
             if buffer.segment is segment:
                 buffer.number = number
@@ -208,7 +208,7 @@ class StagingBufferPool:
         return self._all[-1]
 
     def _fill(self, buffer: StagingBuffer, size: int) -> ShmSegment:
-        """Returns the memory of `buffer` for `size` bytes, once nobody reads it."""
+        """Returns the memory of `buffer` for `size` bytes, once no rank reads it."""
         if buffer.number is not None:
             self.progress_queue.finish(buffer.number)
             self._wait_until_read(buffer.number)
