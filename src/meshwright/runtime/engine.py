@@ -2,7 +2,7 @@
 parameter groups.
 
 `StageExecutor` runs one micro-batch through one stage. `Engine` runs the passes of a step over all stages, with the
-checks of `preflight` around them. The build (build/parallelize.py) makes both, and sets nothing on them afterwards.
+checks of `preflight` around them. The build (build/parallelize.py) makes both, and does not change them afterwards.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ GROUPS_BY_PARALLELISM = {
 
 
 def check_batch_norm(path: str, plan: Plan, passes: int) -> None:
-    """Checks that batch statistics are those of the whole batch. Norms with running statistics only are included.
+    """Checks that batch statistics are those of the whole batch, including norms that have running statistics only.
 
     One device passes the whole batch at once. A plan passes dp x micro-batches parts, each with its own statistics: no
     sum of gradients corrects that. Tensor ranks divide channels, whose statistics are independent.
@@ -106,22 +106,23 @@ class PassRecorder(Protocol):
     """Whether the user's code reads values of tensors."""
 
     def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
-        """Records one pass of `stage`, if its path matters."""
+        """Records one pass of `stage`, if the user's code reads values."""
 
     def begin_step(self) -> None:
         """Forgets the passes of the last step."""
 
     def learning(self) -> AbstractContextManager[None]:
-        """Takes the passes inside as passes of a check."""
+        """Treats the passes inside the context as passes of a check."""
 
     def unknown(self, batches: Sequence[Any]) -> tuple[str, int]:
-        """Returns the place and the index of a micro-batch that ran a path of no check; ('', -1) if there is none."""
+        """Returns a place in the code that no check has reached, and the index of its micro-batch; ('', -1) if there is
+        none."""
 
     def unrepeated(self) -> str:
         """Returns a place of this step that no check has run; '' if there is none."""
 
     def accept(self) -> None:
-        """Takes the passes of this step as checked."""
+        """Marks the passes of this step as checked."""
 
 
 class StepChecks(Protocol):
@@ -141,7 +142,7 @@ class StepChecks(Protocol):
 
     @property
     def paths(self) -> PassRecorder:
-        """The code paths of passes, where the model asks for values."""
+        """The recorded code paths of a model that reads values."""
 
     def skip(self, stages: bool = True) -> None:
         """Skips the checks of the first steps."""
@@ -179,7 +180,7 @@ class StageExecutor:
 
     @contextmanager
     def checked_by(self, checks: StepChecks) -> Iterator[None]:
-        """Uses other `checks` inside."""
+        """Uses `checks` instead of the present checks inside the context."""
         before, self.checks = self.checks, checks
         try:
             yield
@@ -236,8 +237,8 @@ class StageExecutor:
         return (total,)
 
     def _buffers_of_other_stages(self, stage: int) -> list[torch.Tensor]:
-        """Buffers that another stage of this rank updates. The model's own code outside of blocks runs on every
-        stage."""
+        """Returns the buffers that another stage of this rank updates. The model's own code outside of blocks runs on
+        every stage, so it could change these buffers too."""
         stages = self.extra_state.buffer_stages
         if self.mesh.plan.stages == self.mesh.plan.pp or not (stages and self.model.training):
             return []
@@ -246,8 +247,8 @@ class StageExecutor:
     def _check_blocks_run(self) -> None:
         """Checks that the pass ran the blocks of the first pass of its stage, and no backward inside of a forward.
 
-        Gathers and messages would not match those of other ranks where a pass leaves out a block (random depth). A
-        backward inside of a forward would be taken for the gradients of the step.
+        If a pass skips a block (random depth), its all-gathers and messages do not match those of other ranks. A
+        backward inside of a forward would add its gradients to those of the step.
         """
         plan = self.mesh.plan
         if any(unit.wgrad_queue is not None and unit.wgrad_queue.is_open for unit in self.reducer.units):
@@ -287,7 +288,8 @@ class Engine:
     unfilled: frozenset[str] = frozenset()
     """Parameters on the meta device that have no values yet."""
     coupled_at_start: str = ""
-    """A module of the whole model that took batch statistics in the mode in which the model was given."""
+    """The path of a module that computed batch statistics in the mode (training or evaluation) that the model had
+    before sharding."""
 
     @property
     def model(self) -> nn.Module:
@@ -376,7 +378,7 @@ class Engine:
     def statistics(self) -> str:
         """The path of a module that computes batch statistics in its present mode; '' where there is none.
 
-        Pipeline ranks have some of the modules each. For them it is the mode in which the model was given.
+        A pipeline rank has only some of the modules. So under pipeline parallelism the mode before sharding counts.
         """
         return (self.coupled_at_start if self.mesh.plan.stages > 1 else "") or find_batch_norm(self.model)
 
@@ -416,8 +418,7 @@ class Engine:
         return [each for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None]
 
     def open_ungated(self) -> None:
-        """Gathers the ZeRO-3 groups whose modules have no forward of their own (norms, positions) for the whole
-        step."""
+        """Gathers, for the whole step, the ZeRO-3 groups that no module wrapper gathers."""
         for unit in self.zero.units:
             if not unit.hooked:
                 unit.weights.unshard()

@@ -48,13 +48,13 @@ BARRIER_POLL_SECONDS = 0.01
 """Seconds between two reads of the store by a rank that makes another call after an exception."""
 
 BARRIER_TIMEOUT_SECONDS = 1800.0
-"""Seconds that it waits for the other ranks, as in a collective."""
+"""Seconds that this rank then waits for the other ranks, as in a collective."""
 
 MAX_IDLE_POLLS = 25
 """Polls without a wait for gloo after which the watching thread ends."""
 
 MAX_MESSAGE_CHARACTERS = 200
-"""Characters that are propagated of the message of an exception outside of PROPAGATED_ERROR_CLASSES."""
+"""Largest number of propagated characters of a message, for exceptions outside of PROPAGATED_ERROR_CLASSES."""
 
 PROPAGATED_ERROR_CLASSES = {
     kind.__name__: kind
@@ -63,8 +63,8 @@ PROPAGATED_ERROR_CLASSES = {
 """Classes that an exception keeps on the other ranks."""
 
 ERROR_KEY, CALL_COUNT_KEY, BROKEN_GROUP_KEY = "error", "meshwright/parallelize", "meshwright/broken"
-"""Keys of the store: the error of one `parallelize`; how often each rank has called it; the error because of which
-ranks have closed connections."""
+"""Keys of the store: the error of one `parallelize`, the number of its calls by each rank, and the error because of
+which ranks have closed connections."""
 
 
 class ErrorRecord(NamedTuple):
@@ -77,7 +77,7 @@ class ErrorRecord(NamedTuple):
     message: str
     exit_code: int = 1
     is_final: bool = False
-    """Whether another rank has left a collective because of it, so that no later call can succeed."""
+    """Whether a rank has left a collective because of this error, so that no later call can succeed."""
 
     def to_exception(self, is_earlier: bool) -> MeshwrightError:
         """Returns the exception for other ranks. `is_earlier`: it was raised in an earlier call, after which this rank
@@ -97,8 +97,8 @@ class ErrorRecord(NamedTuple):
 
 
 class RemoteRankError(ConnectionError):
-    """Another rank has raised, so that this rank would wait forever. The collective call turns it into an error for
-    users."""
+    """Is raised in a rank that would otherwise wait forever, because another rank has raised. The collective call
+    converts it to an error for users."""
 
     def __init__(self, record: ErrorRecord, is_earlier: bool) -> None:
         self.record, self.is_earlier = record, is_earlier
@@ -112,7 +112,7 @@ class _GlooWait(NamedTuple):
 
 class ErrorPropagator:
     """Counts the collective calls of one `parallelize` and its trainer, identically on every rank. Without a store
-    there is one rank and nothing to do."""
+    there is one rank, and the propagator does nothing."""
 
     def __init__(self, store: dist.Store | None = None, prefix: str = "", rank: int = 0) -> None:
         self._store, self._key, self._rank = store, f"{prefix}/{ERROR_KEY}", rank
@@ -141,8 +141,8 @@ class ErrorPropagator:
 
     @contextmanager
     def call(self, inner: AbstractContextManager[T]) -> Iterator[T]:
-        """Runs one collective call around `inner`. An exception inside is propagated to the other ranks, and theirs to
-        this one. A nested call is part of the outer one.
+        """Runs one collective call around `inner`. An exception inside is propagated to the other ranks, and their
+        exceptions to this rank. A nested call is part of the outer call.
 
         Raises: the exception of another rank as one line, of its class if that is in PROPAGATED_ERROR_CLASSES.
         """
@@ -198,7 +198,7 @@ class ErrorPropagator:
             raise raised
 
     def connection_lost(self, error: ConnectionError) -> ConnectionError:
-        """Returns `error`, a lost connection. It is not propagated, since the rank at the other end is the cause.
+        """Returns `error`, a lost connection. It is not propagated, since its cause is the rank at the other end.
         Raises RemoteRankError if that rank has raised."""
         if (raised := self._raised()) is not None:
             raise raised
@@ -319,7 +319,7 @@ def gather_objects(mine: T) -> list[T]:
 
 
 def interrupt_gloo(process: dist.ProcessGroup | None) -> None:
-    """Make every wait of this rank for gloo in `process` raise ([Note: waits inside gloo])."""
+    """Makes every wait of this rank for gloo in `process` raise ([Note: waits inside gloo])."""
     other = next(rank for rank in dist.get_process_group_ranks(process) if rank != dist.get_rank())
     try:
         work = dist.irecv(torch.empty(1), other, group=process, tag=2**30)
@@ -352,7 +352,7 @@ def _record_to_json(record: ErrorRecord) -> str:
 
 
 def _exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields `error`, and what it was raised from or during."""
+    """Yields `error` and the exceptions that it was raised from or during."""
     found: BaseException | None = error
     while found is not None:
         yield found

@@ -72,7 +72,7 @@ class GatherService:
         return self._stored(REQUEST_WEIGHTS, names, kind)
 
     def weight_range(self, wanted: ElementRange, kind: torch.dtype) -> torch.Tensor:
-        """Returns some elements of a weight, flattened, as `weights` does."""
+        """Returns a range of elements of the flattened weight, as `weights` does."""
         found = torch.empty(wanted.stop - wanted.start, dtype=kind, device=self.engine.mesh.device)
 
         def take(name: str, start: int, part: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ class GatherService:
         self._request(REQUEST_GRADIENTS, self._whole(REQUEST_GRADIENTS, names), take)
 
     def gradient_range(self, wanted: ElementRange, take: TensorSink) -> None:
-        """Passes some elements of a gradient to `take`, as `gradients` does."""
+        """Passes a range of elements of a gradient to `take`, as `gradients` does."""
         self._request(REQUEST_GRADIENTS, [wanted], take)
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
@@ -205,7 +205,7 @@ class GatherService:
         return self.engine.shards.buffer_shapes if what == REQUEST_BUFFERS else self.engine.shapes
 
     def _type(self, what: int) -> torch.dtype:
-        """Returns the dtype of the sent data, equal on all ranks, whatever they store."""
+        """Returns the dtype of the sent data. It is equal on all ranks and does not depend on what they store."""
         if what == REQUEST_BUFFERS:
             return torch.float64
         if what == REQUEST_WEIGHTS:

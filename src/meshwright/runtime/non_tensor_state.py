@@ -1,9 +1,9 @@
 """State that is not a parameter: optimizer states of any structure, options of parameter groups, buffers, and what
 modules add to a state dict.
 
-Optimizers store what they like for a tensor: Python numbers, lists of matrices, strings. `describe_state` describes
-such a state as JSON; its tensors are saved as pieces, each by its path in the state (`GG.0`). `restore_state` makes it
-again. Saving a checkpoint fails for a state that has neither form, because it would be lost.
+Optimizers store states of any type for a tensor: Python numbers, lists of matrices, strings. `describe_state` describes
+such a state as JSON; its tensors are saved as pieces, each by its path in the state (`GG.0`). `restore_state` builds
+the state from both. Saving a checkpoint fails for a state that cannot be described, because it would be lost.
 
 `get_extra_state` of modules is part of the plain model's state dict and of a checkpoint.
 """
@@ -35,7 +35,7 @@ class ExtraState:
     shared_names: dict[str, str] = field(default_factory=dict)
     """The further names of shared parameters, with the first name of each."""
     buffer_stages: dict[str, int] = field(default_factory=dict)
-    """The stage that updates each buffer. Other stages have a stale value, or none."""
+    """The stage that updates each buffer. Other stages have a stale value or no value."""
     module_keys: tuple[str, ...] = ()
     """Keys that `get_extra_state` fills."""
 

@@ -26,7 +26,7 @@ from meshwright.spec.plan import Plan
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """What a rank knows of its run. Only axes of more than one rank are in `device_mesh`."""
+    """The parallel context of a rank. `device_mesh` has only axes of more than one rank."""
 
     plan: Plan
     topology: Topology

@@ -11,8 +11,8 @@ Inside the context the parameters of the model are full under every plan, those 
 the dtype of the main weights. It follows FSDP's `summon_full_params`. It costs the memory of the requested parameters
 on every rank, and one all-gather of them.
 
-Also refuses parameters that code outside the model's forward must not use: those that a loss reads where no rank holds
-them all, and those from before `parallelize`.
+Also refuses parameters that code outside the model's forward must not use: parameters that a loss reads although no
+rank has all of them, and parameter objects from before `parallelize`.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _gather_parameters(engine: Engine, names: list[str]) -> dict[str, torch.Tens
 
 @contextmanager
 def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
-    """Sets the model's own parameters to the values of `full`. It temporarily registers those that this rank has no
-    parameter for."""
+    """Sets the model's own parameters to the values of `full`. It temporarily registers parameters that this rank does
+    not have."""
     own = {name: each for unit in engine.zero.units for name, each in unit.parameters.items()}
     units = [unit for unit in engine.zero.units if unit.parameters.keys() & full.keys()]
     closed = [unit for unit in units if unit.weights.access_guard.is_denied]
@@ -282,7 +282,8 @@ def parameter_refs(model: nn.Module) -> ParameterRefs:
 
 
 def guard_stale_parameters(engine: Engine, before: ParameterRefs) -> None:
-    """Invalidates parameters that were taken from the model before sharding and are no part of it any more."""
+    """Invalidates parameter objects that user code took from the model before sharding and that the model no longer
+    uses."""
     present = {id(parameter) for unit in engine.zero.units for parameter in unit.parameters.values()}
     present |= {id(parameter) for parameter in engine.model.parameters()}
     removed = {

@@ -1,1 +1,1 @@
-"""Expert parallelism: who holds which experts, how tokens come to them, and the losses and loads of a mixture."""
+"""Expert parallelism: the placement of experts, token dispatch, and load balancing."""

@@ -1,4 +1,4 @@
-"""Expert-parallel groups: which ranks store which experts, and where tokens and sums are exchanged.
+"""Expert-parallel groups: which ranks store which experts, and which groups exchange tokens and gradients.
 
 [Note: expert ranks] ep is taken from the data ranks first (dp_shard x cp, neighbours), then from the tensor ranks. With
 D data ranks, g = gcd(ep, D) and j = ep / g, the experts are dealt to g data ranks times j of the tp tensor ranks. The
@@ -53,7 +53,7 @@ class EpGroups:
     tensor: CommGroup | None
     """The x tensor ranks that split this rank's experts."""
     joined: CommGroup | None
-    """The j tensor ranks that store different experts. Each sends its part of their common tokens."""
+    """The j tensor ranks that store different experts. Each sends a part of the tokens that all j have."""
     sharing: ShardPlacement
     dealt: dict[str, StackedExperts]
     """The parameters that are distributed over expert ranks, by their full names; none without ep."""

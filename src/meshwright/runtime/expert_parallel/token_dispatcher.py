@@ -179,8 +179,8 @@ def count_pairs_by_expert(
 ) -> torch.Tensor:
     """Counts the pairs of this rank's tokens in this step with each expert of each expert module of the model, flat.
 
-    Summed over all ranks they are those of the whole batch, times the replicas of a token. The last entry of each
-    module is the dropped pairs.
+    Summed over all ranks, the counts are those of the whole batch, times the number of replicas of a token. The last
+    entry of each module is the dropped pairs.
     """
     widest = max((experts.count for experts in anatomy.experts), default=0)
     table = torch.zeros(len(anatomy.experts), widest + 1, dtype=torch.float64, device=device)
@@ -207,7 +207,8 @@ def expert_loads(pairs: torch.Tensor, anatomy: ModelGraph) -> tuple[list[list[fl
 
 
 def summarize_loads(loads: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    """Returns the loads for a record. With many experts these are only the idlest and the busiest of each module."""
+    """Returns the loads for a record. With many experts it contains only the smallest and the largest load of each
+    module."""
     few = sum(map(len, loads)) <= MAX_REPORTED_LOADS
     return tuple(tuple(round(load, 3) for load in (row if few else (min(row), max(row)))) for row in loads)
 
@@ -284,8 +285,7 @@ class ExpertDispatcher:
         return self._leave(output, shape[:-1].numel()).reshape(shape)
 
     def _by_rows(self, given: torch.Tensor) -> torch.Tensor:
-        """Sends rows (E N, C), grouped by expert, to the ranks of the experts and back, whether they
-        are zeros or not."""
+        """Sends rows (E N, C), grouped by expert, to the ranks of the experts and back, including rows of zeros."""
         count, width = self.experts.count, given.shape[-1]
         if self.counting:
             requested = given.detach().view(count, -1, width).ne(0).any(2).sum(1)

@@ -1,1 +1,1 @@
-"""Modules that stand in for those of other ranks."""
+"""Placeholders for modules of other ranks."""

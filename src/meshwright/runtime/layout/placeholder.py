@@ -2,9 +2,10 @@
 
 [Note: form] Between the start of the model and the blocks of the stage, the model's own code asks for types, shapes and
 tuple positions, and makes masks, positions and rotary tables from them. So a copy of the module is kept on the meta
-device and run there, which gives the form of its output. A module that does not run there returns its input, an
-embedding NaN of its width. A block returns its input. Values never matter: the first block of the stage replaces them
-by the received tensors. Code that reads such a value gets a NaN loss, never one that is only slightly wrong."""
+device and run there, which gives the form of its output. A module whose copy cannot run returns its input, and an
+embedding returns NaN of its width. A block returns its input. Values never matter: the first block of the stage
+replaces them by the received tensors. Code that reads such a value gets a NaN loss, never one that is only slightly
+wrong."""
 
 from __future__ import annotations
 
@@ -21,15 +22,16 @@ from meshwright.analysis.block_calls import hidden_of
 
 
 class StagePlaceholder(nn.Module):
-    """In place of `original`, whose memory is let go. `kind`: device and type of what is computed; `is_block`: it is
-    one, or a part of one."""
+    """Replaces `original`, whose memory is freed. `kind`: a tensor with the device and dtype of the computation.
+    `is_block`: whether `original` is a block or inside of one."""
 
     def __init__(self, original: nn.Module, kind: tuple[torch.device, torch.dtype], is_block: bool = False) -> None:
         super().__init__()
         self.width = original.embedding_dim if isinstance(original, nn.Embedding) else None
         (device, self.dtype), self.is_block, self.kind = kind, is_block, type(original)
         self.tried = False
-        """What nothing may read gives no numbers, so that whoever reads it is found (rehearsal.py)."""
+        """Whether a dry run is in progress (preflight/step_checks.py). Blocks of other stages then return NaN, so that
+        the check detects code that reads their output."""
         for name, value in vars(original).items():
             if (
                 not name.startswith("_")
@@ -48,8 +50,8 @@ class StagePlaceholder(nn.Module):
         self._original = (None if is_block else _meta_copy(original),)  # a tuple hides it from the module tree
 
     def __getattr__(self, name: str) -> Any:
-        """Methods that models call on their parts, such as a change of the kind of attention: nothing is to be done
-        here."""
+        """Returns a function that does nothing for methods that models call on their modules, such as a change of the
+        attention implementation."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -82,7 +84,8 @@ class StagePlaceholder(nn.Module):
 
 
 def _meta_copy(module: nn.Module) -> nn.Module | None:
-    """A copy on the meta device, in evaluation, without what ranks have hung to it; None where it cannot be copied."""
+    """Returns a copy on the meta device in evaluation mode, without hooks and replaced forwards; None if `module`
+    cannot be copied."""
     memo: dict[int, Any] = {}
     for part in module.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values()):
@@ -102,13 +105,12 @@ def _meta_copy(module: nn.Module) -> nn.Module | None:
 
 
 def skipped_block_output(hidden: Any, tried: bool) -> Any:
-    """What a block that is not of the stage gives: what it was given; nothing while it is tried whether that is
-    read."""
+    """Returns the output of a block of another stage: its input, or NaN during a dry run (`tried`)."""
     return (
         _nan_tensor(hidden.shape, hidden.dtype, hidden.device) if tried and isinstance(hidden, torch.Tensor) else hidden
     )
 
 
 def _nan_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """NaN, or zeros of integers; fresh ones, as models scale them in place."""
+    """Returns a new tensor of NaN, or of zeros for integers. It is new because models scale such outputs in place."""
     return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)

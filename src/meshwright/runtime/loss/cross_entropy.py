@@ -1,4 +1,4 @@
-"""Computes the summed cross-entropy over valid labels, also where each tensor rank holds a part of the vocabulary.
+"""Computes the summed cross-entropy over valid labels, with or without a vocabulary that is sharded over tensor ranks.
 
 Only one softmax of the local logits is saved, and backward turns it into the gradient in place. With m the largest
 local logit and p its probability, the log-sum-exp of the local logits is L = m - log p. It never underflows, because p
@@ -145,8 +145,8 @@ def _reduce_over_ranks(
 
 
 class ChunkedHead:
-    """Replaces the forward of a vocabulary head by one that computes the loss instead of logits. The `labels` of the
-    pass, as the loss counts them, are set before."""
+    """Replaces the forward of a vocabulary head by one that computes the loss instead of logits. The caller sets
+    `labels`, as the loss counts them, before each forward pass."""
 
     def __init__(self, module: nn.Module, chunks: int, group: CommGroup | None) -> None:
         self.module, self.chunks, self.group = module, chunks, group
@@ -211,7 +211,8 @@ def check_chunked_head(anatomy: ModelGraph, plan: Plan, own_loss: bool) -> None:
 def install_chunked_head(
     model: nn.Module, anatomy: ModelGraph, plan: Plan, group: CommGroup | None, own_loss: bool
 ) -> ChunkedHead | None:
-    """Installs the chunked head of the plan; None where logits are computed at once, or by another rank."""
+    """Installs and returns the chunked head of the plan. Returns None if the plan has no chunks, or if another rank has
+    the head."""
     if plan.loss_chunks == 1:
         return None
     check_chunked_head(anatomy, plan, own_loss)

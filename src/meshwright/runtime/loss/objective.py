@@ -30,7 +30,7 @@ DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
 
 
 class ZeroWeightBatch(dict[str, Any]):
-    """Is a micro-batch that counts in no loss. It passes so that all ranks run the same collectives."""
+    """Is a micro-batch with weight 0 in the loss. A rank runs it so that all ranks run the same collectives."""
 
 
 class LossHead:
@@ -113,8 +113,8 @@ class LossHead:
         return sum_cross_entropy(logits, self._wanted(batch["labels"]), False, self.group)
 
     def _wanted(self, labels: torch.Tensor) -> torch.Tensor:
-        """Returns the label for the logits at each position. The label of a piece's last position may be in another
-        piece, so it shifts first."""
+        """Returns the label for the logits at each position. Labels are shifted before they are cut, because the label
+        of the last position of a piece may be in another piece."""
         labels = shift_labels(labels) if self.shift else labels
         return labels if self.piece is None else self.piece(labels)
 

@@ -3,8 +3,8 @@
 An extent is freed when backward no longer needs its contents, so the file is as large as the peak. Extents are whole
 pages. Adjacent free ones are merged, since sizes may differ from pass to pass (experts).
 
-[Note: who frees] A thread drops its references before it reports completion, so that memory is freed by the thread that
-allocated it. The profiler, which measures the memory of a step, sees that thread only.
+[Note: who frees] An I/O thread drops its references before it reports completion, so the thread that allocated the
+memory also frees it. The memory profiler of a step records that thread only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.spec.enums import Offload
 from meshwright.spec.plan import Plan
 
 IO_THREADS = 2
-"""Enough threads to saturate a disk (bench/results/offload.md)."""
+"""Number of I/O threads; two saturate a disk (bench/results/offload.md)."""
 
 BOUNCE_BUFFER_BYTES = 1 << 20
 """Bytes copied at a time through page-aligned memory."""

@@ -14,7 +14,7 @@ from meshwright.runtime.backend import DeviceEvent, backend_of
 
 
 class CopyEvent:
-    """The completion of a copy. Until then neither side may be written, and the target may not be read."""
+    """The completion of a copy. Before it, neither source nor target may be written, and the target may not be read."""
 
     def __init__(self, event: DeviceEvent | None = None) -> None:
         self._event = event

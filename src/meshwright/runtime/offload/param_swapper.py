@@ -1,14 +1,14 @@
 """Offloaded weight shards of ZeRO 3, and gradients offloaded to CPU.
 
-[Note: one layer ahead] While a layer runs, the shard of the next one is copied to a buffer, from which its ranks
-all-gather when they unshard that layer. A shard in a file is read by a thread, around the page cache. From pinned host
-memory it is copied while the device computes (copy_streams.py). The update's writes complete before the next step
-begins, so a shard is never read while it is written. Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857,
-sections 5.1.2 and 6.2 (the prefetcher).
+[Note: one layer ahead] While a layer runs, the shard of the next layer is copied to a buffer. The all-gather of the
+next layer reads this buffer. A shard in a file is read by a thread, around the page cache. From pinned host memory it
+is copied while the device computes (copy_streams.py). The update's writes complete before the next step begins, so a
+shard is never read while it is written. Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.1.2 and
+6.2 (the prefetcher).
 
-[Note: added on the host] The gradients of the first micro-batch are copied into the sum. Later ones are copied to a
-pinned buffer and a thread adds them, in the dtype of gradients. Each addition rounds once, as on the device, so the sum
-is identical bit for bit. At most MAX_INFLIGHT_REDUCE parameter groups per rank have gradients in flight; the device
+[Note: added on the host] The gradients of the first micro-batch are copied into the sum. Later gradients are copied to
+a pinned buffer, and a thread adds them in the dtype of gradients. Each addition rounds once, as on the device, so the
+sum is identical bit for bit. At most MAX_INFLIGHT_REDUCE parameter groups per rank have gradients in flight; the device
 frees them once they are copied. Source: Ren et al., ZeRO-Offload, arXiv 2101.06840, section 4.1.
 """
 
@@ -136,7 +136,7 @@ class CpuShard:
 
 
 class SplitShard:
-    """A weight shard of which some parts are offloaded: the first part is `resident`, each other one has a shard in
+    """A weight shard of which some parts are offloaded: the first part is `resident`, each other part has a shard in
     `shards`."""
 
     def __init__(self, resident: torch.Tensor, shards: Sequence[NvmeShard | CpuShard]) -> None:
@@ -169,7 +169,8 @@ class SplitShard:
 def split_shard(
     swapper: StateSwapper, files: bool, values: torch.Tensor, parts: Sequence[OffloadSplit]
 ) -> SplitShard | None:
-    """Offloads the `parts` of `values` that the plan offloads, to `files` or to the host. None if there are none."""
+    """Moves those `parts` of `values` that the plan offloads to `files` or to the host. Returns None if the plan
+    offloads none of them."""
     resident = next((part.start for part in parts if part.weights_wait), len(values))
     if resident == len(values):
         return None
@@ -189,7 +190,7 @@ class CpuGradBuffer:
         self._adding: tuple[Future[None], torch.Tensor | None] | None = None
 
     def accumulate(self, gradients: torch.Tensor, first: bool) -> None:
-        """Starts adding the gradients of one micro-batch; the `first` ones start the sum."""
+        """Starts adding the gradients of one micro-batch. The `first` micro-batch of a step overwrites the sum."""
         self.wait()
         pages = None if first else self.swapper.acquire(self.values.nbytes)
         into = self.values if pages is None else pages[: self.values.nbytes].view(self.values.dtype)

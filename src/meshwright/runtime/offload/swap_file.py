@@ -1,10 +1,10 @@
 """An unlinked file, in a folder given to the run, for tensors that a rank offloads to disk.
 
 Reads and writes bypass the page cache (O_DIRECT) if the file system allows it, so they use no host memory. Offsets and
-lengths are multiples of PAGE_BYTES. Code that reads or writes all of it (checkpoints) maps it.
+lengths are multiples of PAGE_BYTES. Code that reads or writes the whole file (checkpoints) maps it into memory.
 
-It uses threads and not io_uring, whose Python package takes memory that is not page-aligned (docs/log/offload.md); two
-threads already saturate the disk.
+The file uses threads instead of io_uring, whose Python package allocates memory that is not page-aligned
+(docs/log/offload.md). Two threads saturate the disk.
 
 Guarantees: no file remains after any crash, since it has no name. Space is allocated before it is written, so a full
 disk is an error in the first step and never a lost update.

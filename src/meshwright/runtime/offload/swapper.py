@@ -9,9 +9,9 @@ chunks, for any number of states.
 [Note: two shares] The last elements of each shard are offloaded, by one ratio for weights and one for states
 (spec/layout.py, which the planner uses too). Each layer has the same offload ratio, so traffic is as even as the
 layers. States of offloaded weights are offloaded first: they are updated on the host, and nothing of that update is
-copied to the device. Resident states are updated in chunks on the device, of which nothing is fetched or stored.
-Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.2 (overlap-centric design) and 6.3 (the infinity
-offload engine).
+copied to the device. Resident states are updated in chunks on the device, without fetching or storing. Source:
+Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.2 (overlap-centric design) and 6.3 (the infinity offload
+engine).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshwright.spec.plan import Plan
 PREFETCH_CHUNKS = SWAP_BUFFERS - 2
 
 COMPLETED_FUTURE: Future[None] = Future()
-"""The fetch of a resident chunk."""
+"""Is returned as the fetch of a resident chunk, which needs none."""
 COMPLETED_FUTURE.set_result(None)
 
 
@@ -72,14 +72,14 @@ class SwapBuffer:
         self._storing = future
 
     def wait_stored(self) -> None:
-        """Waits until its contents are stored. Raises what storing raised."""
+        """Waits until the contents are stored. Raises the error of the store, if any."""
         future, self._storing = self._storing, None
         if future is not None:
             future.result()
 
 
 class SwapChunk(Protocol):
-    """A part of a parameter group that is updated at a time."""
+    """The elements of a parameter group that one partial update covers."""
 
     index: int
     buffer: SwapBuffer
@@ -156,7 +156,7 @@ class StateSwapper:
         chunk.buffer.set_store(self._pool.submit(chunk.store))
 
     def prefetch(self, chunks: Sequence[SwapChunk]) -> None:
-        """Starts fetching the first chunks of the next `run_pipelined`, which are no longer being written."""
+        """Starts fetching the first chunks of the next `run_pipelined`. Their stores must be complete."""
         self._fetch(deque(interleave(chunks)))
 
     @property
@@ -165,8 +165,8 @@ class StateSwapper:
         return bool(self._fetching)
 
     def run_pipelined(self, chunks: Sequence[W], update: Callable[[W], None]) -> None:
-        """Calls `update` for each chunk, which is fetched before and stored after, in order of index. Resident chunks
-        are interleaved."""
+        """Fetches each chunk, calls `update` for it and stores it, in order of index. Resident chunks are
+        interleaved."""
         fetched, waiting = self._fetching, deque(interleave(chunks))
         for _ in fetched:
             waiting.popleft()
@@ -228,8 +228,8 @@ class StateSwapper:
 
 
 def interleave(chunks: Sequence[W]) -> list[W]:
-    """Sorts chunks by index, with resident chunks evenly between the others, so that there is work while the disk is
-    busy."""
+    """Sorts chunks by index and distributes resident chunks evenly among the offloaded ones, so that updates continue
+    while the disk is busy."""
     places: list[tuple[float, W]] = []
     for resident in (True, False):
         same = sorted((chunk for chunk in chunks if chunk.resident == resident), key=lambda chunk: chunk.index)

@@ -1,17 +1,19 @@
 """Full-tensor updates, for rules that need whole tensors: Newton-Schulz of a matrix, row and column factors, norms of a
 tensor.
 
-[Note: owners] Every full tensor of a stage has one owner among the ranks that store parts of it: a data-parallel shard
-(ZeRO 1 to 3) and, if tensor parallelism splits it, a tensor rank. Owners are assigned largest tensor first to the rank
-with the least load, identically on every rank. Once per step each rank sends its parts of a group's gradients and
-weights to their owners. These run torch's own optimizer on full parameters and send parts of the result back. Only the
-owner stores states, so their memory is divided as by ZeRO 1, at the granularity of tensors. Nothing is sent without
-sharding (ZeRO 0 without tensor parallelism). Replicas do the same computation each.
+[Note: owners] Among the ranks that store slices of a tensor, exactly one is its owner. ZeRO 1 to 3 and tensor
+parallelism create such slices, so the owner is a pair of a data-parallel shard and a tensor rank. Tensors are assigned
+in order of decreasing size, each to the rank with the least load. Every rank computes the same assignment. Once per
+step each rank sends its slices of gradients and weights to the owners. An owner runs torch's own optimizer on the full
+tensors, and sends slices of the result back. Only the owner stores optimizer states. If no tensor is sliced (ZeRO 0
+without tensor parallelism), each rank updates its tensors in place and sends no messages. Replicas repeat the
+computation.
 
 Sources: Rajbhandari et al., ZeRO, for states; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982, section
 2.3, for full matrices.
 
-Guarantees: results are those of one device: same tensors, same rule, no sum in another order.
+Guarantees: results equal those of one device, because the optimizer gets the same full tensors, and no order of
+summation differs.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ IndexRange = tuple[int, int]
 
 
 class TensorLayout(NamedTuple):
-    """A tensor of a parameter group. `intervals`: what each tensor rank stores along `dim`; one entry if the tensor is
-    not split."""
+    """A tensor of a parameter group. `intervals`: the index ranges that each tensor rank stores along `dim`; one entry
+    if the tensor is not split."""
 
     name: str
     offset: int
@@ -44,7 +46,7 @@ class TensorLayout(NamedTuple):
 
     @property
     def split(self) -> bool:
-        """Whether tensor ranks split it."""
+        """Whether tensor ranks split the tensor."""
         return len(self.intervals) > 1
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -60,15 +62,16 @@ class TensorLayout(NamedTuple):
 
 
 class OwnerRank(NamedTuple):
-    """The data-parallel shard, and the tensor rank among those that split the tensor."""
+    """The owner of a tensor: its data-parallel shard and its tensor rank (0 if tensor ranks do not split the
+    tensor)."""
 
     shard: int
     tensor: int
 
 
 def assign_owners(parts: Sequence[TensorLayout], shards: int, ranks: int) -> dict[str, OwnerRank]:
-    """Assigns an owner to each tensor; see [Note: owners]. `ranks`: tensor ranks; a tensor that they do not split
-    counts for all of them.
+    """Assigns an owner to each tensor; see [Note: owners]. `ranks`: the number of tensor ranks. A tensor that is not
+    split adds to the load of all of them.
 
     >>> parts = [TensorLayout(name, 0, torch.Size([size]), 0, ()) for name, size in (("a", 4), ("b", 9), ("c", 4))]
     >>> assign_owners(parts, 2, 1)
@@ -158,8 +161,7 @@ class FullTensorStep:
             parameter.grad, parameter.data = None, self._placeholder.expand(parameter.shape)
 
     def make_states(self, optimizer: torch.optim.Optimizer, stateless: Collection[str]) -> None:
-        """Creates the states of a first step, with any values, except for `stateless` tensors. The
-        step runs on zeros."""
+        """Creates optimizer states by a step on zeros, except for `stateless` tensors. Their values are arbitrary."""
         for parameter in self.parameters:
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None if parameter.path in stateless else torch.zeros_like(parameter.data)
@@ -171,8 +173,8 @@ class FullTensorStep:
     # -----------------------------------------------------------------------------------------------
 
     def gather(self, run: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the full tensors that this rank owns, from `run` (elements of the shard, columns); their last
-        dimension has the columns."""
+        """Returns the full tensors that this rank owns, assembled from `run` (elements of the shard, columns). The
+        columns become their last dimension."""
         columns = run.shape[1]
         local = {part.name: run.new_empty(part.numel(self.tensor_rank), columns) for part in self.local_layouts}
         sent = [
@@ -200,7 +202,7 @@ class FullTensorStep:
             received = received[last - first :]
 
     def _outgoing(self) -> list[tuple[int, TensorLayout]]:
-        """Returns owner and tensor of each part, in the order in which this rank sends them."""
+        """Returns the owning shard and the tensor of each slice, in the order in which this rank sends them."""
         return [(j, part) for j in range(self.shards) for part in self.layouts if self.owners[part.name].shard == j]
 
     def _overlap(self, i: int, part: TensorLayout) -> IndexRange:
@@ -278,7 +280,7 @@ class FullTensorStep:
 
 
 def _transpose(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Transposes the counts, for the reverse direction."""
+    """Transposes the counts, which gives those of the reverse exchange."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 
@@ -288,8 +290,8 @@ def _exchange_shards(
     group: CommGroup | None,
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns what all ranks send to this one, in order of rank. `like` gives the dtype for a rank
-    that sends nothing."""
+    """Returns the slices that all ranks send to this rank, in order of rank. `like` gives the dtype if this rank sends
+    no slices."""
     if parts:
         sent = torch.cat(list(parts))
     else:
@@ -322,7 +324,7 @@ def make_full_tensor_steps(
     trained: Sequence[FlatParamGroup], shards: ShardTable, needs: FullTensorNeeds
 ) -> dict[int, FullTensorStep]:
     """Returns the full-tensor update of each group in `trained` whose tensors the optimizer needs whole, by the group's
-    identity. A group has such tensors only, or none."""
+    identity. Either all tensors of a group are needed whole, or none."""
     steps: dict[int, FullTensorStep] = {}
     parts: dict[int, list[tuple[FlatParamGroup, list[TensorLayout]]]] = {}
     for unit in trained:

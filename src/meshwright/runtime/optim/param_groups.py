@@ -3,14 +3,14 @@
 Scripts group full tensors: by name, by dimensions, or from the model's own parameters. The optimizer updates flat runs,
 or full tensors that this rank owns. So its factory is called once before sharding, with meta tensors that have the
 names and shapes of the trained parameters; it may use the model's own parameters instead. Only the group of each name
-is recorded. Runs are cut where the group changes, and the factory is called with them. If it assigns them to other
-groups, or fails, the optimizer of meta tensors gets them in place of these: torch's optimizers look at nothing else
-until their first step.
+is recorded. Flat segments are cut where the group changes, and the factory is called with the segments. If it fails, or
+assigns them to different groups, the optimizer of meta tensors gets the segments as its parameters. This works because
+torch's optimizers read only their groups before the first step.
 
 `SubsetStep` runs an optimizer over a few parameters at a time, as if each such step were the only one of its update. It
 serves groups that are upcast temporarily, new states, and offloaded states: the update then needs extra memory for one
-chunk only. Scalars of a group or of the optimizer itself, such as its own step count, are for every partial step what
-they were before the update. Afterwards they are what the last step with parameters of the group made of them.
+chunk only. Scalars of a group or of the optimizer, such as a step count, have their old values in every partial step.
+After the update they have the values that the last partial step of the group gave them.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ParamGroups:
 
     @property
     def is_custom(self) -> bool:
-        """Whether the rule is not purely torch's: another class, or hooks around its step."""
+        """Whether the rule may differ from torch's: its class is not torch's, or hooks run around its step."""
         made = self._template
         assert made is not None, "asked before the optimizer is made of parts"
         hooked = any(
@@ -175,7 +175,7 @@ class ParamGroups:
 
 
 def _without_params(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Removes the parameters, which would keep the unsharded model in memory."""
+    """Removes the parameters from the optimizer, since they would keep the unsharded model in memory."""
     for group in made.param_groups:
         group["params"] = []
         group.pop("param_names", None)
@@ -189,8 +189,7 @@ def first_line(error: BaseException) -> str:
 
 
 class SubsetStep:
-    """Restricts the groups of an optimizer to some parameters, which would otherwise iterate over all parameters in
-    each step."""
+    """Restricts an optimizer to some of its parameters. Otherwise each partial step would iterate over all of them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.groups = optimizer, optimizer.param_groups
@@ -214,8 +213,8 @@ class SubsetStep:
         self._set_scalars(self._before)
 
     def record(self) -> None:
-        """Records the scalars that the last step left: of groups with selected parameters, and of those without any on
-        this rank."""
+        """Records the scalars after a partial step, for groups with selected parameters and for groups without
+        parameters on this rank."""
         for at, holder in enumerate(self._holders):
             if at >= len(self.groups) or holder["params"] or not self.all_params[at]:
                 self._after[at] = scalar_fields(holder)

@@ -1,14 +1,15 @@
-"""Determines what kind of rule an optimizer follows, by running it on a few small tensors before anything is sharded.
+"""Determines the kind of an optimizer's update rule, by running the optimizer on small tensors before the model is
+sharded.
 
 An optimizer is **elementwise** if its update of an element depends on that element only (AdamW, SGD): it can update any
-run of a flat buffer. It is **by tensor** if the update depends on the one tensor (Muon's matrices, Adafactor's factors
-and norms): full tensors are gathered for it. Matrices of blocks and all other tensors are tested separately: Muon
-combined with AdamW is by tensor for the former only. Anything else (a norm over all tensors, a closure) would be
-silently wrong on a shard of the model, and is refused.
+segment of a flat buffer. It is **by tensor** if the update of an element depends on its whole tensor (Muon's matrices,
+Adafactor's factors and norms): full tensors are gathered for it. Matrices of blocks and all other tensors are tested
+separately: Muon combined with AdamW is by tensor for the former only. Anything else (a norm over all tensors, a
+closure) would be silently wrong on a shard of the model, and is refused.
 
 The probe runs two steps on the same values in float64: as full tensors, as flat runs cut in two, and each tensor in an
-optimizer of its own. Each optimizer group (param_groups.py) has tensors of every kind and number of dimensions that it
-has of the model.
+optimizer of its own. In the probe each optimizer group (param_groups.py) has tensors of the same kinds and numbers of
+dimensions as in the model.
 
 [Note: rules of others] A rule that is not torch's may change with the size of a tensor (factors from 128 rows on), of a
 gradient (a clipped norm), or with the number of steps (a start without preconditioner). It is tested further: over many
@@ -42,7 +43,8 @@ from meshwright.spec.precision import Recipe
 from meshwright.spec.workload_constraints import UpdateProperties, update_violations
 
 RELATIVE_TOLERANCE = 1e-6
-"""Relative to what the steps changed: two orders of the same operations differ by rounding, two rules by more."""
+"""Tolerance relative to the change by the steps. Different orders of the same operations differ by rounding only;
+different rules differ by more."""
 
 KIND_MATRIX, KIND_OTHER, KIND_VECTOR = range(3)
 _PROBE_SHAPES = {
@@ -51,11 +53,12 @@ _PROBE_SHAPES = {
     KIND_VECTOR: ((11,), (13,)),
 }
 """Shapes for matrices of blocks, for all other tensors (embeddings, heads, filters, stacked experts) and for vectors:
-two of each, as an update of one may depend on another. A probe uses as many dimensions as the tensor has."""
+two of each kind, since the update of one tensor may depend on another tensor. A probe uses as many dimensions as the
+tensor has."""
 
 MAX_PROBE_STEPS, MAX_PROBE_CALLS = 120, 3000
-"""Steps over which custom rules are tested, and calls of their steps in total, which bound these for a model with many
-groups."""
+"""Largest number of steps over which a custom rule is tested, and largest total number of calls of its step, which
+limits the test for a model with many groups."""
 
 MAX_PROBE_ELEMENTS = 1 << 16
 MAX_LARGE_PROBES = 64
@@ -63,7 +66,7 @@ MAX_LARGE_PROBES = 64
 
 
 class ProbeTensor(NamedTuple):
-    """A small tensor that represents those of its kind and group, one of which is `path`."""
+    """A small tensor that represents the model's tensors of one kind and group. `path` is one of these tensors."""
 
     path: str
     shape: tuple[int, ...]
@@ -199,8 +202,8 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
 def _probe_foreign_rule(
     groups: ParamGroups, samples: Sequence[ProbeTensor], steps: int, least: UpdateRule
 ) -> UpdateRule:
-    """Returns the first rule from `least` on that updates `samples` as they are updated full and at once; see [Note:
-    rules of others]."""
+    """Returns the first rule from `least` on whose partial updates of `samples` equal the joint update of full tensors;
+    see [Note: rules of others]."""
     start, *gradients = _random_tensors(samples, torch.Generator().manual_seed(1), steps + 1)
     for at, each in enumerate(gradients):
         for gradient in each:

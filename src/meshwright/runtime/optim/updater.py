@@ -1,4 +1,5 @@
-"""The optimizer step over the flat parameter groups of this rank: jointly, by chunks, by full tensors, or offloaded.
+"""The optimizer step over the flat parameter groups of this rank: jointly, by chunks, by full tensors, or with
+offloaded states.
 
 torch's optimizers skip parameters without a gradient. So groups whose gradients or weights exist in the dtype of the
 update only temporarily are passed to the optimizer chunk by chunk (shard/optimizer_shard.py), and all others jointly.
@@ -7,9 +8,9 @@ Offloaded states are updated chunk by chunk, with any elementwise optimizer of t
 Parameters without a gradient on any rank are skipped, as torch does for a gradient of None: [Note: skipped parameters]
 of shard/optimizer_shard.py, and `GradReducer.unused`.
 
-[Note: first update] An optimizer creates its states when it first updates a parameter, one by one, and they are then
-stored together: all at once would need twice the memory. So the first update of torch's own optimizers, which count
-steps per parameter, goes by chunks in any case.
+[Note: first update] An optimizer creates the states of a parameter in the first update of the parameter. They are then
+copied into one tensor per state. Doing this for all parameters at once would need twice the memory. So the first update
+of torch's own optimizers, which count steps per parameter, always runs by chunks.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Updater:
         self.stateless = frozenset(names)
 
     def set_rounding_seed(self, shards: ShardTable, seed: int) -> None:
-        """Sets the seed of stochastic rounding. It is by the global index of each element, so it is the same on any
-        number of ranks."""
+        """Sets the seed of stochastic rounding. Random bits depend on the global index of an element, so they are equal
+        on any number of ranks."""
         for unit in self.reducer.trainable:
             if isinstance(unit.optim_shard, LowBitShard) and unit.optim_shard.stochastic:
                 unit.optim_shard.set_rounding(tuple(global_indices(shards, unit)), seed)
@@ -270,7 +271,7 @@ def prefetch_states(swapper: StateSwapper, units: Sequence[FlatParamGroup]) -> N
 
 
 def _offloaded_chunks(units: Sequence[FlatParamGroup], complete: bool = True) -> list[OffloadedChunk]:
-    """Returns all offloaded chunks. `complete`: gradients are complete."""
+    """Returns all offloaded chunks. `complete`: whether gradients are complete."""
     chunks: list[OffloadedChunk] = []
     for unit in units:
         assert isinstance(unit.optim_shard, OffloadedShard)
@@ -283,7 +284,7 @@ def _offloaded_chunks(units: Sequence[FlatParamGroup], complete: bool = True) ->
 
 
 def global_indices(shards: ShardTable, unit: FlatParamGroup) -> Iterator[GlobalIndex]:
-    """Yields where the elements that this rank updates of `unit` are in their global tensors."""
+    """Yields the global indices of the elements of `unit` that this rank updates."""
     for name, offset in unit.layout.offsets.items():
         start = max(offset, unit.shard_range.start)
         stop = min(offset + unit.parameters[name].numel(), unit.shard_range.stop)
