@@ -1,7 +1,7 @@
 """An isolated pass of the plan: the engine, its model and the random states do not change.
 
-Inside, dropout is a constant factor, which both sides of a proof multiply by instead of drawing. So a dropout that is
-missing under a plan shows.
+During the pass, dropout multiplies by a constant factor instead of random numbers, on both sides of a proof. So a proof
+detects a dropout that is missing under the plan.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from meshwright.runtime.preflight.step_checks import Preflight
 from meshwright.runtime.tensor_parallel.random import has_dropout
 
 UNCHECKED_STEP = 4
-"""A step count at which no check is due: step 5 is not in `CHECKED_STEPS`."""
+"""A number of completed steps after which no check is due: the next step, 5, is not in `CHECKED_STEPS`."""
 MIN_DROPOUT_FACTOR = 0.75
-"""The constant of the factor for dropout rate p. It is not 1 - p, so that a different rate on one side shows."""
+"""The factor that replaces dropout at rate 0. It grows with the rate p, so a different rate on one side shows."""
 
 
 class ConstantDropout(TorchFunctionMode):
-    """Replaces active dropout of rate p by the factor MIN_DROPOUT_FACTOR + p / 8. For dropout of attention weights, it
-    scales the output."""
+    """Replaces active dropout of rate p by the factor MIN_DROPOUT_FACTOR + p / 8. Instead of attention weights, it
+    scales the output of the attention."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
@@ -53,8 +53,8 @@ def dropout_factor(rate: float) -> float:
 
 @contextmanager
 def preserve_engine(engine: Engine) -> Iterator[None]:
-    """Restores what a backward pass writes in addition to gradients: the set of reached parameters, records, and the
-    error feedback of compression."""
+    """Restores the engine's state that a backward pass changes in addition to gradients: the set of reached parameters,
+    records, and the error feedback of compression."""
     preflight = engine.preflight
     unchecked = Preflight(preflight.stages_run, UNCHECKED_STEP, paths=preflight.paths)
     learns = nullcontext() if engine.mesh.plan.compile else preflight.paths.learning()
@@ -64,8 +64,8 @@ def preserve_engine(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def isolate_pass(engine: Engine, trains: bool, seed: int) -> Iterator[None]:
-    """Restores random states and the model afterwards; inside, dropout is a constant factor. `trains`: modules are in
-    the modes that they have."""
+    """Restores random states and the model when the context ends. Inside it, dropout is a constant factor. `trains`:
+    modules keep their modes; otherwise they are in eval mode."""
     engine.mesh.error_propagator.report_alive()
     model, compiles = engine.model, engine.mesh.plan.compile
     modes = [(module, module.training) for module in model.modules()]

@@ -1,9 +1,10 @@
-"""Digests of module outputs, which locate the first module whose output differs from one device's.
+"""Digests of module outputs. They locate the first module whose output under the plan differs from that on one device.
 
 No output is stored: the digests are sums over the outputs of each module, added up over all ranks. A module's output is
-sharded by rows, positions or features, or replicated on several ranks. The total number of elements over all ranks
-shows how often each is counted. So sums of outputs and of their squares are comparable with one device's under any
-sharding. Outputs that are partial sums, or sharded otherwise, have no integer ratio and are skipped.
+sharded by rows, positions or features, or replicated on several ranks. The number of elements over all ranks, divided
+by the number on one device, is how often each element is counted. So the sums of outputs and of their squares are
+comparable with those of one device under any sharding. Outputs for which the ratio is not an integer are skipped, such
+as partial sums.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from meshwright.runtime.layout.placeholder import StagePlaceholder
 
 
 class OutputDigests:
-    """The digests of module outputs: `sums` has, in the order in which modules first end, the elements, their sum, and
-    the sum of their squares."""
+    """The digests of module outputs. For each module, `sums` has the number of elements, their sum, and the sum of
+    their squares. Modules are in the order in which their first call ends."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[float, float, float]] = {}
@@ -31,7 +32,7 @@ class OutputDigests:
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Adds the outputs of all modules of `model` inside, while `records` is set."""
+        """Adds the outputs of all modules of `model` inside the context, while `records` is set."""
         handles = [module.register_forward_hook(self._hook(path)) for path, module in model.named_modules() if path]
         try:
             yield
@@ -41,7 +42,7 @@ class OutputDigests:
 
     @contextmanager
     def of_plan(self, engine: Engine) -> Iterator[None]:
-        """Adds the outputs of this rank's forward passes inside, without recomputes."""
+        """Adds the outputs of this rank's forward passes inside the context, without recomputes."""
         inner, pipeline = engine.pipeline.forward, engine.pipeline
         self.records = False
 
@@ -80,8 +81,8 @@ class OutputDigests:
 def first_differing_module(
     engine: Engine, one: Mapping[str, tuple[float, float, float]], ours: OutputDigests, limit: float
 ) -> str:
-    """Describes the first module whose output differs by more than `limit`, or returns ''. `one`: the sums of one
-    device, on every rank."""
+    """Returns a description of the first module whose output differs by more than `limit`, or ''. `one`: the sums of
+    one device, on every rank."""
     rows = [ours.sums.get(path, (0.0, 0.0, 0.0)) for path in one]
     table = torch.tensor(rows, dtype=torch.float64, device=engine.mesh.device).view(-1)
     if table.numel():

@@ -1,4 +1,5 @@
-"""The batches of a proof: a few real rows with unequal labels, then other values in another order and length."""
+"""The batches of a proof: a few real rows with unequal numbers of labels, and a second batch with other values, order
+and length."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from meshwright.train.step.size_ranges import sizes_of
 
 @dataclass
 class ProofBatch:
-    """A whole batch, identical on every rank. `title` describes it. `optional`: if one device cannot run it, that is
-    noted, not raised. `uncut`: the batch with whole rows, where they were shortened."""
+    """A whole batch, identical on every rank. `title` describes it. `optional`: if one device cannot run the batch, a
+    note says so and no error is raised. `uncut`: the batch with its original rows, if they were shortened."""
 
     title: str
     batch: Batch
@@ -57,8 +58,8 @@ def build_proof_batches(
 
 
 def _gather_batch(engine: Engine, micro_batches: list[Batch]) -> Batch:
-    """Gathers the first micro-batches of every replica into a full batch. Only those with the sizes of the first one
-    are included."""
+    """Gathers the first micro-batches of every replica into a full batch. Micro-batches whose sizes differ from those
+    of the first one are left out."""
     plan, place = engine.mesh.plan, engine.mesh.coords
     count = (
         plan.shares[engine.mesh.replica]
@@ -88,8 +89,8 @@ def _slice_rows(batch: Batch, rows: slice) -> Batch:
 
 
 def with_unequal_labels(batch: Batch) -> Batch:
-    """Gives rows unequal numbers of valid labels, so that a mean of means shows. A row has at least one valid label
-    left."""
+    """Gives rows unequal numbers of valid labels, which reveals a loss that is a mean of means. A row with valid labels
+    keeps at least one of them."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.ndim or labels.is_floating_point():
         return batch
@@ -158,8 +159,8 @@ def _sequence_length(batch: Batch) -> int:
 
 
 def truncate_sequences(batch: Batch, length: int, short: int) -> Batch:
-    """Truncates each dimension of size `length` to `short`. Of features (rows, positions, ...), it truncates only the
-    positions."""
+    """Truncates each dimension of size `length` to `short`. For features of shape (rows, positions, ...), it truncates
+    only the positions."""
 
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

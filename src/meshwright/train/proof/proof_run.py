@@ -1,8 +1,9 @@
-"""The proof run: loss and every gradient of a small batch, under the plan on the real ranks and again as on one device.
+"""The proof run: loss and every gradient of a small batch, once under the plan on the real ranks and once as on one
+device.
 
-Rule: both sides run in training mode, with the same weights and the same batch. The plan's side is the trainer's own
-backward pass. One device's side streams through rank 0 (reference_side.py). It compares the loss, the gradient of every
-parameter, the number of labels, and the set of parameters that the loss reaches.
+Rule: both sides run in training mode, with equal weights and equal batches. The plan's side is the trainer's own
+backward pass. The side of one device runs on rank 0, which streams the weights (reference_side.py). A proof compares
+the loss, the gradient of every parameter, the number of labels, and the set of parameters that the loss reaches.
 
 Guarantees: weights, optimizer states, buffers, random states and counters do not change.
 """
@@ -39,7 +40,7 @@ from meshwright.train.step.passes import StepPasses
 from meshwright.train.step.state import TrainState
 
 RANDOMNESS_TOLERANCE = 1e-9
-"""The relative difference of two losses of one device above which the model draws random numbers."""
+"""If two losses of one device differ by more than this (relative), the model draws random numbers."""
 NOTHING_PROVEN_TEXT = mark_msgid("plan {plan}: the proof run proves nothing with this batch: {note}: use another batch")
 ONE_DEVICE_FAILED_TEXT = mark_msgid(
     "plan {plan}: the proof run cannot compute one device's side ({problem}): train without it with prove='never'"
@@ -50,12 +51,12 @@ NO_GRADIENTS_TEXT = mark_msgid(
 
 
 def no_gradients(plan: str, problem: str) -> InputError:
-    """Returns the error for a backward of one device that does not run."""
+    """Returns the error for a failed backward pass of one device."""
     return InputError(Message(NO_GRADIENTS_TEXT, plan=plan, problem=problem))
 
 
 class NothingProven(InputError):
-    """The batch proves nothing. Every rank raises it, and training goes on as one device would."""
+    """The batch proves nothing. Every rank raises this error, and training continues as on one device."""
 
 
 class ProofRun:
@@ -64,11 +65,11 @@ class ProofRun:
     def __init__(
         self, state: TrainState, skeleton: ModelCopy, expected: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """`expected`: fingerprints of the model's weights, if they have not changed since the model was given."""
+        """`expected`: fingerprints of the weights that have not changed since the model was passed to `parallelize`."""
         self.state, self.engine = state, state.engine
         self.side = ReferenceSide(state.engine, skeleton, expected)
         self.compared: list[Batch] = []
-        """The compared batches, plus the uncut versions of shortened ones, whose length counts as known."""
+        """The compared batches, and the original versions of shortened ones. Their sizes count as proven."""
 
     def prove(self, batch: Batch | LocalBatch, longest: int = 0) -> ProofResult:
         """Runs the proof on `batch`. All ranks call it. `longest`: the largest number of tokens per row, 0 for all.
@@ -107,7 +108,7 @@ class ProofRun:
     # --- one batch --------------------------------------------------------------------------------
 
     def _content(self, content: ProofBatch) -> tuple[ProofComparison, ProofOutcome] | None:
-        """Compares one batch. Returns None where one device cannot run it, which is then noted."""
+        """Compares one batch. If one device cannot run it, it adds a note and returns None."""
         low = self.side.is_low
         reference, (loss, labels, problem) = self.side.forward(content, self.side.options())
         if problem:
@@ -137,8 +138,8 @@ class ProofRun:
         return compared, verdict
 
     def _without_streaming(self, content: ProofBatch, problem: str) -> tuple[ProofComparison, ProofOutcome] | None:
-        """Repeats the comparison with all weights stored whole, after one device's backward failed with one block at a
-        time. Raises InputError if it fails again."""
+        """Repeats the comparison with all weights stored whole, after one device's backward with streamed weights has
+        failed. Raises InputError if it fails again."""
         if not self.side.streamed:
             raise no_gradients(self.state.plan.name, problem)
         self.side.stream_less(StreamingLevel.NOTHING, "the backward does not run a block at a time")
@@ -147,8 +148,9 @@ class ProofRun:
     def _measure(
         self, content: ProofBatch, compared: ProofComparison, sketches: dict[str, torch.Tensor], scale: float
     ) -> None:
-        """Measures, into `compared`, the plan against one device in the next higher precision, and one device's
-        rounding in the plan's own precision. `sketches`: of the gradients in the higher precision, if present."""
+        """Measures two differences and stores them in `compared`: of the plan from one device in the next higher
+        precision, and one device's rounding in the plan's own precision. `sketches`: sketches of the gradients in the
+        higher precision, empty if not yet measured."""
         if not sketches and not self.side.is_low:
             high, (loss, _, problem) = self.side.forward(
                 content, ReferenceOptions(torch.float64, high=True, streamed=self.side.streamed)
@@ -175,7 +177,7 @@ class ProofRun:
                 gap.noise = float((mine[name] - sketches[name]).norm())
 
     def _draws(self, content: ProofBatch, loss: float) -> bool:
-        """Returns whether one device's loss depends on random numbers. If so, both sides use eval mode from here on."""
+        """Returns whether one device's loss depends on random numbers. If so, both sides use eval mode from now on."""
         if not self.side.trains:
             return False
         self.side.seed += 1
@@ -191,7 +193,8 @@ class ProofRun:
     # --- the plan's side --------------------------------------------------------------------------
 
     def _planned(self, batch: Batch) -> tuple[float, int, float, set[str]]:
-        """Returns loss, labels, the loss scale, and the reached parameters. The gradients stay in the flat buffers."""
+        """Runs the plan's side. Returns loss, labels, loss scale, and reached parameters. The gradients stay in the
+        flat buffers."""
         state, zero = self.state, self.engine.zero
         factor = state.scale.factor
         try:
@@ -208,8 +211,8 @@ class ProofRun:
     # --- location of a difference -------------------------------------------------------------------
 
     def _located(self, content: ProofBatch, found: tuple[ProofComparison, ProofOutcome]) -> str:
-        """Describes the first difference: a misplaced weight, the first differing module, the loss, or the differing
-        gradient nearest to it."""
+        """Returns a description of the first difference: a misplaced weight, the first differing module, the loss, or
+        the differing gradient nearest to the loss."""
         if misplaced := self.side.shared(self.side.misplaced):
             return f"first at {misplaced[0]}: the ranks have other values of it than the model had"
         ours, theirs = OutputDigests(), self.side.output_digests(content.batch)
@@ -240,7 +243,8 @@ class ProofRun:
         )
 
     def _proof(self, found: list[tuple[ProofComparison, ProofOutcome]], first: str) -> ProofResult:
-        """Builds the result: the largest differences, and all else from the last batch (the differing one, if any)."""
+        """Returns the result: the largest differences over all batches, and all else from the last batch. If a batch
+        differs, it is the last."""
         compared, verdict = found[-1]
         worst = max((each for _, each in found), key=lambda each: each.gradient / max(each.gradient_limit, 1e-300))
         worst = worst if verdict.good else verdict

@@ -1,11 +1,11 @@
 """The schedule of proof runs (train/proof/proof_run.py) and their consequences: before the first update, before the
 second, and rarely after that.
 
-The decision is the same on every rank: rank 0 decides what depends on time. If a plan differs from one device, all
-ranks refuse it before the update counts. If `parallelize` gets no `prove`, the environment variable `MESHWRIGHT_PROVE`
-(auto, start, never or a number of steps) is the default, and without it `auto`.
+All ranks make the same decision: rank 0 decides what depends on time. If a plan differs from one device, all ranks
+refuse it before the update counts. If `parallelize` gets no `prove`, the environment variable `MESHWRIGHT_PROVE` (auto,
+start, never or a number of steps) sets the default. Without this variable the default is `auto`.
 
-It also tracks plain values of modules, such as step counters, that have changed since the model was copied.
+The schedule also tracks plain values of modules, such as step counters, that have changed since the model was copied.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ LOSS_PATH = "(loss)"
 
 
 def module_values(model: nn.Module, loss: Any = None) -> ModuleValues:
-    """Returns the plain values of modules and of the user's loss, such as step counters: numbers, strings and tuples of
-    these, except training modes."""
+    """Returns the plain values of modules and of the user's loss, such as step counters. They are numbers, strings and
+    tuples of these. Training modes are left out."""
 
     def is_plain(value: Any) -> bool:
         """Returns whether a value is a number, a string, None, or a tuple of these."""
@@ -83,8 +83,8 @@ def module_values(model: nn.Module, loss: Any = None) -> ModuleValues:
 
 
 def changed_values(before: ModuleValues, now: ModuleValues) -> ModuleValues:
-    """Returns the values of `now` that differ from `before` on any rank. The first rank that has changed a value
-    counts. All ranks call it."""
+    """Returns the values of `now` that differ from `before` on any rank. If several ranks have changed a value, the
+    value of the first of them counts. All ranks call it."""
     none = object()
     own = {
         path: {name: value for name, value in values.items() if before.get(path, {}).get(name, none) != value}
@@ -99,8 +99,8 @@ def changed_values(before: ModuleValues, now: ModuleValues) -> ModuleValues:
 
 
 def follow_frozen(model: nn.Module, engine: Engine) -> None:
-    """Freezes in the copy `model` the parameters that have been frozen on every rank which stores them. If some of
-    these ranks still train one, it stays trained: one device's gradient needs their part. All ranks call it."""
+    """Freezes in the copy `model` every parameter that is frozen on all ranks that store it. A parameter that some of
+    these ranks still train stays trained, since their part of its gradient is compared. All ranks call it."""
     stored = {
         name: parameter.requires_grad for unit in engine.zero.units for name, parameter in unit.parameters.items()
     }
@@ -138,7 +138,7 @@ def resolve_proof_mode(given: ProofMode | None) -> ProofMode:
 UNREADABLE_LOSS_REASON = Message(
     "the loss reads parameters beside the output, and the copy of the model that a proof compares with has others"
 )
-"""Why a plan is not proven whose loss reads parameters. Such a loss runs only where the data ranks have all of them."""
+"""Why a plan with a loss that reads parameters is not proven. Such a loss needs all of these on the data ranks."""
 
 
 class ProofSchedule:
@@ -167,7 +167,7 @@ class ProofSchedule:
         self.sizes = SizeRanges()
         """The sizes of batches for which a proof has found the plan equal."""
         self.plain: ModuleValues = {}
-        """The plain values of the model's modules that the skeleton has."""
+        """The plain values of modules that the skeleton, a copy of the model, has."""
         self.required = ""
         """Why the next update requires a proof, or ''."""
         self.reason = ""
@@ -212,8 +212,8 @@ class ProofSchedule:
             state.on_phase(RankPhase.data)
 
     def during(self, state: TrainState, batch: Batch | LocalBatch, reason: str) -> None:
-        """Runs a proof after the passes of a step that is outside of what was proven, before its update. The gradients
-        do not change. Raises PlanRefused as `before` does."""
+        """Runs a proof for a step that is outside of what was proven, after its passes and before its update. The
+        gradients of the step do not change. Raises PlanRefused as `before` does."""
         stored = [(unit, unit.gradients.shard.to("cpu", copy=True)) for unit in state.engine.zero.trainable]
         state.on_phase(RankPhase.prove)
         try:
@@ -234,10 +234,10 @@ class ProofSchedule:
             return
         try:
             proof = self.prove(state, batch)
-            if not proof.equal and state.mend():  # a replica of the weights had drifted: the plan is not wrong
+            if not proof.equal and state.mend():  # the cause was a replica with wrong weights, not the plan
                 proof = self.prove(state, batch)
         except NothingProven as nothing:
-            self.required = reason  # a step that one device skips is no error of the plan
+            self.required = reason  # one device would skip this step too, so the plan is not refused
             self.say(Message("{nothing}; the next update is proven instead", nothing=nothing))
             return
         shown = self.reason != reason and reason not in map(_before_step, REPEAT_UPDATES)
@@ -283,14 +283,14 @@ class ProofSchedule:
         self.last = run.prove(batch, self.predicted.length)
         if self.last.equal:
             self.sizes.add(run.compared)
-        self.fingerprints = {}  # only the first proof uses them: later changes of weights are not checked by them
+        self.fingerprints = {}  # only the first proof uses fingerprints, since weights change after it
         gc.collect()  # one device's side has reference cycles, which would retain weights and gradients
         shrink_staging_buffers([state.mesh.world])
         malloc_trim()
         return self.last
 
     def resume(self, earlier: RecordedProof, updates: int) -> None:
-        """Takes over a proof of the same plan by an earlier process of this run, as the one before the first update."""
+        """Uses a proof of this plan by an earlier process of this run as the proof before the first update."""
         self.last, self._seconds, self._updates = earlier.result, max(earlier.result.seconds, 1e-3), max(updates, 1)
         self.sizes = SizeRanges(earlier.sizes)
 
@@ -335,7 +335,7 @@ class ProofSchedule:
         return not float(others)
 
     def _why_not(self, state: TrainState, batch: Batch | LocalBatch) -> str:
-        """Returns why no proof runs before the first update, or ''."""
+        """Returns why no proof runs before the first update, or '' if one runs."""
         plan = state.plan
         whole = isinstance(batch, dict)
         rows = num_rows(batch) if isinstance(batch, dict) else sum(map(num_rows, batch.micro_batches)) * plan.dp
@@ -363,7 +363,7 @@ class ProofSchedule:
         return self._too_dear(work / rate, step / rate, state)
 
     def _too_dear(self, seconds: float, step: float, state: TrainState) -> str:
-        """Returns why 'auto' skips a proof of `seconds`, or ''."""
+        """Returns why 'auto' skips a proof that takes `seconds`, or '' if it does not."""
         if self._all(state, is_proof_cheap(seconds, step)):
             return ""
         return Message(
@@ -409,7 +409,7 @@ def is_one_device(plan: Plan) -> bool:
 
 
 def run_preflight(state: TrainState, batch: Batch | LocalBatch) -> None:
-    """Runs the preflight checks before a proof: they describe an error more precisely than the proof does."""
+    """Runs the preflight checks before a proof, since they describe an error more precisely than a proof does."""
     batches, _ = StepPasses().split(state, batch)
     state.engine.zero.abort_step()
     state.engine.preflight.check(state.engine, batches, True)

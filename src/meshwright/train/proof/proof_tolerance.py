@@ -1,10 +1,11 @@
 """The tolerances of a proof: the allowed differences of the loss and of each gradient between the plan and one device.
 
-[Note: tolerance] In float64, losses and gradients agree to 1e-10; in float32, to 1e-6 and 1e-5. Where they do not, and
-always below float32, rounding is measured instead of assumed. Let g be the plan's gradient, and h that of one device in
-the next higher precision. Let l be that of one device in the plan's own precision. Then |g - h| <= K |l - h| + floor
-|h| must hold. The plan and one device are two roundings of one number, each as far from it as the other. So K = 1 would
-be typical, and K = 4 allows for other orders of sums. A sketch of both gradients estimates |l - h| (`sketch_gradient`).
+[Note: tolerance] In float64, losses and gradients agree to 1e-10; in float32, losses agree to 1e-6 and gradients to
+1e-5. Where they do not, and always in precisions below float32, rounding is measured instead of assumed. Three
+gradients are used: g of the plan, h of one device in the next higher precision, and l of one device in the plan's own
+precision. Then |g - h| <= K |l - h| + floor |h| must hold, where floor is one of LOW_PRECISION_FLOORS. g and l are two
+roundings of one number, with errors of similar size. So K = 1 would be typical, and K = 4 allows for other orders of
+sums. Sketches of l and h estimate |l - h| (`sketch_gradient`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import torch
 STRICT_TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-6, 1e-5)}
 """The largest relative difference of the loss and of a gradient, by the dtype of computation."""
 LOW_PRECISION_FLOORS = {torch.bfloat16: (4e-3, 4e-3), torch.float16: (5e-4, 5e-4)}
-"""The same below float32, in addition to the measured rounding: one rounding of a number to that dtype."""
+"""The same for dtypes below float32, in addition to the measured rounding: the error of one rounding to the dtype."""
 ROUNDING_FACTOR = 4.0
 SMALL_GRADIENT_ELEMENTS = 16
-"""A small gradient's measured rounding may by chance be small, so it counts 1 + SMALL_GRADIENT_ELEMENTS / elements
-times."""
+"""The measured rounding of a gradient with few elements may be small by chance. So it is multiplied by
+1 + SMALL_GRADIENT_ELEMENTS / elements."""
 SKETCH_ELEMENTS = 4096
-"""The elements of a sketch. Its norm estimates that of a difference within 1 / sqrt(SKETCH_ELEMENTS / 2) = 2 %. If
-parts of the difference are identical, the error is up to twice that."""
+"""The elements of a sketch. The norm of a sketch estimates the norm of a difference within
+1 / sqrt(SKETCH_ELEMENTS / 2) = 2 %. If parts of the difference are identical, the error is up to 4 %."""
 
 COMPARE_CHUNK_ELEMENTS = 1 << 18
 """The elements of a gradient that are compared at a time, a multiple of SKETCH_ELEMENTS."""
@@ -35,8 +36,8 @@ COMPARE_CHUNK_ELEMENTS = 1 << 18
 
 @dataclass
 class GradientGap:
-    """The comparison of one gradient: the norms of the difference, of one device's and of the plan's gradient. `noise`:
-    the norm of one device's rounding."""
+    """The comparison of one gradient: the norms of the difference, of one device's gradient and of the plan's gradient.
+    `noise`: the norm of one device's rounding."""
 
     elements: int
     off: float = 0.0
@@ -45,8 +46,8 @@ class GradientGap:
     noise: float = 0.0
 
     def add(self, one: torch.Tensor, planned: torch.Tensor, scale: float) -> None:
-        """Adds some elements of one device's gradient and of the plan's, which is `scale` times as large. The
-        comparison is in float64."""
+        """Adds some elements of one device's gradient and of the plan's gradient. The plan's gradient has been
+        multiplied by `scale`. The comparison is in float64."""
         for mine, theirs in zip(one.split(COMPARE_CHUNK_ELEMENTS), planned.split(COMPARE_CHUNK_ELEMENTS), strict=True):
             mine, theirs = mine.double(), theirs.double().div(scale)
             self.norm, self.planned = (
@@ -102,8 +103,8 @@ class ProofOutcome:
 
 
 def judge_comparison(compared: ProofComparison, limits: ProofLimits) -> ProofOutcome:
-    """Compares the differences with what is allowed, and finds the largest ratio. A gradient below 10 eps of the whole
-    gradient on both sides is rounding alone."""
+    """Compares the differences with their limits and finds the largest ratio of the two. A gradient whose norm is below
+    10 eps of that of the whole gradient on both sides is only rounding."""
     whole = math.sqrt(sum(gap.norm**2 for gap in compared.gaps.values()))
     small = 10 * limits.eps * whole
     one, plan = compared.losses
@@ -134,17 +135,17 @@ def judge_comparison(compared: ProofComparison, limits: ProofLimits) -> ProofOut
 
 
 def _float64_norm(flat: torch.Tensor) -> float:
-    """Returns the norm of a float64 vector, eight times as fast as torch's norm on a CPU."""
+    """Returns the norm of a float64 vector. On a CPU it is eight times as fast as torch's norm."""
     return math.sqrt(float(torch.dot(flat, flat)))
 
 
 def sketch_gradient(name: str, gradient: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Returns a sketch (SKETCH_ELEMENTS,): its norm estimates that of `gradient`, and differences of sketches estimate
-    differences. It consists of sums with random signs.
+    """Returns a sketch of `gradient`, of shape (SKETCH_ELEMENTS,): sums of its elements with random signs. The norm of
+    the sketch estimates the norm of `gradient`. The difference of two sketches is the sketch of the difference.
 
-    Sketches of parts add up to that of the whole. `first`: the index of the first element of a part, a multiple of
-    COMPARE_CHUNK_ELEMENTS. All parts use the same signs for their elements; each has its own signs for its sums.
-    Source: Charikar et al., Finding Frequent Items in Data Streams, 2002 (count sketch).
+    The sketches of all parts of a gradient add up to the sketch of the whole. `first`: the index of the first element
+    of a part, a multiple of COMPARE_CHUNK_ELEMENTS. All parts use the same signs for their elements; each has its own
+    signs for its sums. Source: Charikar et al., Finding Frequent Items in Data Streams, 2002 (count sketch).
     """
     flat = gradient.detach().reshape(-1)
     signs = _chunk_signs(flat.device)

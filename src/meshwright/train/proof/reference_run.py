@@ -1,21 +1,23 @@
 """One device's side of a proof: loss and gradients of the user's model, computed on rank 0 with the weights of one
 block at a time.
 
-The skeleton is a copy of the model from before `parallelize`, with parameters that have no storage. For a proof its
-blocks are wrapped. The forward of a block requests its full weights from the ranks (runtime/gather_service.py), runs
-under non-reentrant activation checkpointing, and drops them. Its recompute in backward requests them again. Autograd
-adds up the uses of a shared parameter before it reports its gradient. Each gradient is passed to `compare` and dropped.
+The skeleton is a copy of the model from before `parallelize`; its parameters have no storage. For a proof its blocks
+are wrapped. The forward of a block requests its full weights from the ranks (runtime/gather_service.py), runs under
+non-reentrant activation checkpointing, and drops the weights. Its recompute in backward requests them again. Autograd
+adds up the gradients of all uses of a shared parameter before it reports the sum. Each gradient is passed to `compare`
+and dropped.
 
-Large modules outside of the blocks (embeddings, heads) are treated as blocks. If they are torch's own and run once,
-they stream ranges of their rows (streamed_weights.py). The rest is stored whole.
+Large modules outside of the blocks (embeddings, heads) are treated as blocks. If they are modules of torch and run once
+per pass, they stream ranges of rows of their weights (streamed_weights.py). All other weights are stored whole.
 
 [Note: absent weights] A weight that is not gathered is NaN. A model or a loss that reads weights of a block outside of
 the block's forward thus returns NaN instead of a wrong number. Then the run is repeated with the weights outside of the
 blocks stored whole, and if that does not help, with all weights.
 
-`use_float64` makes models that cast to float32 inside (norms, softmax, rotary tables) compute in float64 there too. It
-is for comparisons to 1e-10: a rounding to float32 of shards differs in the last bits from one of the whole. Both sides
-of a comparison use it. Blocks are wrapped separately, so that a recompute in backward is identical to the forward.
+`use_float64` is for models that cast to float32 inside (norms, softmax, rotary tables): these casts become float64.
+Comparisons to 1e-10 need it, because rounding shards to float32 gives other last bits than rounding the whole. Both
+sides of a comparison use it. It wraps each block separately, so that a recompute in backward is identical to the
+forward.
 """
 
 from __future__ import annotations
@@ -97,21 +99,21 @@ elements from there on), or None where they are not needed."""
 FINGERPRINT_TOLERANCE = 1e-4
 """The relative difference of fingerprints above which weights are not those of the model."""
 MAX_PENDING_GRADIENT_ELEMENTS = 1 << 20
-"""The elements of gradients that are buffered before they are compared. A module outside of the blocks with as many
-parameters is treated as a block."""
+"""The number of elements of gradients that are buffered before they are compared. A module outside of the blocks is
+treated as a block if it has at least as many parameters."""
 
 
 class StreamingLevel(IntEnum):
-    """Which weights exist only while their module runs. ROWS: large linear layers and embeddings have only some rows at
-    a time."""
+    """Which weights are stored only while their module runs. ROWS: of large linear layers and embeddings, only some
+    rows are stored at a time."""
 
     NOTHING, BLOCKS, MODULES, ROWS = range(4)
 
 
 @dataclass
 class ReferenceOptions:
-    """The options of a run: the dtype of its weights; `high`: more precise than the plan's own; `streamed`: which
-    weights are streamed."""
+    """The options of a reference run: the dtype of its weights, whether this is `high`er than the plan's own, and which
+    weights are `streamed`."""
 
     dtype: torch.dtype
     high: bool = False
@@ -146,7 +148,7 @@ class ReferenceRun:
         self._waiting: dict[str, torch.Tensor] = {}
         self.compare: CompareGradient | None = None
         self.expected: dict[str, torch.Tensor] = {}
-        """Fingerprints of weights that have not changed since the model was given."""
+        """Fingerprints of the weights that have not changed since the model was passed to `parallelize`."""
         self.access_guard = ParamAccessGuard(engine.model)
         self.misplaced: list[str] = []
         """Weights whose fingerprints differ."""
@@ -205,7 +207,8 @@ class ReferenceRun:
         block.forward = forward  # type: ignore[method-assign]
 
     def _open(self, path: str) -> None:
-        """Loads the weights of one block only. Tensors that backward still needs stay alive by reference."""
+        """Loads the weights of the block at `path` and drops those of the previous block. Autograd keeps references to
+        the tensors that backward still needs."""
         self._close()
         self.entered.add(path)
         self._fill(self.blocks[path])
@@ -233,8 +236,8 @@ class ReferenceRun:
     # --- rows of large weights --------------------------------------------------------------------
 
     def weight_rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Returns rows of a weight that streams rows, in order. The last rows of the first pass complete its
-        fingerprint."""
+        """Returns some rows of a weight that is streamed by rows. Rows are requested in order. After the last rows of
+        the first pass, the fingerprint of the weight is checked."""
         rows, columns = self.parameters[name].shape
         with without_torch_modes():
             found = self.tensors.weight_range(ElementRange(name, first * columns, last * columns), self.side.dtype)
@@ -284,7 +287,7 @@ class ReferenceRun:
             )
         size, rows = self.engine.mesh.plan.micro_batch, num_rows(batch)
         total = torch.zeros((), device=self.engine.mesh.device)
-        for at in range(0, rows, size):  # a load-balancing loss is per micro-batch
+        for at in range(0, rows, size):  # a load-balancing loss is computed for each micro-batch
             part = {
                 name: value[at : at + size] if isinstance(value, torch.Tensor) and value.ndim else value
                 for name, value in batch.items()
@@ -298,7 +301,8 @@ class ReferenceRun:
         return total
 
     def _sum(self, objective: LossHead, batch: Batch, output: Any) -> torch.Tensor:
-        """Returns the sum of torch's own loss over the valid labels, or the user's mean over rows."""
+        """Returns the sum of torch's own loss over the valid labels, or the user's loss, a mean over rows. Torch's loss
+        is computed one row at a time, so that its temporaries are those of one row."""
         if self.loss is not None:
             return self.loss(output, batch)
         logits = extract_logits(output)
@@ -319,8 +323,8 @@ class ReferenceRun:
         self.close()
 
     def close(self) -> None:
-        """Drops the weights and saved activations: the model refers to this object, so reference cycles would retain
-        them."""
+        """Drops the weights and the saved activations. The model and this object refer to each other, and such a cycle
+        would retain them."""
         self._close()
         self._total = self.absent
         for parameter in self.parameters.values():
@@ -347,8 +351,8 @@ class ReferenceRun:
 
     @property
     def is_absent(self) -> bool:
-        """Returns whether absent weights may have been read, since a block did not run by its own forward. It is also
-        true if a module that streams rows ran more than once."""
+        """Returns whether absent weights may have been read, because some block did not run by its own forward. It is
+        also true if a module that streams rows did not run exactly once."""
         return self.entered != set(self.blocks) or any(each.calls != 1 for each in self.rows)
 
     def _moved(self, value: Any) -> Any:
@@ -358,8 +362,7 @@ class ReferenceRun:
 
 
 def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of the losses of valid labels, in float32 at least. It goes row by row, so that the temporaries
-    are those of one row."""
+    """Returns the sum of the losses of valid labels, in float32 or a higher precision."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum"
@@ -368,8 +371,8 @@ def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, tuple[str, ...]]:
     """Returns the parameters of each block of the block lists, and of each large module without children. Parameters
-    that are also used outside of these are excluded. A block with hooks or parametrizations is excluded, since its
-    weights must be complete when it is entered."""
+    that are also used outside of these are excluded. A block with hooks or parametrizations is excluded, since these
+    may read its weights outside of its forward."""
     if not streamed:
         return {}
     paths = [
@@ -405,7 +408,7 @@ def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, t
 
 
 def _range_streamed_weights(model: nn.Module, blocks: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Returns the weight of each large module that streams rows: one that no other module has."""
+    """Returns the weight of each large module that streams rows. Weights shared with another module are left out."""
     owners = Counter(
         id(parameter)
         for module in model.modules()

@@ -35,11 +35,11 @@ WHOLE = "{}: one device's side stored all weights"
 
 
 class ReferenceSide:
-    """One device's side. All ranks make it and call its methods. `trains`: both sides run in training mode. `seed`: of
-    the random numbers of both sides."""
+    """One device's side of a proof. All ranks make it and call its methods. `trains`: both sides run in training mode.
+    `seed`: the seed of the random numbers of both sides."""
 
     def __init__(self, engine: Engine, skeleton: ModelCopy, expected: Mapping[str, torch.Tensor] | None) -> None:
-        """`expected`: fingerprints of the model's weights, if they have not changed since the model was given."""
+        """`expected`: fingerprints of the weights that have not changed since the model was passed to `parallelize`."""
         self.engine, self.skeleton = engine, skeleton
         self.compute = getattr(torch, engine.recipe.compute)
         self.tensors = GatherService(engine, self.compute)
@@ -59,7 +59,7 @@ class ReferenceSide:
         return self.compute in LOW_PRECISION_FLOORS
 
     def options(self) -> ReferenceOptions:
-        """Returns how one device computes the values that the plan is compared with."""
+        """Returns the options with which one device computes the values that the plan is compared with."""
         return ReferenceOptions(
             torch.float32 if self.is_low else self.compute, high=self.is_low, streamed=self.streamed
         )
@@ -69,7 +69,7 @@ class ReferenceSide:
         return isolate_pass(self.engine, self.trains, self.seed)
 
     def stream_less(self, level: StreamingLevel, reason: str) -> None:
-        """Stores more weights whole from here on, and notes why if it is all of them."""
+        """Stores more weights whole from now on. If all weights are, it adds a note with the reason."""
         self.streamed = level
         if not level:
             self.notes.append(WHOLE.format(reason))
@@ -81,8 +81,8 @@ class ReferenceSide:
     def forward(
         self, content: ProofBatch, options: ReferenceOptions
     ) -> tuple[ReferenceRun | None, tuple[float, int, str]]:
-        """Runs one device's forward. If a run by blocks has read absent weights, it runs again with more weights stored
-        whole."""
+        """Runs one device's forward. If a run with streamed weights has read absent weights, it runs again with more
+        weights stored whole."""
         reference: ReferenceRun | None = None
 
         def run() -> tuple[float, int, str]:
@@ -110,8 +110,8 @@ class ReferenceSide:
         scale: float,
         sketches: dict[str, torch.Tensor] | None,
     ) -> str:
-        """Runs one device's backward. `compared` gets the differences from the plan's gradients, which are requested
-        only if it is given. Returns why it failed, or ''."""
+        """Runs one device's backward. With `compared`, it requests the plan's gradients and stores the differences
+        there. Returns why the backward failed, or ''."""
 
         def compare(where: ElementRange, one: torch.Tensor) -> Callable[[int, torch.Tensor], None] | None:
             name, first, flat = where.name, where.start, one.reshape(-1)
@@ -151,7 +151,8 @@ class ReferenceSide:
         return found
 
     def _set_modes(self, model: nn.Module) -> None:
-        """Sets the modes of the trainer's model. Modules of other stages keep those of the copy."""
+        """Gives each module of the skeleton the training mode of its counterpart in the trainer's model. Modules of
+        other pipeline stages keep their modes."""
         live = dict(self.engine.model.named_modules())
         for path, module in model.named_modules():
             if not self.trains:

@@ -1,8 +1,8 @@
-"""Streamed weights of large embeddings and heads on one device's side of a proof: a range of rows at a time, not the
-whole weight.
+"""Streamed weights of large embeddings and heads on one device's side of a proof. They exist as one range of rows at a
+time.
 
-Forward requests the weight range by range. Backward requests it again where the input needs a gradient, and passes on
-each range of the weight's gradient as soon as it is computed. Rank 0 stores one range of the weight and one of its
+Forward requests the weight range by range. Backward requests it again if the input needs a gradient. It passes on each
+range of the weight's gradient as soon as it is computed. Rank 0 stores one range of the weight and one range of its
 gradient, whatever the size of the vocabulary.
 """
 
@@ -34,14 +34,14 @@ class RangeExchange(Protocol):
 
 
 class StreamedWeight:
-    """The weight (rows, columns) of one module. `calls`: forward passes of the module. Its gradient is complete after
-    one backward if this is 1."""
+    """The weight (rows, columns) of one module. `calls`: the number of forward passes of the module. If it is 1, one
+    backward completes the weight's gradient."""
 
     def __init__(self, name: str, weight: torch.Tensor, exchange: RangeExchange) -> None:
         self.name, self.exchange, self.trains = name, exchange, weight.requires_grad
         self.rows, self.columns = weight.shape
         self.anchor = torch.zeros((), dtype=weight.dtype, device=weight.device, requires_grad=self.trains)
-        """Connects the output of an embedding to the graph: its indices have no gradient."""
+        """Connects the output of an embedding to the autograd graph, since its inputs (indices) have no gradient."""
         self.calls = 0
 
     def ranges(self) -> Iterator[tuple[int, int]]:
@@ -51,8 +51,8 @@ class StreamedWeight:
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns x (..., columns) times the transposed weight, plus `bias` (rows,)."""
-        # Under autocast a part has another dtype than the whole output. Counting two calls makes the run store the
-        # weight whole.
+        # Under autocast, the output for one range of rows has another dtype than the whole output would have. Counting
+        # two calls makes the reference run store the weight whole.
         self.calls += 2 if torch.is_autocast_enabled(x.device.type) else 1
         output: torch.Tensor = _StreamedLinear.apply(x, bias, self.anchor, self)
         return output
@@ -126,8 +126,8 @@ class _StreamedEmbedding(torch.autograd.Function):
 
 
 def rows_per_range(columns: int) -> int:
-    """Returns the rows of a range. Ranges begin at multiples of COMPARE_CHUNK_ELEMENTS elements, where sketches and
-    projections of parts add up.
+    """Returns the number of rows of a range. Ranges begin at multiples of COMPARE_CHUNK_ELEMENTS elements, as sketches
+    and projections of parts require.
 
     >>> rows_per_range(2048)
     4096
@@ -152,7 +152,7 @@ def can_stream_rows(module: nn.Module) -> bool:
 
 
 def stream_rows(module: nn.Module, name: str, exchange: RangeExchange) -> StreamedWeight:
-    """Replaces the forward of `module` by one that requests its weight, the parameter `name`, in ranges of rows."""
+    """Replaces the forward of `module` by one that requests its weight in ranges of rows. `name`: its parameter."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     streamed = StreamedWeight(name, weight, exchange)
