@@ -175,7 +175,7 @@ def _last_equal(path: Path, plan: str) -> RecordedProof | None:
 
 
 def launch_notes(launch: LaunchSpec, trainer: Trainer, parameters: int) -> Iterator[str]:
-    """Yields lines for the user about unexpected properties of a launch. `parameters`: the number of the model."""
+    """Yields lines for the user about unexpected properties of a launch. `parameters`: the model's parameter count."""
     if (expected := launch.parameters) and expected != parameters:
         yield Message(
             "the model has {parameters:,} parameters, the planner counted {expected:,}: its estimates are off",

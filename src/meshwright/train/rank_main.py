@@ -1,8 +1,9 @@
-"""The process of one rank around its work: it dies with its parent, obeys its supervisor, reports failures, and joins
-the process group.
+"""The process of one rank. It dies with its parent, obeys its supervisor, reports failures, and joins the process
+group.
 
-A rank is forked by the fork server of `meshwright train`, or torchrun, Slurm or Kubernetes started it. In the second
-case there is no supervisor, and the rank handles signals itself. The work sees no difference: it has a `RankControl`.
+A rank is either forked by the fork server of `meshwright train`, or started by torchrun, Slurm or Kubernetes. In the
+second case there is no supervisor, and the rank handles signals itself. In both cases the function that the rank runs
+gets a `RankControl`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ HEAP_THRESHOLD_BYTES = 2**30
 
 
 def retain_heap() -> None:
-    """Makes malloc take large blocks from the heap and never return them: fresh pages cost ten times as much as warm
-    ones.
+    """Makes malloc take large blocks from the heap and never return them to the system. The first use of a fresh page
+    costs ten times as much as the reuse of a page.
 
     It must run before torch allocates. It does nothing where the C library has no mallopt.
     """
@@ -68,9 +69,9 @@ def local_address() -> str:
 
 @dataclass(frozen=True)
 class SharedFiles:
-    """Memory files that the supervisor keeps open; without a supervisor they are empty. `pulse`: the heartbeat rows of
-    all ranks (core/heartbeat.py). `own`: this rank's in-memory checkpoints. `sources`: those of all ranks of the
-    generation to resume from."""
+    """Memory files that the supervisor keeps open. Without a supervisor all fields are empty. `pulse`: the heartbeat
+    rows of all ranks (core/heartbeat.py). `own`: this rank's in-memory checkpoints. `sources`: the in-memory
+    checkpoints of all ranks of the generation to resume from."""
 
     pulse: str = ""
     own: str = ""
@@ -81,8 +82,8 @@ class SharedFiles:
 
 @dataclass
 class RankControl:
-    """The messages that a rank sends and receives. `stop` is the reason to end at the next step boundary, '' while the
-    rank should continue."""
+    """The messages that a rank sends and receives. `stop` is the reason to end at the next step boundary, or '' while
+    the rank should continue."""
 
     rank: int
     world: int
@@ -100,8 +101,8 @@ class RankControl:
         self.hear({"kind": kind, **message})
 
     def heed_signals(self, keyboard: bool = False) -> None:
-        """Makes SIGTERM request the end after the current step. With `keyboard`, where there is no supervisor, Ctrl-C
-        and the end of the terminal do so too.
+        """Makes SIGTERM request the end after the current step. With `keyboard`, Ctrl-C and the end of the terminal do
+        so too; this is for ranks without a supervisor.
 
         A second signal ends the process.
         """
@@ -147,23 +148,23 @@ class RankControl:
 
 
 class RankLog(FileIO):
-    """The log of a rank. If the disk takes no more, lines are lost, but whoever prints sees no error."""
+    """The log of a rank. If the disk is full, lines are lost, but the code that prints them gets no error."""
 
     def write(self, data: Any) -> int:
-        """Writes `data` and ignores errors of the disk."""
+        """Writes `data` and ignores disk errors."""
         try:
             return super().write(data)
         except OSError:
             return len(data)
 
     def flush(self) -> None:
-        """Flushes the file and ignores errors of the disk."""
+        """Flushes the file and ignores disk errors."""
         with contextlib.suppress(OSError):
             super().flush()
 
 
 def _open_log(path: Path) -> int:
-    """Opens the log of a rank. A rank whose log cannot be opened writes to that of the process that forked it."""
+    """Opens the log of a rank. If that fails, the rank writes to the log of the process that forked it."""
     try:
         return storage.open_for_append(path)
     except OSError as error:
@@ -172,8 +173,8 @@ def _open_log(path: Path) -> int:
 
 
 def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], inbox: int, outbox: int) -> NoReturn:
-    """Turns a fresh child into a rank: sets up log and environment, runs `target(channel, payload)`, and exits with its
-    status. `store`: address, port and key prefix, where the message names no others."""
+    """Turns a forked child into a rank. It sets up log and environment, runs `target(channel, payload)`, and exits with
+    the status of `target`. `store`: the address, port and key prefix to use if the message has none."""
     code = 1
     try:
         memory = message.get("memory") or {}
@@ -194,7 +195,7 @@ def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], i
         sys.stdout, sys.stderr = (TextIOWrapper(RankLog(handle, "wb"), write_through=True) for handle in (1, 2))
         faulthandler.enable(
             file=2
-        )  # a crash in native code leaves its stack in the log, where elastic/failure.py finds it
+        )  # after a crash in native code, elastic/failure.py finds the stack in the log
         rank, world = str(channel.rank), str(channel.world)
         local, here = message.get("local", (rank, world))
         host, port, prefix = message.get("store", store)
@@ -217,8 +218,8 @@ def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], i
 
 
 def run_target(target: str, channel: RankControl, payload: IpcMessage) -> int:
-    """Runs `module:function` and returns its exit code. It reports a failure to the supervisor: what, where, and the
-    exit code of its class."""
+    """Runs `module:function` and returns its exit code. A failure is reported to the supervisor with its error, its
+    location and the exit code of its class."""
     module, _, name = target.partition(":")
     try:
         return int(getattr(importlib.import_module(module), name)(channel, payload) or 0)
@@ -288,11 +289,12 @@ def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | Non
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The process groups of a rank, which exist while this is open. `control` carries small host tensors: stop,
-    seconds, bytes.
+    """The process groups of a rank, until `close`. The group `control` carries small host tensors, such as stop
+    requests, seconds and bytes.
 
-    As a context manager it closes only after success. After an exception it stays open. To destroy NCCL groups needs
-    the other ranks, which wait for this one, and the failure would never be reported. The process ends anyway.
+    As a context manager it closes the groups only after success. After an exception they stay open, and the process
+    ends. Destroying NCCL groups would need the other ranks, which wait for this rank. The failure would then never be
+    reported.
     """
 
     rank: int
@@ -300,7 +302,7 @@ class ProcessGroups:
     control: Any = None
 
     def tell(self, text: str) -> str:
-        """Broadcasts rank 0's text and returns it. All ranks call it."""
+        """Broadcasts the text of rank 0 and returns it on every rank. All ranks call it."""
         if self.control is None:
             return text
         import torch

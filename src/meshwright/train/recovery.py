@@ -1,13 +1,13 @@
-"""Recovery: what a run saves so that nothing is lost, and what it resumes from.
+"""Recovery: what a run saves, and what it resumes from.
 
-Resume uses the first source of these that exists:
+A run resumes from the first of these sources that exists:
 - The newest step of which all ranks have an intact in-memory checkpoint, unless a checkpoint on disk is of a later
   step.
 - The newest valid checkpoint of the run folder.
 - The model's own weights.
 
-A run whose folder has a durable checkpoint on record never restarts silently at step 0. Its checkpoints must be damaged
-then, which is an error.
+If the event log of a run has a durable checkpoint, the run never restarts silently at step 0. If no checkpoint can be
+read then, the run ends with an error.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ from meshwright.train.trainer import Trainer
 from meshwright.train.trainer_checkpoint import rank_exchange
 
 FIRST_AUTO_SAVE_STEP = 10
-"""The step after which `checkpoint_every: auto` saves first, so that the time of a save is measured."""
+"""The step after which `checkpoint_every: auto` saves for the first time, in order to measure the time of a save."""
 
 MAX_WRITER_WAIT_SECONDS = 10.0
-"""The longest wait for the previous checkpoint when the next one is due, in seconds. After that training continues, and
+"""The longest wait for the previous save when the next one is due, in seconds. After this wait training continues, and
 the next save starts as soon as the previous one has ended."""
 
 SAVE_RETRY_SECONDS = 1.0
-"""Seconds before the last checkpoint is tried again. Each further try doubles it."""
+"""Seconds before the save of the last checkpoint is tried again. Each further try doubles the wait."""
 
 MAX_SAVE_FRACTION = 0.1
-"""The largest fraction of the time in which a checkpoint may be in progress."""
+"""The largest fraction of the training time during which saves may be in progress."""
 
 
 class Recovery:
-    """One rank's recovery. `identity` is what a checkpoint of this run must state about data and model."""
+    """Saves and restores the run on one rank. `identity` is what a checkpoint of this run must state about data and
+    model."""
 
     def __init__(
         self, launch: LaunchSpec, channel: RankControl, trainer: Trainer, pulse: Heartbeat, identity: dict[str, Any]
@@ -70,11 +71,11 @@ class Recovery:
         self.source = ""
         self.saved = -1
         self.record: dict[str, Any] | None = None
-        """The record of the step that this rank resumed from, where it is from memory."""
+        """The record of the step that this rank resumed from, if it resumed from an in-memory checkpoint."""
         self._said = self._busy = self._owed = False
         self._since = self._save_seconds = self._waited = 0.0
         self._steps = (0, 0.0, 0.0)
-        """Steps measured so far, their seconds, and the seconds in which they waited for a copy."""
+        """The number of steps measured so far, their seconds, and the seconds for which they waited for a copy."""
         self.guard = LossSpikeDetector(self.identity, launch.workload.spikes == "skip", trainer.scale.dynamic)
         memory, slots = channel.memory, SNAPSHOT_SLOTS if channel.memory.single_node else SNAPSHOT_SLOTS_MULTI_NODE
         self.copies = (
@@ -109,8 +110,8 @@ class Recovery:
         return self.trainer.steps
 
     def _is_passed(self, step: int) -> bool:
-        """Returns whether the newest valid checkpoint on disk is later than `step`: later in-memory checkpoints may not
-        have fit. All ranks call it."""
+        """Returns whether the newest valid checkpoint on disk is of a later step than `step`. This happens if later
+        in-memory checkpoints did not fit. All ranks call it."""
         passed = False
         if self.channel.rank == 0 and any((parse_step(path) or 0) > step for path in list_checkpoints(self.folder)):
             with contextlib.suppress(CorruptCheckpoint):
@@ -139,17 +140,17 @@ class Recovery:
             )
 
     def unreported(self, reported: int) -> StepRecord | None:
-        """Returns the record of the step that this rank has just resumed from, if a fault came before it was reported.
-        All ranks call it; `reported`, the last reported step, counts on rank 0."""
+        """Returns the record of the step that this rank has just resumed from, if a fault prevented its report.
+        `reported`: the last reported step; the value of rank 0 counts. All ranks call it."""
         if self.record is None:
             return None
         last = int(rank_exchange(self.trainer.mesh).all_gather(str(reported))[0])
         return (
             StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None
-        )  # the run was rolled back in between
+        )  # if later steps were already reported, the run was rolled back in between
 
     def catch_up(self) -> None:
-        """Makes a save that was due at the resumed step and that a fault interrupted. All ranks call it."""
+        """Saves now if a save was due at the resumed step and a fault interrupted it. All ranks call it."""
         if self.source == "memory" and self.due(self.trainer.steps):
             there = str(
                 bool(self.pulse.read(HeartbeatField.busy))
@@ -160,8 +161,8 @@ class Recovery:
                 self.save(must=self.trainer.steps == self.launch.workload.steps)
 
     def _copy_first(self) -> None:
-        """Makes this rank's own in-memory checkpoint where it resumed from those of another plan: an overlapped save
-        reads it. All ranks call it."""
+        """Makes this rank's own in-memory checkpoint if the rank resumed from in-memory checkpoints of another plan. An
+        overlapped save reads it. All ranks call it."""
         if self.copies is not None:
             if self.trainer.steps not in self.copies.memory.steps:
                 self.copies.begin(self.record or {})
@@ -212,7 +213,7 @@ class Recovery:
                 self._note(self.copies.refused)
 
     def _time(self, seconds: float, waited: float) -> None:
-        """Measures the waits for copies over the first steps, and prints one warning if they are long."""
+        """Measures how long the first steps wait for copies, and prints one warning if that is long."""
         steps, whole, stood = self._steps
         if steps < memory_checkpointer.MIN_MEASURED_STEPS:
             self._steps = (steps + 1, whole + seconds, stood + waited)
@@ -228,7 +229,7 @@ class Recovery:
 
     @property
     def flags(self) -> tuple[float, float, float]:
-        """Returns what the ranks must agree on: whether a checkpoint is being written, its last duration in seconds,
+        """Returns what the ranks must agree on: whether a checkpoint is being written, the seconds of the last save,
         and whether in-memory checkpoints did not fit."""
         return (
             float(self.pulse.read(HeartbeatField.busy)),
@@ -239,7 +240,7 @@ class Recovery:
     def agreed(self, record: StepRecord, flags: Sequence[float]) -> None:
         """Applies the maximum of each flag over all ranks, with the record of the step that has ended."""
         busy, self._save_seconds, refused = flags
-        if refused and self.copies is not None:  # all ranks decide together what is saved and how
+        if refused and self.copies is not None:  # if the copy of one rank does not fit, no rank makes copies
             self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
         self._since += record.seconds
         if self.copies is not None and self._busy and not busy:
@@ -260,15 +261,15 @@ class Recovery:
         return step == self.launch.workload.steps or (every > 0 and step % every == 0)
 
     def save(self, must: bool) -> None:
-        """Saves a checkpoint. A failure ends the run only if `must` is set: it was the last chance. Otherwise a writer
-        process overlaps the save with training (async_writer.py), where all in-memory checkpoints are on this machine.
+        """Saves a checkpoint. `must`: this is the last chance to save, so a failure ends the run. Otherwise, if all
+        in-memory checkpoints are on this machine, a writer process overlaps the save with training (async_writer.py).
         """
         step = self.trainer.steps
         if self.saved == step:
             return
         if self.copies is not None and not self.copies.refused and not must and self.channel.memory.single_node:
-            # The previous save may take longer than the steps between two saves. A requested save is not dropped: it
-            # starts as soon as that one has ended.
+            # The previous save may take longer than the steps between two saves. A save that is due meanwhile is not
+            # dropped: it starts as soon as the previous one has ended.
             if self._busy and (self._owed or not self._await_writer(MAX_WRITER_WAIT_SECONDS)):
                 self._owed = True
                 return
@@ -319,8 +320,8 @@ class Recovery:
         self._waited = 0.0
 
     def _await_writer(self, most: float = math.inf) -> bool:
-        """Waits at most `most` seconds until the overlapped save has ended, as rank 0 sees it, and returns whether it
-        has. All ranks call it. The supervisor ends a writer without progress, so this wait ends too."""
+        """Waits at most `most` seconds until the overlapped save has ended, and returns whether it has ended on rank 0.
+        All ranks call it. The supervisor ends a writer that makes no progress, so this wait always ends."""
         self.pulse.at(RankPhase.save)
         began = time.perf_counter()
         while self.pulse.read(HeartbeatField.busy) and time.perf_counter() < began + most:
@@ -337,9 +338,9 @@ class Recovery:
 
 
 def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable[[str], None]) -> None:
-    """Refuses to restart silently at step 0 where the event log of the run has a durable checkpoint. A run that was
-    killed before its first checkpoint may restart. All ranks call it, and only rank 0 reads the log. Raises InputError.
-    """
+    """Raises InputError if the event log of the run has a durable checkpoint, so that the run does not restart silently
+    at step 0. A run that was killed before its first checkpoint may restart. All ranks call it; only rank 0 reads the
+    log."""
     folder, found = Path(launch.run.folder), [False, 0]
     if ranks.rank == 0:
         text = storage.read_text(folder / EVENTS_FILE_NAME) or ""
@@ -359,8 +360,8 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
 
 
 def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callable[[str], None]) -> None:
-    """Frees disk space between two tries of the last possible save: it removes all checkpoints except the newest valid
-    one. Then it waits `pause` seconds, so that a person can act."""
+    """Frees disk space between two tries of the last possible save. It removes all checkpoints except the newest valid
+    one. Then it waits `pause` seconds, so that a person can free more space."""
     removed = prune_checkpoints(folder, 1, say=say)
     if removed:
         say(
@@ -377,9 +378,10 @@ def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callab
 
 
 def daly_interval(save: float, failures: float) -> float:
-    """Returns the seconds between checkpoints that lose the least time. `save` is the time of a save, `failures` the
-    mean time between failures, both in seconds. A save is in progress at most MAX_SAVE_FRACTION of the time. Source:
-    Daly, A higher order estimate of the optimum checkpoint interval, FGCS 2006.
+    """Returns the interval between checkpoints, in seconds, for which saves and repeated steps lose the least time.
+    `save` is the time of a save, `failures` the mean time between failures, both in seconds. Saves are in progress at
+    most MAX_SAVE_FRACTION of the time. Source: Daly, A higher order estimate of the optimum checkpoint interval, FGCS
+    2006.
 
     >>> round(daly_interval(60.0, 3.09 * 3600)), round(daly_interval(1.0, 100.0), 1)
     (1116, 13.5)

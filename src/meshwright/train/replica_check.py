@@ -1,13 +1,13 @@
-"""Replica check: replicated states are compared across ranks by digest. A flipped bit is found, outvoted and repaired
-in place.
+"""Replica check: ranks compare the digests of replicated states. A flipped bit is found, outvoted by the majority, and
+repaired in place.
 
-Rule: ranks with the same states (and at ZeRO 1 and 2 the same full weights) exchange one digest each. If digests
-differ, the most frequent one is right, provided that more than half of the ranks have it. The others get the tensors
-from the first rank that has it, byte for byte. Without a majority, nobody can say which is right. Then the run ends,
-and resumes from the last checkpoint that was saved while the replicas agreed. States without a replica (ZeRO shards of
-a single replica) cannot be compared.
+Rule: ranks that store replicas of the same states exchange one digest each. At ZeRO 1 and 2, ranks that store the same
+full weights do so too. If digests differ, the digest of more than half of the ranks is right. The other ranks get the
+tensors, byte for byte, from the first rank with the right digest. Without a majority, it is unknown which digest is
+right. Then the run ends, and resumes from the last checkpoint that was saved while the replicas agreed. States without
+a replica (ZeRO shards of a single replica) cannot be compared.
 
-Source: Dixit et al., Silent Data Corruptions at Scale, 2021, for the damage of silent corruption.
+Source on the damage of silent corruption: Dixit et al., Silent Data Corruptions at Scale, 2021.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from meshwright.train.trainer_checkpoint import rank_exchange
 
 INTEGER_DTYPE_BY_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ELEMENTS = 1 << 22
-"""Elements that one pass on a device processes: it takes about a hundred MiB of extra memory."""
+"""The number of elements that a device processes at a time. They take about a hundred MiB of extra memory."""
 
 
 class ReplicaRepair(NamedTuple):
-    """A repair: `ranks` had a wrong replica of `what`, and have the right one now."""
+    """A repair. The `ranks` had a wrong replica of `what`, which has been replaced by the right one."""
 
     what: str
     ranks: tuple[int, ...]
@@ -60,7 +60,7 @@ class _ReplicatedState(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Returns the name of the states, unique over all ranks."""
+        """Returns a name of the states that is unique over all ranks."""
         return Message("{what} of ranks {ranks}", what=self.what, ranks=", ".join(map(str, self.group.ranks)))
 
 
@@ -101,12 +101,13 @@ def compare_replicas(state: TrainState) -> list[ReplicaRepair]:
     if mended:
         for unit in state.engine.zero.units:
             unit.copy_to_params()
-            unit.weights.all_gather().wait()  # other ranks may have gathered weights from a wrong shard
+            unit.weights.all_gather().wait()  # a wrong shard may already have been gathered to other ranks
     return mended
 
 
 def repair_replicas(state: TrainState, say: Callable[[str, int, int], None]) -> bool:
-    """Compares the replicas, reports each repair to `say` (line, step, rank), and returns whether there was any."""
+    """Compares the replicas and reports each repair to `say` (line, step, rank). Returns whether anything was repaired.
+    """
     found = compare_replicas(state)
     for each in found:
         say(each.line, each.step, each.ranks[0])
@@ -114,8 +115,8 @@ def repair_replicas(state: TrainState, say: Callable[[str, int, int], None]) -> 
 
 
 def _replicated_states(state: TrainState) -> Iterator[_ReplicatedState]:
-    """Yields the states that other ranks have too: main weights and optimizer states by replica group, and full weights
-    by shard group."""
+    """Yields the states that other ranks also store: main weights and optimizer states for each replica group, and full
+    weights for each shard group."""
     units = state.engine.zero.units
     for sharing in {id(unit.placement): unit.placement for unit in units}.values():
         own = [unit for unit in units if unit.placement is sharing]
@@ -128,8 +129,8 @@ def _replicated_states(state: TrainState) -> Iterator[_ReplicatedState]:
 
 
 def tensors_digest(tensors: list[torch.Tensor]) -> str:
-    """Returns the digest of all bytes. For a tensor on a device it covers two sums that the device computes: a transfer
-    of 16 GB takes seconds."""
+    """Returns the digest of the bytes of all tensors. Of a tensor on an accelerator it covers two sums that the
+    accelerator computes (`bit_sums`), since a transfer of 16 GB to the host takes seconds."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         digest.update(tensor_bytes(tensor if backend_of(tensor.device).memory_is_host else bit_sums(tensor)))
@@ -137,8 +138,9 @@ def tensors_digest(tensors: list[torch.Tensor]) -> str:
 
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns two int64 sums modulo 2^64, independent of the order: of the elements' bits, and of the bits times an odd
-    position index. One flipped bit changes the first sum. Several flips may cancel there; then the second sum changes.
+    """Returns two int64 sums modulo 2^64, which do not depend on the order of summation. The first sum adds the bits of
+    each element as an integer. The second sum multiplies each integer by an odd number that depends on its position.
+    One flipped bit changes the first sum. If several flips cancel in the first sum, the second sum changes.
     """
     words = tensor.detach().reshape(-1).view(INTEGER_DTYPE_BY_BYTES[tensor.element_size()])
     found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
@@ -150,8 +152,8 @@ def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _repair_tensors(state: _ReplicatedState, wrong: bool, source: bool) -> None:
-    """Overwrites the tensors of the wrong ranks with those of the source. Every rank of the group calls it; all but the
-    source contribute zeros."""
+    """Overwrites the tensors of the wrong ranks with those of the source rank. Every rank of the group calls it. In the
+    sum over the group, all ranks but the source contribute zeros."""
     for tensor in state.tensors:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         bytes_ = flat.clone() if source else torch.zeros_like(flat)

@@ -1,9 +1,9 @@
-"""The lock of a run folder: one launch at a time may write into it. The kernel frees the lock when its holder dies,
-however it dies.
+"""The lock of a run folder: only one launch at a time writes into the folder. The kernel frees the lock when the
+process that has it ends, whatever the cause.
 
-Guarantees: only a missing file or a free lock means that nobody has the lock. A file system that does not answer the
-question is a StorageFailed, never an answer. A lock that cannot be released does not fail a finished run: the end of
-the process releases it.
+Guarantees: only a missing lock file or a free lock means that no process has the lock. If the file system fails,
+StorageFailed is raised. A lock that cannot be released does not fail a finished run: the end of the process releases
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.core.messages import Message
 
 LOCK_FILE = "lease"
 LOCK_TIMEOUT_SECONDS = 0.5
-"""Seconds to retry: a probe by another process (`is_locked`) takes the lock for less."""
+"""Seconds for which taking the lock is retried. Another process that checks it (`is_locked`) has it for less time."""
 
 MAX_HOLDER_BYTES = 200
 
@@ -50,7 +50,8 @@ def is_locked(folder: Path) -> bool:
 
 
 def locking_node(folder: Path) -> int | None:
-    """Returns the index of the node that has the lock; None where nobody has it, or no node.
+    """Returns the index of the node that has the lock. Returns None if no process has it, or if its process has no node
+    index.
 
     Raises: StorageFailed if the file system does not say.
     """
@@ -74,8 +75,8 @@ def _take(handle: int, kind: int, path: Path) -> bool:
 
 
 class RunLock:
-    """Locks the folder while the context is open. `number`: the index of this node, where there are several. Raises
-    RunLocked when another process has the lock, StorageFailed when the file system has no locks or fails."""
+    """Locks the folder while the context is open. `number`: the index of this node, if there are several nodes. Raises
+    RunLocked if another process has the lock, and StorageFailed if the file system has no locks or fails."""
 
     def __init__(self, folder: Path, number: int | None = None) -> None:
         self.folder, self.number = folder, number

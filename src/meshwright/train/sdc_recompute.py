@@ -1,17 +1,18 @@
 """Detection of silent data corruption: a suspicious gradient is recomputed before the update uses it.
 
 Rule: a gradient is suspicious if it is not finite, or if its norm exceeds SUSPICIOUS_NORM_RATIO times the median of
-recent norms. Such a step computes its gradient once more, from the same rows and random states; so does every
-`every`-th step. Computation is deterministic, so the two are equal bit for bit and the update follows. If they differ,
-a third gradient decides: the result that came out twice is used.
+recent norms. A step with a suspicious gradient computes the gradient once more, with the same rows and random states.
+So does every step whose index is a multiple of `every`. Computation is deterministic, so without corruption the two
+gradients are equal bit for bit, and the update follows. If they differ, a third gradient is computed, and the result
+that came out twice is used.
 
-It finds every bit flip in a step that is computed twice, and in other steps those that make a gradient large. It does
-not find what a device computes wrongly every time. Only one gradient is stored at a time; of the others, only the
-digests are.
+In a step that is computed twice, every bit flip that changes the gradient is found. In other steps, flips are found
+that make the gradient large. Errors that a device makes every time are not found. Only one gradient is stored at a
+time. Of earlier gradients of the step, only digests are stored.
 
-Source: Dixit et al., Silent Data Corruptions at Scale, 2021. For recomputing on suspicion: He et al., Understanding and
-Mitigating Hardware Failures in Deep Learning Training Systems, ISCA 2023. There most lasting errors show as large
-gradients or states.
+Sources: Dixit et al., Silent Data Corruptions at Scale, 2021. On recomputing suspicious gradients: He et al.,
+Understanding and Mitigating Hardware Failures in Deep Learning Training Systems, ISCA 2023. In that study, most lasting
+errors appear as large gradients or states.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ NORM_HISTORY_STEPS, MIN_NORM_HISTORY_STEPS = 32, 8
 
 
 class SdcRecompute:
-    """Recomputes suspicious gradients of one rank. All ranks see the same norm and make the same decision. `every`:
-    steps between unconditional recomputes, 0 for none. `say` gets the step and a line."""
+    """Recomputes suspicious gradients on one rank. All ranks see the same norm and make the same decision. `every`: the
+    number of steps between unconditional recomputes, 0 for none. `say` gets the step and a line."""
 
     def __init__(self, every: int, say: Callable[[int, str], None]) -> None:
         self.every, self.say = every, say
@@ -47,7 +48,7 @@ class SdcRecompute:
         self._off = False
 
     def settled(self, state: TrainState, compute: Callable[[], GradientSums]) -> GradientSums:
-        """Returns the result of `compute`, with verified gradients in the flat buffers."""
+        """Returns the result of `compute`. It leaves verified gradients in the flat buffers."""
         if self._off or recompute_obstacle(state):
             return compute()
         random = _random_states(state)
@@ -89,8 +90,8 @@ class SdcRecompute:
         return found
 
     def _asks(self, step: int, norm: float, overflows: bool) -> bool:
-        """Returns whether the step is recomputed. `overflows`: a growing loss scale makes gradients that are not
-        finite, and all ranks skip such steps."""
+        """Returns whether the step is recomputed. `overflows`: whether the loss scale may overflow. Gradients that are
+        not finite are then expected, and all ranks skip such steps."""
         if not math.isfinite(norm):
             return not overflows
         return (self.every > 0 and step % self.every == 0) or (
@@ -121,7 +122,7 @@ def _gradient_digest(state: TrainState) -> str:
 
 
 def _matches_earlier(tries: list[str], state: TrainState) -> bool:
-    """Returns whether the last gradient equals, on every rank, one earlier try. All ranks call it."""
+    """Returns whether the last try equals, on every rank, the same earlier try. All ranks call it."""
     differs = torch.tensor([float(tries[-1] != earlier) for earlier in tries[:-1]], device=state.mesh.device)
     all_reduce(differs, state.mesh.world).wait()
     return bool((differs == 0).any())
