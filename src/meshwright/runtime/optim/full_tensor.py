@@ -12,8 +12,8 @@ computation.
 Sources: Rajbhandari et al., ZeRO, for states; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982, section
 2.3, for full matrices.
 
-Guarantees: results equal those of one device, because the optimizer gets the same full tensors, and no order of
-summation differs.
+Guarantees: results equal those of one device. The optimizer gets the same full tensors as there, and sums have the same
+order.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: one unmodified model as stages that play a schedule over real ranks."""
+"""Pipeline parallelism: the stages of an unmodified model, and the runner of a schedule over ranks."""

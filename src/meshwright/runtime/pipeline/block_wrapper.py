@@ -4,15 +4,15 @@
 model's own code makes masks, positions and rotary tables on every stage. Blocks of other stages return their input. The
 first block of the stage takes the received tensors instead of its arguments. At the entry of the next stage's first
 block, `StageExit` leaves the call and carries out the arguments of that block (boundary_tensors.py). So code between
-two blocks runs on the stage of the first of them. A `StagePlaceholder` replaces each module that a rank does not hold
-(layout/placeholder.py). Names never change.
+two blocks runs on the stage of the earlier block. A `StagePlaceholder` replaces each module that a rank does not store
+(layout/placeholder.py). Parameter names never change.
 
 A wrapper also gathers weights (ZeRO 3), recomputes a layer, and cuts and joins the sequence.
 
-[Note: through] Autograd runs the latest operations first. So once the gradient of a block's input exists (of a separate
-view, created on entry), all gradients of the block's parameters are complete. Parameters without a gradient by then,
-such as those of experts that were not chosen, get none. This is true for the first call of a pass, and for parameters
-that no other module reads.
+[Note: through] Autograd runs the latest operations first. On entry a wrapper creates a separate view of the block's
+input. Once the gradient of this view exists, all gradients of the block's parameters are complete. Parameters without a
+gradient at this point, such as those of experts that were not chosen, get none in this pass. The rule holds for the
+first call of a block in a pass, and for parameters that no other module reads.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class MultiStageParameters:
     copies: dict[int, dict[str, nn.Parameter]] = field(default_factory=dict)
     """Copies by stage and name."""
     places: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
-    """The modules that read each parameter, with its name there."""
+    """The modules that read each parameter, and the parameter's name in each module."""
 
     def add(self, stage: int, copies: Mapping[str, nn.Parameter]) -> None:
-        """Adds copies that only `stage` reads, where they are."""
+        """Adds copies that only `stage` reads, and records the modules that read them."""
         self.copies.setdefault(stage, {}).update(copies)
 
     def put(self, stage: int) -> None:
-        """Sets the copies of `stage` in the model, before a pass of it."""
+        """Sets the copies of `stage` in the model, before a pass of `stage`."""
         for name, copy in self.copies.get(stage, {}).items():
             for module, key in self.places.get(name, ()):
                 module._parameters[key] = copy
@@ -69,8 +69,7 @@ class MultiStageParameters:
 
 @dataclass
 class StageCursor:
-    """Describes the running stage: blocks [start, stop), and the received and sent tensors, where there are several
-    stages."""
+    """Describes the running stage: its blocks [start, stop), and with several stages the received and sent tensors."""
 
     start: int = 0
     stop: int = 0
@@ -79,7 +78,7 @@ class StageCursor:
     shared: MultiStageParameters = field(default_factory=MultiStageParameters)
     """The parameters that several stages of this rank use."""
     tried: bool = False
-    """A dry run is in progress: blocks of other stages return NaN (preflight/step_checks.py)."""
+    """Whether a dry run is in progress, in which blocks of other stages return NaN (preflight/step_checks.py)."""
     recording: tuple[Any, bool] | None = None
     """The recorder of saved tensors of a stage that is not the whole model."""
     passes: int = 0
@@ -90,7 +89,7 @@ class StageCursor:
     """Blocks of the first pass, by the start of the stage."""
 
     def uneven(self) -> int | None:
-        """Returns a block that ran either in this pass or in the first one of its stage, but not in both."""
+        """Returns a block that ran in only one of two passes: the current pass, and the first pass of its stage."""
         ran = frozenset(self.entered)
         return min(ran ^ self.entered_first.setdefault(self.start, ran), default=None)
 
@@ -101,18 +100,18 @@ class GatheredGroups:
 
     units: Sequence[FlatParamGroup] = ()
     previous: Sequence[FlatParamGroup] = ()
-    """Those of the block before, which backward needs next."""
+    """The groups of the previous block, which backward needs next."""
     following: Sequence[FlatParamGroup] = ()
-    """Those of the block after, which forward needs next."""
+    """The groups of the next block, which forward needs next."""
     is_sole_user: bool = False
-    """No other module reads the weights."""
+    """Whether no other module reads the weights."""
     is_tied: bool = False
-    """Another wrapper has the same weights. Their gradient is complete, and they are resharded, long after this one
-    ends."""
+    """Whether another wrapper gathers these weights too. Their gradient is then complete, and they are resharded, long
+    after the backward of this module."""
 
 
 HiddenFunction = Callable[[torch.Tensor], torch.Tensor]
-"""Returns the hidden state that goes on, of the one that comes."""
+"""Maps a hidden state to the hidden state that replaces it."""
 
 
 class BlockWrapper:
@@ -128,8 +127,8 @@ class BlockWrapper:
         before: HiddenFunction | None = None,
         after: HiddenFunction | None = None,
     ) -> None:
-        """`inner` computes the module; by default it is its forward. `before` and `after` change the hidden state on
-        entry and at the end."""
+        """`inner` computes the module; by default it is its forward. `before` and `after` map the hidden state on entry
+        and on exit."""
         self.inner = inner or module.forward
         self.moving = MutatedBuffers(module)
         self.run, self.index, self.gathered = run, index, gathered

@@ -5,13 +5,14 @@ position bias that the first block computes for all, or the embeddings of anothe
 
 [Note: carried] One run (analysis/dataflow_recorder.py) records which arguments of every block depend on parameters. A
 stage ends where the next one begins, at the entry of its first block, and sends exactly these arguments. The model's
-own code has assembled them: the code between two blocks runs once, on the stage of the block before it, and its
-gradients return there.
+own code computes these arguments. The code between two blocks runs once, on the stage of the earlier block, and
+gradients return to that stage.
 
 With several stacks of blocks, the entry of a later stack may need parameters before all blocks (the embeddings of a
-decoder). The first stage continues to that entry, computes these tensors, and sends them along. A stage puts received
-tensors in the places where its own run of the model has only placeholders: zeros of absent layers, or nothing. A tensor
-that passes through is a leaf of every stage's graph, so its gradients add up on the way back.
+decoder). The first stage continues to that entry, computes these tensors, and sends them along. In a stage's own run of
+the model these arguments are only placeholders (outputs of layers on other stages, or None). The stage replaces the
+placeholders by received tensors. A tensor that passes through is a leaf of every stage's graph, so its gradients add up
+on the way back.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from meshwright.core.messages import Message, mark_msgid
 class BoundarySpec:
     """Describes the tensors of stage boundaries.
 
-    `needs`: for every block, the places of arguments that depend on parameters. `firsts`: the first block of each
-    stack. `early`: what the entries of later stacks need of no block. `returns`: the number of values that a block
-    returns, 0 for a bare tensor. `front`, `between`: parameters outside of the blocks, by use before all of them, or
-    (by stack) after that stack.
+    `needs`: for every block, the paths of arguments that depend on parameters. `firsts`: the first block of each stack.
+    `early`: the arguments of later stacks that do not depend on blocks. `returns`: the number of values that a block
+    returns, 0 for a bare tensor. `front`, `between`: parameters outside of the blocks, used before all blocks, or after
+    a stack (by stack).
     """
 
     needs: tuple[tuple[int, ...], ...]
@@ -67,12 +68,12 @@ class BoundarySpec:
 
     @property
     def is_over_stacks(self) -> bool:
-        """Returns whether stages cut more than one stack of blocks."""
+        """Returns whether stages are formed from more than one stack of blocks."""
         return len(self.firsts) > 1
 
     @property
     def is_more(self) -> bool:
-        """Returns whether stages send more than a hidden state."""
+        """Returns whether stages send tensors other than the hidden state."""
         return self.is_over_stacks or any(len(places) > 1 for places in self.needs)
 
 
@@ -116,7 +117,8 @@ class BoundaryState:
         return leaves
 
     def leave(self, block: int, leaves: list[Any]) -> tuple[torch.Tensor, ...] | None:
-        """Returns the message to the next stage at the entry of a block of another stage, once all of it exists."""
+        """Returns the message to the next stage at the entry of a block of another stage; None while tensors of the
+        message are missing."""
         if block < self.stop or self.stop >= len(self.spec.needs):
             return None
         wanted = self.spec.message(self.stop)

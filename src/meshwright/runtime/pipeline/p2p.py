@@ -1,13 +1,13 @@
 """Sends messages between pipeline ranks: hidden states forward, their gradients back, each with its shape.
 
-`P2P` sends through process groups. The first message of a shape follows a message with the shape, and receives are
-posted before they are needed ([Note: line]). `ShmP2P` serves pipeline ranks of one host. A message and its shape stay
-in the sender's memory until the receiver has copied them.
+`P2P` sends through process groups. Before the first message with a new shape, a header with the shape is sent. Receives
+are posted before they are needed ([Note: line]). `ShmP2P` serves pipeline ranks of one host. A message and its shape
+stay in the sender's memory until the receiver has copied them.
 
 [Note: line] NCCL has no tags: messages of one rank go to the receives of the other in the order of posting. A receiver
-sometimes needs messages in another order than that of sending. It may begin with two, or a gradient may be sent before
-a hidden state that is needed first. So receives are posted in the order of sending, which the schedule defines, up to
-the needed one.
+sometimes needs messages in a different order than the sender sends them. For example, a gradient may be sent before a
+hidden state that the receiver needs earlier. So receives are posted in the order of sending, which the schedule
+defines, up to the needed message.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class P2P:
         return self.mesh.p2p_groups.get((source, target))
 
     def expect(self, lines: ExpectedMessages) -> None:
-        """Sets all messages that will be received until the next call."""
+        """Sets all messages that this rank will receive before the next call of `expect`."""
         self.lines = {source: deque(line) for source, line in lines.items()}
 
     def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
@@ -147,7 +147,7 @@ class ShmP2P:
 
     [Note: ring] Message n of a direction (to the next or to the previous rank) uses slot n % RING_SLOTS of the sender's
     fields. The receiver writes n to its own field of that slot once it has copied the message, and the sender's memory
-    is free again. Message n waits until n - RING_SLOTS is taken, and for no other.
+    is free again. Message n waits only for the copy of message n - RING_SLOTS.
     """
 
     def __init__(self, mesh: ParallelContext, host: SharedMemory) -> None:
@@ -203,8 +203,8 @@ class ShmP2P:
         """Does nothing: a sent message remains in memory until it is taken."""
 
     def _way(self, kind: ActionKind, sender: int, receiver: int) -> int:
-        """Returns the direction: to the next pipeline rank (0) or to the previous one (1). Two ranks are both to each
-        other, so there the kind decides."""
+        """Returns the direction: 0 to the next pipeline rank, 1 to the previous pipeline rank. With two ranks both
+        directions have the same receiver, so `kind` decides."""
         pp = self.mesh.plan.pp
         return int(kind == ActionKind.B) if pp == 2 else int((receiver - sender) % pp != 1)
 
@@ -225,8 +225,8 @@ class ShmP2P:
             self._free.append(segment)
 
     def _segment(self, size: int) -> ShmSegment:
-        """Returns the smallest free segment that fits, or a new one. It is slightly longer than needed, so that
-        messages of many lengths use few segments."""
+        """Returns the smallest free segment that fits, or a new segment. A new segment is slightly longer than needed,
+        so that messages of many lengths use few segments."""
         fitting = [segment for segment in self._free if segment.size >= size]
         if not fitting:
             step = max(PAGE_BYTES, 1 << size.bit_length() - 4)

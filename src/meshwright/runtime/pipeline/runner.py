@@ -31,7 +31,7 @@ StageTensors = tuple[torch.Tensor, ...]
 (boundary_tensors.py)."""
 
 BackwardRoots = tuple[torch.Tensor | GradientEdge | None, ...]
-"""The roots of a backward: the loss, or the gradient edge of each sent tensor; None where it has none."""
+"""The roots of a backward: the loss, or the gradient edge of each sent tensor; None for a tensor without one."""
 
 
 class RankSchedule(NamedTuple):
@@ -77,7 +77,7 @@ class ScheduleRunner:
 
     @contextmanager
     def replace_forward(self, forward: StageForward) -> Iterator[None]:
-        """Calls `forward` inside instead of the stage's, to observe its passes."""
+        """Calls `forward` instead of the stage's forward inside the context, to observe passes."""
         before, self.forward = self.forward, forward
         try:
             yield
@@ -86,7 +86,7 @@ class ScheduleRunner:
 
     @contextmanager
     def run_one_by_one(self) -> Iterator[None]:
-        """Runs micro-batches one by one inside, and accumulates no weight gradients in place."""
+        """Runs micro-batches one by one inside the context, and accumulates no weight gradients in place."""
         self.one_by_one = True
         try:
             with self.own.pause():
@@ -144,7 +144,7 @@ class ScheduleRunner:
         return self._plans[key]
 
     def _single_micro_batch(self, rank: int, micro_batch: int) -> list[Action]:
-        """Returns the actions of a pipeline rank where `micro_batch` passes alone."""
+        """Returns the actions of a pipeline rank for a pass of `micro_batch` alone."""
         plan, stages = self.mesh.plan, self.mesh.plan.stages_of(rank)
         forwards = [Action(ActionKind.F, stage, micro_batch) for stage in stages]
         kinds = [
@@ -187,7 +187,7 @@ class ScheduleRunner:
                 self.wire.post(part, source[1])
 
     def _each(self, message: P2PKey) -> list[P2PKey]:
-        """Returns one message for each tensor. A gradient has as many as the forward message."""
+        """Returns one message for each tensor. The gradient of a forward message has the same number of tensors."""
         count = self.parts(message.stage + (message.kind is ActionKind.B))
         return [replace(message, part=part) for part in range(count)]
 

@@ -24,8 +24,8 @@ from meshwright.runtime.backend import backend_of
 from meshwright.spec.precision import Recipe
 
 MIN_COMPUTE_CAPABILITY = {"tf32": (8, 0), "fp8": (8, 9)}
-"""The compute capability of the first CUDA devices that have such products. Source: CUDA C++ Programming Guide, table
-of capabilities."""
+"""The lowest CUDA compute capability with products of each precision. Source: CUDA C++ Programming Guide, table of
+capabilities."""
 
 _FORWARD_DTYPE, _BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 _SIZE_MULTIPLE = 16
@@ -33,10 +33,10 @@ _SIZE_MULTIPLE = 16
 
 
 def check_precision_support(recipe: Recipe, device: torch.device) -> None:
-    """Checks that `device` has the matrix products of the recipe, and enables tf32 where it has.
+    """Checks that `device` supports the matrix products of the recipe, and enables tf32 if the recipe uses it.
 
     Raises:
-        InputError: the device has none.
+        InputError: the device does not support them.
     """
     for kind in recipe.rates:
         least = MIN_COMPUTE_CAPABILITY.get(kind)

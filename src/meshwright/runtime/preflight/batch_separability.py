@@ -1,4 +1,5 @@
-"""Checks that a batch may be divided. If rows see each other, the loss depends on the division.
+"""Checks that a batch may be divided into micro-batches. If one row affects the result of another, the loss depends on
+the division.
 
 Rule: the loss of rows in one pass must be the sum of the losses of these rows in two passes, and so must the gradient
 of every parameter. Both are compared with real values before a step counts. A few rows of every rank pass forward and
@@ -11,17 +12,18 @@ hold noise during the check (numeric_probes.py). A dependence may also need the 
 passes twice. Gradients are compared by fingerprints (numeric_probes.py).
 
 Some models give a token a position among the tokens of other rows (an expert's capacity). Such a model passes as many
-rows as the whole batch has, and also rows of one repeated token, which all go to the same expert. If this does not
-exceed the capacity, nothing does.
+rows as the whole batch has, and also rows of one repeated token, which all go to the same expert. If these tokens do
+not exceed the capacity, no tokens do.
 
 A forward may change state that the next one reads (a count of calls, running means, spectral norm). This state moves
 once a micro-batch, and twice where a layer is recomputed. So the same rows passed twice in a row must give the same
 loss, or such plans are refused too.
 
-The check runs as training does, but without dropout. A model with other random numbers is compared in eval mode. If it
-draws numbers there too, the comparison is impossible. Two cases compare losses alone: a balance loss of experts, which
-is defined for each micro-batch; and experts in 16 bits, where rounding decides which expert a token goes to. Plans that
-pass the batch in one part are not compared. The cost is six passes of one micro-batch and four of two rows.
+The check runs as training does, but without dropout. A model with random numbers other than dropout is compared in
+evaluation mode. If it draws numbers in that mode too, the comparison is impossible. Two cases compare losses alone: a
+balance loss of experts, which is defined for each micro-batch; and experts in 16 bits, where rounding decides which
+expert a token goes to. Plans that pass the batch in one part are not compared. The cost is six passes of one
+micro-batch and four of two rows.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from meshwright.spec.enums import Recompute
 
 IGNORE_INDEX = -100
 GRADIENT_TOLERANCE_FACTOR = 10.0
-"""How much more than losses gradients may differ by rounding."""
+"""Tolerance of gradients as a multiple of the tolerance of losses."""
 
 
 class NoDropout(TorchFunctionMode):
@@ -140,7 +142,8 @@ def _check_rows_independent(
 
 
 def relative_difference(one: float, other: float) -> float:
-    """Relative to the larger of both, for messages: the digits of two losses may look the same where they are not.
+    """Returns the difference relative to the larger loss, for messages, since the printed digits of two unequal losses
+    may be equal.
 
     >>> f"{relative_difference(0.693147, 0.693148):.1e}"
     '1.4e-06'
@@ -149,8 +152,7 @@ def relative_difference(one: float, other: float) -> float:
 
 
 def joint_rows(batches: Sequence[Batch]) -> Batch:
-    """Returns the rows that one device passes at once: those of the first micro-batch, or of the first two where each
-    has one row."""
+    """Returns the rows of the joint pass: those of the first micro-batch, or of the first two if each has one row."""
     first = batches[0]
     if num_rows(first) == 1 and len(batches) == 1:
         return repeat_first_row_rolled(first, 2)
@@ -166,8 +168,7 @@ def joint_rows(batches: Sequence[Batch]) -> Batch:
 
 
 def repeat_first_row_rolled(batch: Batch, count: int) -> Batch:
-    """Returns the first row of `batch` `count` times, each shifted by one position more than the one before, so that
-    all rows differ."""
+    """Returns `count` copies of the first row of `batch`. Copy i is rolled by i positions, so that all rows differ."""
 
     def rolled(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
@@ -216,7 +217,7 @@ def _tensor_shapes(batch: Batch) -> list[Any]:
 
 def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
     """Checks that one forward does not change the next one, where the plan runs forward more often, or on other rows,
-    than one device. Such state is a number of calls, running means, or the vectors of spectral norm.
+    than one device. Examples of such state are a number of calls, running means, and the vectors of spectral norm.
 
     Raises:
         PlanRefused: the state changes the loss.
@@ -249,7 +250,8 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
 
 
 def _split_in_half(whole: Batch) -> list[Batch]:
-    """Splits a batch into two halves. A single row is both halves, so that ranks with more rows pass equally often."""
+    """Splits a batch into two halves. A single row is used for both halves, so that all ranks run the same number of
+    passes."""
     half = num_rows(whole) // 2
     if not half:
         return [whole, whole]
@@ -354,10 +356,10 @@ def _total_loss(
 def isolated_pass(
     engine: Engine, train: bool, dropout: bool = False, every: bool = False
 ) -> Iterator[ParamWriteRecorder]:
-    """Runs the model in training mode without dropout (unless `dropout`), or in eval mode, and restores it and the
-    random state afterwards.
+    """Runs the model in training mode without dropout (unless `dropout`), or in evaluation mode. Restores the model and
+    the random state afterwards.
 
-    Yields the recorder of writes to its parameters: to `every` one, or to those that a pass is known to write to
+    Yields the recorder of writes to parameters: to all with `every`, else to those that a pass is known to write to
     (pass_writes.py, which runs first).
     """
     model, device = engine.model, engine.mesh.device

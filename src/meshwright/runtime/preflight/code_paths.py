@@ -1,17 +1,17 @@
 """Records the code paths of models whose Python code reads values: `if x.norm() < c`, `.item()`, `.tolist()`,
 `nonzero`, numpy.
 
-Such code may take another branch at a later step than in the checked steps. While checks and proofs run, the torch
-functions of every forward and of the loss are recorded. A record is the place in the user's code that calls one, and
-which of its plain number arguments are zero. Where user's code reads a value, training passes are recorded too. A pass
-with a new set of places was not checked. The check then runs again with its micro-batch before the step counts
+In a later step such code may take a branch that no checked step has taken. While checks and proofs run, the torch
+functions of every forward and of the loss are recorded. A record contains the position in the user's code of such a
+call, and which of its number arguments are zero. Where user's code reads a value, training passes are recorded too. A
+pass with a new set of places was not checked. The check then runs again with its micro-batch before the step counts
 (train/step/invariants.py). A place that no check has reached by then is refused.
 
 The record is a set of places, not their order. A loop over the experts that have tokens runs the same places, whatever
 their number. A plain number counts by whether it is zero, because a factor of 0 hides what it multiplies.
 
-The cost is nothing where no value is read, else some microseconds for each torch function of the forward. Passes of
-compiled blocks are not recorded.
+The cost is zero if no value is read, else some microseconds for each torch function of the forward. Passes of compiled
+blocks are not recorded.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Path = frozenset[Place]
 class CodePaths:
     """Records the code paths of one rank.
 
-    `asks`: the user's code reads values. `known`: sets of places that checks have run, by stage. `unknown`: the
-    micro-batches of this step with another set.
+    `asks`: whether the user's code reads values. `known`: the sets of places of checked passes, by stage. `unknown`:
+    finds micro-batches of this step whose set is not known.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class CodePaths:
         """The owner of each code object: USERS, LAYERS or OURS."""
 
     def begin_step(self) -> None:
-        """Discards the passes of the step before, except in a proof of this step."""
+        """Discards the passes of the previous step, except during a proof of the current step."""
         if not self.learns:  # a proof of this step keeps its passes
             self._taken = []
 
@@ -76,7 +76,7 @@ class CodePaths:
             self.learns = before
 
     def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
-        """Records one pass of the user's code, where that is needed."""
+        """Records one pass of the user's code, if the code reads values or a check is running."""
         if not (self.learns or (self.asks and not compiles)):
             return nullcontext()
         return self._recorded(stage, batch)

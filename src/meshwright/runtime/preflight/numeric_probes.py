@@ -8,9 +8,9 @@ gradients are equal. The cost is one product with a narrow matrix for each gradi
 norms, Johnson and Lindenstrauss, 1984.
 
 Constant parameters hold noise during a check or a proof, and afterwards their constant again, bit for bit. A head, a
-gate or a bias of zero makes gradients zero and hides every fault behind it. A gain of one hides that it was applied
-twice. So a parameter with equal elements is changed by a number that depends only on its name and the index of the
-element, on every rank that stores it. Afterwards it is filled with its constant: nothing is copied.
+gate or a bias of zero makes gradients zero, which hides errors. A gain of one hides that it was applied twice. So a
+parameter with equal elements is changed by a number that depends only on its name and the index of the element, on
+every rank that stores it. Afterwards it is filled with its constant: nothing is copied.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ PROJECTION_COLUMNS = 1024
 """Elements that share one row factor."""
 
 MIN_RELATIVE_NORM = 1e-2
-"""Gradients are compared relative to their own norm, but at least to this fraction of the norm of all, because many are
-zero but for rounding."""
+"""A gradient's difference is divided by the gradient's norm, or by this fraction of the norm of all gradients if that
+is larger. Many gradients are zero except for rounding."""
 
 
 class GradientDifference(NamedTuple):
@@ -138,8 +138,8 @@ def _row_factors(name: str, elements: int) -> torch.Tensor:
 
 @contextmanager
 def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
-    """Projects the gradients of passes inside instead of summing, sending or counting them, so that no check changes a
-    step."""
+    """Projects the gradients of passes inside the context. They are not summed, sent or counted, so that no check
+    changes a step."""
     found = GradientFingerprint()
     try:
         with engine.pipeline.run_one_by_one(), engine.zero.divert_gradients(found.add):
@@ -151,10 +151,10 @@ def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
 ABSOLUTE_NOISE, RELATIVE_NOISE = 0.05, 0.1
 """Largest change of a constant: this absolute value, plus this fraction of its magnitude."""
 MIN_NOISE_FRACTION = 0.2
-"""Smallest fraction of that change for a vector or a scalar, which grows, because a gain or a variance may have to be
-positive."""
+"""Smallest fraction of the largest change for a vector or a scalar. Their changes are positive, because a gain or a
+variance may have to be positive."""
 PREFIX_ELEMENTS = 64
-"""Elements that are compared first."""
+"""Number of leading elements that are compared before all others."""
 CHUNK_ELEMENTS = 1 << 20
 """Elements whose indices are computed at a time."""
 
@@ -193,7 +193,8 @@ def _constant_parameters(engine: Engine) -> dict[str, float]:
 
 
 def _min_max(flat: torch.Tensor) -> tuple[float, float]:
-    """Smallest and largest element; infinite ones where some differ, also in the sign of a zero.
+    """Returns the smallest and the largest element; infinite values if elements differ, including in the sign of a
+    zero.
 
     >>> _min_max(torch.ones(3)), _min_max(torch.tensor([0.0, -0.0])), _min_max(torch.tensor([1.0, 2.0]))
     ((1.0, 1.0), (-inf, inf), (-inf, inf))

@@ -15,7 +15,7 @@ One device makes one pass a step, with all rows and full weights. "Parts" are th
 | a buffer, by the rows (a running mean) | one part | equal, if tensor and context ranks write the same |
 | a saved buffer, by the rows | several parts | refused |
 
-Norms with statistics hold the channels of their own rank.
+Norms with running statistics store only the channels of their rank.
 
 Method: one micro-batch passes forward and backward in training mode. Other rows, more or fewer, then pass from the same
 state. The dispatcher records writes to parameters (analysis/dry_run.py), and a comparison of values finds writes to
@@ -192,7 +192,7 @@ def _check_max_norm(engine: Engine) -> set[str]:
 
 
 def _updates_in_place(engine: Engine) -> bool:
-    """Returns whether all weights that a pass reads are those that the update writes."""
+    """Returns whether the update writes the same tensors that a pass reads."""
     trained = engine.zero.trainable
     return engine.mesh.plan.zero < 3 and not any(
         unit.has_main_params or isinstance(unit.optim_shard, OffloadedShard) for unit in trained

@@ -12,8 +12,8 @@ Inputs. The analysis before sharding runs the model with an example. A batch wit
 dimensions may take other branches of the model's code. The same analysis then runs with this batch on a meta copy of
 the model. The plan is refused if the analysis gives another result.
 
-Stages. Before the first pass of a pipeline each stage runs once, in the order of the stages. All ranks then refuse
-together what cannot run.
+Stages. Before the first pass of a pipeline each stage runs once, in the order of the stages. So all ranks refuse
+together a stage that cannot run.
 
 Rule: the run is a forward pass alone, without gradients and without dropout, of this rank's first row (a model could
 take two rows for a pair). A stage gets positive noise in the shape that the stage before it announced. No rank waits
@@ -26,8 +26,8 @@ refused.
 
 Schedule of the checks. Every stage runs once before the first pass of a pipeline. Before the training steps
 `CHECKED_STEPS` of every run, counted from the start of the process, two more checks run. They are the writes of a pass
-to parameters and buffers (pass_writes.py), and the separability of the batch (batch_separability.py). A value that is
-zero, or off, in the first steps often is not in later ones.
+to parameters and buffers (pass_writes.py), and the separability of the batch (batch_separability.py). Later steps are
+checked because a value that is zero or disabled in the first steps often changes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _shapes_and_values(example: ExampleInputs) -> dict[str, Any]:
 
 @dataclass
 class AnalysisGuard:
-    """Guards what a plan took from the analysis run.
+    """Checks later batches against the results of the analysis run that the plan uses.
 
     `model`, `blocks` and `example` describe that run before sharding. `boundary`, `stages` (the stages of each
     parameter by name) and `reads` are its results. `derive` computes the first two from another record, or raises
@@ -200,7 +200,7 @@ class AnalysisGuard:
     def _difference(
         self, record: DataflowRecord, derived: tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]
     ) -> str:
-        """Returns what would have made the plan different; '' where nothing does."""
+        """Returns the result of the analysis that differs from the plan's; '' if all are equal."""
         needs, stored = derived
         if needs is not None and self.boundary is not None:
             if (needs.needs, needs.returns) != (self.boundary.needs, self.boundary.returns):
@@ -319,8 +319,8 @@ def _run_stage(
 def _try_stage(
     mesh: ParallelContext, stage: int, run: Callable[[], tuple[torch.Tensor, ...]]
 ) -> tuple[str, list[BoundaryShape]]:
-    """Runs one stage, and returns the reason why it cannot run, or the shapes of its output. OOM and lost ranks are
-    raised, because they are no property of the stage."""
+    """Runs one stage, and returns the reason why it cannot run, or the shapes of its output. OOM and lost connections
+    are raised, because they are not properties of the stage."""
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return "", [(tuple(tensor.shape), tensor.dtype) for tensor in run()]
@@ -366,8 +366,7 @@ class Preflight:
     paths: PassRecorder = field(default_factory=CodePaths)
     """The code paths of models that read values."""
     analysed: AnalysisGuard | None = None
-    """What the plan took from the analysis run, and the signatures for which it is valid; None where the plan needs no
-    such run."""
+    """The guard of the analysis run; None if the plan needs no such run."""
 
     def skip(self, stages: bool = True) -> None:
         """Skips the checks of the first steps, because another check covers them or only their own passes may run.
