@@ -106,7 +106,7 @@ class PassRecorder(Protocol):
     """Whether the user's code reads values of tensors."""
 
     def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
-        """Records one pass of `stage`, if the user's code reads values."""
+        """Records one pass of `stage`, if the user's code reads values or a check is running."""
 
     def begin_step(self) -> None:
         """Forgets the passes of the last step."""

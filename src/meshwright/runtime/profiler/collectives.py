@@ -1,17 +1,17 @@
 """Measures the links between ranks through the runtime's own collectives: pairs of ranks, and every collective by size
 on each kind of group.
 
-Kinds of groups: neighbours of one host (2, 4, ... and all of its ranks), all ranks, and one rank of every host. Groups
-that do not overlap run at once, as they do in training. A timing is that of the slowest rank. The lower quartile of
-several timings counts, so that other work on the machine disturbs it little.
+Kinds of groups: neighbours of one host (2, 4, ... and all of its ranks), all ranks, and one rank of every host.
+Disjoint groups are timed at the same time, as in training. A timing is that of the slowest rank. The result is the
+lower quartile of several timings, so that other work on the machine has little effect.
 
 A rank with a CPU quota pays for its part of a collective out of its compute time. One CPU second of the collective
-takes 1 / quota seconds of wall time. Ranks that only measure have rested and would not show this, so each rank rests
-after a timing, and the rest counts.
+takes 1 / quota seconds of wall time. Ranks that only run measurements have unused quota and would not show this. So
+each rank sleeps after a timing for the time that the quota requires, and the sleep counts.
 
-[Note: meetings] A rank that has just computed waits for a core before it can answer. Where ranks share cores or have
-quotas, they finish at different times. So the profiler also measures, on each kind of group, how much a small
-collective lengthens the matrix products between collectives.
+[Note: meetings] A rank that has just computed may wait for a core before it takes part in a collective. If ranks share
+cores or have quotas, they finish at different times. So the profiler also measures, on each kind of group, how much a
+small collective lengthens the matrix products between collectives.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ COLLECTIVE_BYTES = (2**12, 2**16, 2**19, 2**21)
 """Bytes of the full tensor."""
 
 MIN_MESSAGE_BYTES, LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 8, 2**17, 2**25
-"""Bytes of the messages that a pair sends: the smallest, and growing ones until one takes long enough to time."""
+"""Bytes of the messages between a pair of ranks: the smallest, and larger ones until a transfer takes long enough to
+time."""
 
 MIN_TRANSFER_SECONDS = 0.01
 
 MAX_REPEATS, MIN_REPEATS, REPEAT_BUDGET_SECONDS = 24, 3, 0.06
-"""Largest and smallest number of repetitions, and seconds that are enough."""
+"""Largest and smallest number of repetitions, and seconds after which repetition stops."""
 
 LONG_COLLECTIVE_SECONDS, BANDWIDTH_BOUND_FACTOR = 0.1, 3.0
-"""Seconds of a collective from which on no larger one is tried, where it takes BANDWIDTH_BOUND_FACTOR times the
-smallest: bandwidth then dominates."""
+"""No larger collective is timed after one that takes at least this many seconds and BANDWIDTH_BOUND_FACTOR times as
+long as the smallest: bandwidth then dominates."""
 
 LATENCY_BOUND_SECONDS = 0.01
-"""Seconds of the smallest collective from which on the next size takes as long: latency then dominates."""
+"""If the smallest collective takes at least this many seconds, the next size takes as long: latency then dominates."""
 
 COMPUTE_SECONDS, MAX_SYNC_TURNS, SYNC_ROUNDS = 0.008, 16, 5
-"""Seconds that a rank computes between two collectives, the largest number of these in a row, and how often they are
-timed, with and without the collectives."""
+"""Seconds that a rank computes between two collectives, the largest number of such turns in a row, and how often the
+turns are timed, with and without collectives."""
 
 SYNC_BUDGET_SECONDS, MIN_SYNC_TURNS = 0.25, 4
 """Seconds that these turns may take, and their smallest number."""
@@ -101,14 +102,14 @@ class CollectiveProfiler:
 
     @property
     def room(self) -> bool:
-        """Returns whether there is shared memory for one more group of ranks."""
+        """Returns whether the shared memory has room for one more group."""
         return (self.made + 2) * FIELDS_PER_GROUP <= FIELDS_PER_RANK
 
     # --- pairs
 
     def pairs(self) -> list[LinkSample]:
-        """Measures every two hosts by alternating ranks, and of a host the first accelerator with each other one, one
-        pair at a time. CPUs of one host have no links."""
+        """Measures one pair of ranks at a time: a pair for every two hosts, with alternating ranks, and the first
+        accelerator of a host with each of its other accelerators. CPUs of one host have no links."""
         found = []
         for first, second in self._chosen():
             if not self.room:
@@ -134,7 +135,7 @@ class CollectiveProfiler:
         return sorted(chosen)
 
     def _pair(self, group: CommGroup | None, size: int) -> float:
-        """Returns the seconds until both have the other's `size` bytes, on every rank."""
+        """Returns, on every rank, the seconds until both ranks of the pair have received `size` bytes."""
         out, sent = self.messages(size)
         return self._time(lambda: all_to_all(out, sent, group).wait(), group)
 
@@ -185,7 +186,8 @@ class CollectiveProfiler:
         ]
 
     def _computing(self, meet: Callable[[], None], turns: int = MAX_SYNC_TURNS) -> float:
-        """Returns the seconds in which the slowest rank computes for a while and synchronises, per repetition."""
+        """Returns the seconds per repetition in which the slowest rank computes for COMPUTE_SECONDS and
+        synchronises."""
         matrix, world, flag = torch.ones(128, 128), self.mesh.world, torch.zeros(1, dtype=torch.float64)
         all_reduce(flag, world).wait()
         for turn in range(-1, turns):
@@ -211,7 +213,7 @@ class CollectiveProfiler:
         return found
 
     def _sets(self) -> list[tuple[list[tuple[int, ...]], int]]:
-        """Returns groups that run at once, all of one length, and the stride between their ranks."""
+        """Returns groups of equal size that run at the same time, and the stride between their ranks."""
         least = min(map(len, self.hosts))
         lengths = sorted({length for length in (2, 4, 8, least) if 1 < length <= least})
         sets = [
@@ -246,7 +248,8 @@ class CollectiveProfiler:
         """Returns the seconds of `action` on the slowest rank: the lower quartile of several.
 
         All ranks call it; those outside of the group wait. All ranks synchronise to agree on the number of repetitions.
-        Between two repetitions only the group does, because a barrier of all may take longer than the timed action.
+        Between two repetitions only the group synchronises, because a barrier of all ranks may take longer than the
+        timed action.
         """
         self._once(action, group)
         first = self._slowest([self._once(action, group) for _ in range(2)])

@@ -3,7 +3,8 @@ all ranks at once, the cluster.
 
 CPU ranks share processors with each other and with other programs. Their products are therefore timed in thread time,
 and `share` is the CPU time that this rank gets per wall second while all ranks are busy. On CUDA devices both are wall
-time. Of several runs the fastest counts; on CPUs the median, because a step too competes with other work.
+time. The result is the fastest of several runs. On CPUs it is the median, because training steps also compete with
+other work.
 
 `measure_cluster` profiles every device while all others run, then the links."""
 
@@ -32,7 +33,8 @@ from meshwright.spec.plan import Plan
 
 PRECISION_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_MATMUL_SECONDS = 0.03
-"""Seconds of one product after which no larger one is tried, because the next one takes eight times as long."""
+"""No larger product is timed after one that takes this many seconds, because the next size takes eight times as
+long."""
 
 NUM_BURSTS, BURST_SECONDS, CPU_SHARE_WINDOW_SECONDS = 5, 0.01, 0.25
 STREAM_ROW_ELEMENTS = 2**10
@@ -76,8 +78,8 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
 def tensor_factory(kind: str) -> Callable[..., torch.Tensor]:
     """Returns the function that fills operands on a device of this kind.
 
-    CPUs take equally long for any values. Accelerators are limited by power: equal bits draw less of it, so constants
-    would be faster than training.
+    CPUs take equally long for any values. Accelerators are limited by power, and operands with equal bits draw less
+    power, so constants would be faster than training data.
 
     >>> tensor_factory("cpu") is torch.ones, tensor_factory("cuda") is torch.randn
     (True, True)
@@ -207,7 +209,7 @@ def measure_host_bandwidth(device: torch.device) -> float:
 def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
     """Returns the parameters per second that the host updates, as for an optimizer offloaded to CPU.
 
-    The fused kernel updates float32 weights and states, UPDATE_BYTES of each, which exceed the caches. Next to an
+    The fused kernel updates float32 weights and states, UPDATE_BYTES of each, which exceed the caches. With an
     accelerator a rank uses its part of all processors, as in training."""
     weights = torch.nn.Parameter(torch.ones(UPDATE_BYTES // 4))
     weights.grad = torch.ones_like(weights)
@@ -224,7 +226,7 @@ def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
 
 def measure_storage_bandwidth() -> float:
     """Returns bytes/s of writing and reading a file in the temporary folder, as offloading to disk does: past the page
-    cache, piece by piece, both directions together. 0 where nothing can be written."""
+    cache, piece by piece, both directions at the same time. Returns 0 if the folder cannot be written."""
     try:
         scratch, piece = SwapFile(Path(tempfile.gettempdir())), page_aligned_buffer(STORAGE_PIECE_BYTES)
         piece.fill_(1)
@@ -240,7 +242,7 @@ def measure_storage_bandwidth() -> float:
 
 
 def time_action(action: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds of `action` in the fastest of some bursts (on CPUs the median), in device time."""
+    """Returns the seconds of `action` in device time: the fastest of several bursts (on CPUs the median)."""
     backend = backend_of(device)
     on_cpu, clock = backend.memory_is_host, time.thread_time if backend.memory_is_host else time.perf_counter
     action()

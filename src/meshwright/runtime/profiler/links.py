@@ -1,8 +1,8 @@
 """Finds slow links between two steps of a run: hosts send to each other in rounds of disjoint pairs.
 
 The first rank of a host represents it. Both hosts of a pair send at once, with growing sizes until the transfer is long
-enough to time. Of several tries the quickest counts, because nothing else uses the links then. A run measures only once
-its ranks wait longer for each other than before (train/straggler.py).
+enough to time. The result is the quickest of several transfers, because no other traffic uses the links between steps.
+A run measures links only after the waits of its ranks have become longer (train/straggler.py).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from meshwright.spec.measurement import SLOW_LINK_RATIO, LinkSample, find_networ
 
 NUM_EXCHANGES = 3
 SIMILAR_RATE_FACTOR = 2.0
-"""Links with up to this many times the rate of the slowest are reported with it. Others are slow only for a moment, as
-ranks on busy CPUs are."""
+"""Links with up to this many times the rate of the slowest are reported with it. The factor allows for short delays,
+such as those of ranks on busy CPUs."""
 
 MAX_ROUNDS = 32
-"""Largest number of rounds. With many hosts each is measured with this many others."""
+"""Largest number of rounds. With many hosts, each host is measured with this many other hosts."""
 
 
 def measure_links(mesh: ParallelContext, beat: Callable[[], None] = lambda: None) -> list[LinkSample]:
-    """Measures pairs of hosts by their first ranks, on every rank; none where all ranks are on one host. All ranks call
-    it; `beat` is a sign of life."""
+    """Measures pairs of hosts by their first ranks. Returns the pairs on every rank; none if all ranks are on one host.
+    All ranks call it. `beat` reports that the rank is alive."""
     hosts: list[Any] = list(mesh.topology.shm_host_ids)
     if mesh.plan.world > 1 and not all(hosts or [""]):
         hosts = [None] * mesh.plan.world
@@ -56,7 +56,7 @@ def measure_links(mesh: ParallelContext, beat: Callable[[], None] = lambda: None
 
 
 def pair_rounds(hosts: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields rounds of disjoint pairs of hosts; every two are a pair in one of the rounds.
+    """Yields rounds of disjoint pairs of hosts. Every two hosts are a pair in exactly one round.
 
     >>> list(pair_rounds(4))
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -79,7 +79,7 @@ def find_slow_links(
 
 
 def describe_slow_links(pairs: Sequence[LinkSample], ranks: int) -> list[tuple[tuple[int, ...], str]]:
-    """Returns what is slow among `pairs`: the affected ranks, and a description.
+    """Returns the ranks and a description of each slow link among `pairs`.
 
     >>> def pair(first, second, rate): return LinkSample(first=first, second=second, latency=1e-5, bandwidth=rate)
     >>> describe_slow_links([pair(0, 2, 1e6)], 4)
@@ -113,7 +113,7 @@ def describe_slow_links(pairs: Sequence[LinkSample], ranks: int) -> list[tuple[t
 
 
 def _measure_pair(first: int, second: int, mesh: ParallelContext) -> LinkSample:
-    """Returns the result that both of a pair agree on: the slower direction."""
+    """Returns the result that both hosts of a pair agree on: that of the slower direction."""
     other = second if mesh.rank == first else first
     latency, size, large = _exchange_seconds(other, 1, mesh), LARGE_MESSAGE_BYTES, 0.0
     while large - latency < MIN_TRANSFER_SECONDS and size <= MAX_MESSAGE_BYTES:
@@ -122,7 +122,7 @@ def _measure_pair(first: int, second: int, mesh: ParallelContext) -> LinkSample:
 
 
 def _exchange_seconds(other: int, numel: int, mesh: ParallelContext) -> float:
-    """Returns the quickest of NUM_EXCHANGES exchanges, timed on the slower of the two."""
+    """Returns the seconds of the quickest of NUM_EXCHANGES exchanges, each timed on the slower rank."""
     sent = torch.ones(numel, device=mesh.device)
     out = torch.empty_like(sent)
     tries = torch.zeros(NUM_EXCHANGES, dtype=torch.float64, device=mesh.device)

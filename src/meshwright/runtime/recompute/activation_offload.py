@@ -2,8 +2,8 @@
 
 [Note: overlapped offload] The activations of a block go to the host while the next block runs, and the device frees
 them when that block ends. While a block runs backward, the activations of the block before it come back. So at most the
-activations of two blocks are on the device, which planner/cost/offload.py prices. Those of the last block of a pass are
-resident until another pass begins, which is mostly their own backward.
+activations of two blocks are on the device, which planner/cost/offload.py prices. The activations of the last block of
+a pass are resident until the next pass begins. In most schedules this is the backward of the same micro-batch.
 
 On an accelerator copies use separate streams and pinned memory, and threads write files. CPU ranks write the activation
 itself, because their memory is the host's.
@@ -12,8 +12,8 @@ itself, because their memory is the host's.
 no memory is written or read after its reuse, also when a step ends in an error (`OffloadedTensor.__del__`).
 
 A storage that a block saves several times (the input of three projections, attention's output and its views) is
-transferred once. Tensors of other kinds, or on other devices, are resident. A saved tensor must not be written during
-its copy: backward refuses one that was, as autograd does.
+transferred once. Sparse or subclassed tensors, and tensors on other devices, stay resident. A saved tensor must not be
+written during its copy: backward refuses one that was, as autograd does.
 
 Source of the streams and their synchronisation: torchtune's OffloadActivations. torch's save_on_cpu does the same on
 the compute stream.
@@ -38,7 +38,7 @@ from meshwright.runtime.offload.swap_file import PAGE_BYTES
 
 class ActivationOffload:
     """Offloads the activations of one rank, whose blocks run on `device`. `weights`: storages that are never offloaded.
-    `depot`: its file; None for host memory."""
+    `depot`: the activation file; None for host memory."""
 
     def __init__(self, device: torch.device, weights: Collection[int], depot: ActivationStore | None = None) -> None:
         self.device, self.weights, self.depot = device, weights, depot
@@ -64,7 +64,8 @@ class ActivationOffload:
         self._last = weakref.ref(block)
 
     def open(self, block: BlockActivations) -> None:
-        """Starts the backward of `block`: frees the block before, and fetches the next one."""
+        """Starts the backward of `block`: frees the block whose backward has ended, and fetches the block that backward
+        runs next."""
         opened, last = self._opened(), self._last()
         if opened is block:
             return
@@ -81,7 +82,7 @@ class ActivationOffload:
 
 
 class BlockActivations:
-    """Stores the saved activations of one block and one pass, as long as its backward needs them."""
+    """Stores the saved activations of one block in one pass, until the block's backward has used them."""
 
     def __init__(self, rank: ActivationOffload, before: BlockActivations | None, place: int) -> None:
         self.rank, self.place = rank, place
@@ -122,7 +123,7 @@ class BlockActivations:
         return large and storage_id(tensor) not in self.rank.weights
 
     def finish(self) -> None:
-        """Marks the end of its forward."""
+        """Marks the end of the block's forward."""
         self._seen.clear()
         if self.rank.depot is None and not self.rank.beyond:
             self.let_go()
@@ -133,12 +134,12 @@ class BlockActivations:
             parcel.leave()
 
     def let_go(self) -> None:
-        """Frees the device memory of its tensors until backward."""
+        """Frees the device memory of the block's tensors until backward."""
         for parcel in self.parcels:
             parcel.let_go()
 
     def fetch(self) -> None:
-        """Starts to copy its tensors back to the device, unless they are there."""
+        """Starts to copy the block's tensors back to the device, except those that are resident."""
         for parcel in self.parcels:
             parcel.fetch()
 
@@ -157,7 +158,7 @@ class TensorMeta(NamedTuple):
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def of_bytes(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor in a copy of its storage."""
+        """Returns the tensor as a view of a copy of its storage."""
         found: Any = torch.empty(0, dtype=self.dtype, device=values.device)
         return found.set_(values.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
 
@@ -255,7 +256,7 @@ class OffloadedTensor:
             self._landing = rank.ferry.copy(self.here, self._host)
 
     def take(self) -> torch.Tensor:
-        """Returns its bytes on the device."""
+        """Returns the bytes of the storage on the device."""
         self.rank.open(self.block)
         self.fetch()
         if self._coming is not None:
@@ -300,8 +301,8 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Returns an identity that is constant over the life of the storage, also when it is freed and filled again (ZeRO
-    3)."""
+    """Returns an identity that is constant over the life of the storage, even if its memory is freed and filled again
+    (ZeRO 3)."""
     return tensor.untyped_storage()._cdata
 
 

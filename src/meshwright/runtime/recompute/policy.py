@@ -11,10 +11,10 @@ Source of `attn`: Korthikanti et al., arXiv 2205.05198, section 5.
 Some buffers change in a block's own forward, such as running means. Recompute reads them as of the original pass, and
 does not change them.
 
-[Note: of its own pass] A pass that changes a buffer and reads it has its own value of it. Its backward may run after
-later passes have changed the buffer (pipelines, a block that is called twice). So a recomputed block reads copies of
-the values at the start of its pass in place of its buffers. Selective recompute reads copies of the values that it
-read. The first pass shows which buffers change; all others are neither copied nor replaced.
+[Note: of its own pass] A pass that changes a buffer and reads it has its own value of it. The backward of this pass may
+run after later passes have changed the buffer (pipelines, a block that is called twice). So a recomputed block reads
+copies of the values at the start of its pass in place of its buffers. Selective recompute reads copies of the values
+that it read. The first pass shows which buffers change; all others are neither copied nor replaced.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from meshwright.spec.memory_policy import offloads_block, recompute_at
 
 
 class BufferSnapshot(NamedTuple):
-    """Stores a buffer before a pass: where it is registered, and its value, where it is known to change."""
+    """Stores a buffer before a pass: the module that registers it, and its value if the buffer is known to change."""
 
     holder: dict[str, torch.Tensor | None]
     name: str
@@ -112,7 +112,7 @@ class MutatedBuffers:
 
 
 class RestoredBuffers:
-    """Restores buffers to their values before a pass inside the context, and their current values afterwards."""
+    """Sets buffers to their values before a pass inside the context, and restores their current values afterwards."""
 
     def __init__(self, moved: list[BufferSnapshot]) -> None:
         self.moved = moved
@@ -145,7 +145,7 @@ class RecomputePolicy:
 
     `how`: the recompute of a block, by its index in the stage. `offload`: the activation offload, for blocks that it
     `sends`; None without offload. `cuts`: the decisions of selective recompute, by form of block. `weights`: storages
-    that are gathered again.
+    that backward gathers again.
     """
 
     how: Callable[[int], Recompute] = _no_recompute
@@ -291,8 +291,8 @@ def _recompute_attention(forward: BlockForward) -> BlockForward:
 
 
 class RecomputeAttention(TorchFunctionMode):
-    """Makes attention save its inputs alone. Attention that the model's own code recomputes as a whole does so already.
-    The compiler reads this mode too, and recomputes attention instead of saving it."""
+    """Makes attention save only its inputs. Attention that the model's own code checkpoints does so already. The
+    compiler reads this mode too, and recomputes attention instead of saving it."""
 
     def __init__(self) -> None:
         super().__init__()

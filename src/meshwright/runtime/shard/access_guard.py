@@ -1,10 +1,10 @@
 """Makes parameters inaccessible while a rank does not store their full values, so that an access raises an error of one
 line.
 
-An inaccessible parameter answers for its metadata (shape, dtype, device) and refuses every other operation: a read
-would return garbage or crash the process, and a write would be lost. The class of the object is replaced, as torch's
-`UninitializedParameter.materialize` does. Modules and user code keep the same object, and an accessible parameter is a
-plain one. Gradient hooks may run while it is inaccessible: `grad` is part of the metadata.
+An inaccessible parameter returns its metadata (shape, dtype, device) and refuses every other operation. Otherwise a
+read would return garbage or crash the process, and a write would be lost. The class of the object is replaced, as
+torch's `UninitializedParameter.materialize` does. Modules and user code keep the same object, and an accessible
+parameter is a plain one. Gradient hooks may run while it is inaccessible: `grad` is part of the metadata.
 
 Cost: 0.13 us per parameter to deny access, and as much to allow it.
 """
@@ -77,8 +77,8 @@ METADATA_ATTRIBUTES = frozenset(
 """Properties and methods that read or write no values."""
 
 MAX_WATCHED_FORWARDS = 64
-"""Forward passes of a block that are watched for a first use. Watching costs time, and a loss shows what it reads in
-its first passes."""
+"""Forward passes of a block that are watched for a first use. Watching costs time, and a loss reads the same parameters
+in its first passes as later."""
 
 AccessErrorMessage = Callable[[str, torch.Size], str]
 """Returns the error message for a parameter of this name and shape."""
@@ -152,8 +152,9 @@ class AccessGuard:
 
 
 class ForwardAccessGuard:
-    """Makes the accessible ones of the same tensors inaccessible while a block runs. With a `message`, an access is
-    refused. Without, it sets `is_used` and ends the guard; this watches MAX_WATCHED_FORWARDS passes of the block."""
+    """Makes those of its tensors that are accessible inaccessible while a block runs. With a `message`, an access is
+    refused. Without a message, an access sets `is_used` and ends the guard, which watches MAX_WATCHED_FORWARDS passes
+    of the block."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], message: AccessErrorMessage | None) -> None:
         self._tensors, self._message = list(tensors.values()), message

@@ -1,8 +1,8 @@
 """Stores weights and optimizer states of a parameter group in fewer bits than their update uses.
 
 Between two steps they are stored as `bf16` (with stochastic rounding) or, states only, as `8bit`: one byte per element
-and one scale per block, with torchao's dynamic map. For its update a few parameters at a time are float32. The
-optimizer is any of torch's and never sees another dtype.
+and one scale per block, with torchao's dynamic map. For its update a few parameters at a time are float32. Any
+optimizer of torch can be used, and it gets float32 tensors only.
 
 Stochastic rounding of float32 to bfloat16: 16 random bits are added to the lower 16 bits, which are then dropped. So an
 element rounds away from zero with probability (dropped bits) / 2^16, and the mean is exact. Infinities and NaN are
@@ -10,12 +10,12 @@ unchanged.
 
 [Note: random bits of an element] The bits are a hash of (seed, step, name of the tensor, index of the element in the
 full tensor). An element is rounded identically under every plan, on any rank and in any order, and no generator state
-needs to be saved. The hash is MurmurHash3's finalizer, twice; 32-bit words in int64, whose products wrap.
+needs to be saved. The hash applies MurmurHash3's finalizer twice, to 32-bit words in int64, whose products wrap.
 
 Blocks of 8-bit states are as long as the alignment of flat buffers ([Note: flat layout]), so no block is on two ranks:
-ZeRO and pipelines store the same values as one device. Tensor parallelism cuts matrices across their rows, so other
-elements have a scale in common there: equal within its rounding. Checkpoints store 8-bit states as float32; quantising
-these again gives the same bytes.
+ZeRO and pipelines store the same values as one device. Tensor parallelism cuts matrices across their rows, so blocks
+contain other elements than on one device. Results are then equal within the rounding of 8 bits. Checkpoints store 8-bit
+states as float32; quantising these again gives the same bytes.
 
 Sources: Gupta et al., Deep Learning with Limited Numerical Precision, 2015; Zamirai et al., Revisiting BFloat16
 Training, arXiv 2010.06192; Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; torchao's

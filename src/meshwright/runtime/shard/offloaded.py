@@ -1,11 +1,11 @@
 """The optimizer shard of a parameter group whose states, and main weights if any, are offloaded to CPU or NVMe.
 
-A shard has up to three parts: nothing is offloaded, states are, or states and weights are (`spec/layout.py`). The
-optimizer's parameters and states are views of the memory of a chunk: the host memory where states are stored, or for
-files a swap buffer, which several chunks use in turn and which contains this chunk's values only during its update.
-Saving and loading (`parts`, `state_parts`) map the file; the next update unmaps it. States of a part that is
-`on_device` are on the device. Nothing is fetched or stored for them, unless their weights are in a file: then only the
-weights are swapped.
+A shard has up to three parts: a resident part, a part with offloaded states, and a part with offloaded states and
+weights (`spec/layout.py`). The optimizer's parameters and states are views of the memory of a chunk. This memory is the
+host memory where states are stored. For files it is a swap buffer, which several chunks share and which contains a
+chunk's values only during the chunk's update. Saving and loading (`parts`, `state_parts`) map the file; the next update
+unmaps it. States of a part that is `on_device` are on the device. Nothing is fetched or stored for them, unless their
+weights are in a file: then only the weights are swapped.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OffloadedChunk:
         self.updated = torch.empty(0)
         """The tensor of which its parameters are views."""
         self.gradients: torch.Tensor | None = None
-        """Its gradients where backward left them, once they are complete."""
+        """The chunk's gradients in the buffer that backward wrote, once they are complete."""
         self.grads_on_host = False
         """Whether gradients are offloaded to CPU."""
         self._host_grads: torch.Tensor | None = None
@@ -289,7 +289,7 @@ class OffloadedPart:
         return [self._mapped[kind]] if kind in self._mapped else []
 
     def unmap(self) -> None:
-        """Unmaps the file, which is written by others from now on."""
+        """Unmaps the file before other code writes it."""
         self._mapped.clear()
 
     def bytes(self, *kinds: str) -> int:

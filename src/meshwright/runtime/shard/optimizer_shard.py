@@ -1,19 +1,20 @@
 """The optimizer's shard of a flat parameter group: its weights or a float32 copy of them (main weights), and the
 optimizer states.
 
-An optimizer reads its parameters once per operation. torch's AdamW took 92 ms for 18 million elements as one tensor on
-one thread, and 27 ms in pieces that stay in the cache. On a CPU the optimizer therefore gets such pieces
-(`ShardParam`); on an accelerator it gets one tensor, so one launch. A piece contains either matrices or vectors
-(biases, norms) of one optimizer group (optim/param_groups.py), so that a rule can treat them differently. Elementwise
-states are stored as one tensor each, and the optimizer has views of them: checkpoints do not depend on the pieces.
+An optimizer reads its parameters once per operation. On one thread torch's AdamW took 92 ms for 18 million elements as
+one tensor, and 27 ms in pieces that stay in the cache. On a CPU the optimizer therefore gets such pieces
+(`ShardParam`). On an accelerator it gets one tensor, which needs one launch. A piece contains either matrices or
+vectors (biases, norms) of one optimizer group (optim/param_groups.py), so that a rule can treat them differently.
+Elementwise states are stored as one tensor each, and the optimizer has views of them: checkpoints do not depend on the
+pieces.
 
-Scalar states, such as the step count, are read, saved and restored with their exact type: restored as another type they
-would round differently, and the update with them.
+Scalar states, such as the step count, are read, saved and restored with their exact type. With a different type, they
+and the update would round differently.
 
 [Note: skipped parameters] torch's optimizers skip a parameter whose gradient is None: its weights, states and step
-count stay. A parameter that is skipped for the first time gets pieces of its own (`ShardParam.isolated`), which have no
-gradient in such an update, so torch itself skips them. A piece that every update so far has skipped has no states:
-torch creates them in the first update that has a gradient for it.
+count stay. A parameter that is skipped for the first time gets separate pieces (`ShardParam.isolated`). These pieces
+have no gradient in such an update, so torch itself skips them. A piece that every update so far has skipped has no
+states: torch creates them in the first update that has a gradient for it.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ SHARD_PARAM_ELEMENTS = 1 << 17
 
 class ShardParam(nn.Parameter):
     """A flat parameter of the optimizer. `is_matrix`: it contains elements of tensors with two or more dimensions.
-    `path` names one of these; all are of its optimizer group."""
+    `path` is the name of one of the tensors; all are in its optimizer group."""
 
     is_matrix: bool
     path: str
@@ -142,18 +143,18 @@ class ShardParam(nn.Parameter):
 
     @property
     def has_no_state(self) -> bool:
-        """Whether it has no states, because no update has had a gradient for it."""
+        """Whether the parameter has no states, because no update has had a gradient for it."""
         return self.stateless and self.skipped
 
     @property
     def needs_new_state(self) -> bool:
-        """Whether the update is the first with a gradient for it, although others had theirs before."""
+        """Whether this update is the first with a gradient for the parameter, after updates that skipped it."""
         return self.stateless and not self.skipped
 
 
 class ParamRun(NamedTuple):
-    """Elements `start` to `stop` are of tensors of one kind and optimizer group, the first of which is `path`; of this
-    one only if `isolated`."""
+    """A segment of the shard, elements [start, stop), of tensors of one kind and optimizer group. `path` is the name of
+    its first tensor. `isolated`: the segment contains only this tensor."""
 
     start: int
     stop: int
@@ -162,12 +163,12 @@ class ParamRun(NamedTuple):
     isolated: bool = False
 
     def clip(self, first: int, last: int) -> ParamRun:
-        """Returns the part from `first` to `last`, relative to `first`."""
+        """Returns the part of the segment inside [first, last), relative to `first`."""
         return self._replace(start=max(self.start, first) - first, stop=min(self.stop, last) - first)
 
 
 class TensorExtent(NamedTuple):
-    """Elements `start` to `stop` are of the tensor `name`, including the padding after it."""
+    """The elements [start, stop) of the tensor `name`, including the padding after the tensor."""
 
     start: int
     stop: int
@@ -195,7 +196,7 @@ def make_shard_params(flat: torch.Tensor, runs: Sequence[ParamRun]) -> list[Shar
 
 
 class OptimizerShard:
-    """The optimizer's shard. `flat` is the whole tensor, `params` are views of it."""
+    """The optimizer's shard of a parameter group. `params` are views of the tensor `flat`."""
 
     isolated: Sequence[ShardParam] = ()
     """The parameters of tensors that an update has skipped ([Note: skipped parameters])."""
@@ -243,8 +244,8 @@ class OptimizerShard:
     def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
-        """Cuts parameters so that each of `tensors` in `names` has its own; states and groups of the
-        optimizer follow."""
+        """Cuts parameters so that each of `tensors` in `names` has a separate parameter. Updates states and groups of
+        the optimizer."""
         before, self._runs = self.params, isolate_tensors(self._runs, tensors, names)
         self.params = make_shard_params(self._flat, self._runs)
         self.isolated = replace_params(optimizer, before, self.params)
@@ -263,7 +264,7 @@ class OptimizerShard:
     # ---------------------------------------------------------------------------------------------------
 
     def iter_chunks(self) -> Iterator[ShardChunk]:
-        """Yields all parameters in chunks; an accelerator updates them at once."""
+        """Yields all parameters in chunks; on an accelerator all are one chunk."""
         longest = CHUNK_ELEMENTS if backend_of(self.flat.device).memory_is_host else max(self.flat.numel(), 1)
         first = start = end = 0
         for at, run in enumerate(self.params, 1):
@@ -319,8 +320,8 @@ class OptimizerShard:
                         state[key] = view.copy_(state[key])
 
     def _are_linked(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's states are views of ours. It compares the addresses of the first and the last
-        parameter that have states, without creating views, since it runs in every step."""
+        """Whether the optimizer's states are views of the flat states. Since this runs in every step, it compares only
+        addresses, for the first and the last parameter with states."""
         begin, end = self.params[0], self.params[-1]
         if self.isolated:
             begin = next((run for run in self.params if not run.has_no_state), begin)
@@ -373,8 +374,8 @@ class FrozenShard(OptimizerShard):
 
 
 def _run_sizes(runs: Sequence[ParamRun], longest: int) -> Iterator[tuple[int, ParamRun]]:
-    """Yields the sizes of parameters and the runs that they are of. They also end at each multiple of `longest`, so
-    that chunks of them are always the same.
+    """Yields the sizes of parameters and their segments. Parameters also end at each multiple of `longest`, so that
+    chunk boundaries are always equal.
 
     >>> runs = [ParamRun(0, 4, True, "a"), ParamRun(4, 7, False, "b"), ParamRun(7, 10, True, "c")]
     >>> [size for size, _ in _run_sizes(runs, 3)]
@@ -411,7 +412,7 @@ def set_param_state(
 def isolate_tensors(
     runs: Sequence[ParamRun], tensors: Sequence[TensorExtent], names: Collection[str]
 ) -> list[ParamRun]:
-    """Returns `runs` in which each named one of `tensors` (in order, without gaps) has a run of its own.
+    """Returns `runs`, cut so that each of `tensors` (in order, without gaps) in `names` has a separate segment.
 
     >>> tensors = [TensorExtent(0, 4, "a"), TensorExtent(4, 7, "b"), TensorExtent(7, 9, "c"), TensorExtent(9, 12, "d")]
     >>> runs = [ParamRun(0, 9, True, "a"), ParamRun(9, 12, False, "d")]
@@ -431,8 +432,8 @@ def isolate_tensors(
 def replace_params(
     optimizer: torch.optim.Optimizer, before: Sequence[ShardParam], after: Sequence[ShardParam]
 ) -> list[ShardParam]:
-    """Replaces the parameters `before` of the optimizer, and of its nested ones, by `after`, which are parts of them,
-    with their states. Returns the isolated ones."""
+    """Replaces the parameters `before` of the optimizer and of nested optimizers by their parts `after`, with their
+    states. Returns the isolated parameters."""
     news = iter(after)
     parts: dict[int, list[ShardParam]] = {}
     for old in before:
@@ -461,7 +462,7 @@ def _split_state(state: dict[str, Any], old: ShardParam, sizes: list[int]) -> It
 
 
 def nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Returns an optimizer and those that it has as attributes, or in lists of attributes."""
+    """Returns an optimizer and its nested optimizers, which are its attributes or in lists of attributes."""
     optimizers: list[torch.optim.Optimizer] = []
     queue: list[Any] = [optimizer]
     while queue:

@@ -21,13 +21,13 @@ class ShardSpec:
 
     global_shape: torch.Size
     tp_split: TpSplit | None = None
-    """How tensor ranks split it; None where each of them stores it whole."""
+    """How tensor ranks split the tensor; None if each of them stores it in full."""
     tp_index: int = 0
-    """The index of this rank among the tensor ranks that split or replicate it."""
+    """The index of this rank among the tensor ranks that split or replicate the tensor."""
     tp_ranks: int = 1
-    """The number of these ranks."""
+    """The number of tensor ranks that split or replicate the tensor."""
     is_expert: bool = False
-    """Whether expert ranks divide its first dimension."""
+    """Whether expert ranks divide the first dimension of the tensor."""
     expert_index: int = 0
     """The index of this rank among the expert ranks."""
     stages: tuple[int, ...] = (0,)
