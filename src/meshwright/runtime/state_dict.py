@@ -1,8 +1,8 @@
 """Describes the state of a sharded run as pieces of logical tensors (spec/layout.py). Checkpoints write and read these
 pieces, and full tensors are assembled from them.
 
-Saving stores every element once over all ranks, with the work of replicas divided among them. Loading gives each rank
-all that it holds. Weights are the main weights where these exist, so that nothing is rounded.
+Saving writes every element once, and divides the work among replicas. Loading restores all pieces of each rank.
+Checkpoints contain main weights if these exist, so that weights are not rounded.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _param_group_pieces(
     """Yields pieces named `kind/parameter` of `parts`, which together are the local shard of `unit`, without the
     parameters `but`.
 
-    With local SGD each replica but the first puts a prefix before its names, except for the state of the outer
-    optimizer, which is equal on all replicas.
+    With local SGD, names of each replica except the first have a prefix. The state of the outer optimizer has none,
+    because it is equal on all replicas.
     """
     if not kind.startswith(OUTER_PREFIX):
         kind = f"{_replica_prefix(unit)}{kind}"
@@ -125,7 +125,8 @@ def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
     """Yields the buffers of the saved state (running means, router biases) in the modules that this rank holds.
 
-    For saving, only those of its stage. Channel statistics are sharded like the channels.
+    For saving, it yields only buffers that belong to stages of this rank. Channel statistics are sharded like the
+    channels.
     """
     here = engine.mesh.plan.stages_of(engine.mesh.coords.pp)
     for name, buffer in engine.model.named_buffers(remove_duplicate=False):
@@ -177,8 +178,8 @@ def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: b
 def _full_tensor_states(
     unit: FlatParamGroup, full_tensors: FullTensorStep, optimizer: torch.optim.Optimizer, saving: bool
 ) -> Iterator[LocalPiece]:
-    """Yields the states of the full tensors that this rank owns, of any shape. Where several ranks own equal states,
-    one of them saves these."""
+    """Yields the states, of any shape, of the full tensors that this rank owns. If several ranks have equal states, one
+    of these ranks saves them."""
     for part, parameter in zip(full_tensors.owned, full_tensors.parameters, strict=True):
         if saving and (unit.placement.replica or (not part.split and full_tensors.tensor_rank)):
             continue
@@ -197,7 +198,8 @@ def _full_tensor_states(
 
 
 def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Returns the addresses of weights and states. Holders of views must renew them when these change."""
+    """Returns the addresses of weights and states. Code with views of weights or states must renew its views when an
+    address changes."""
     found = [part.data_ptr() for unit in engine.zero.units for part in unit.optim_shard.parts]
     found += [
         part.data_ptr()
@@ -269,7 +271,8 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
 def _param_with_scalars(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
 ) -> ShardParam | None:
-    """Returns a shard parameter of a group that has states, without tensors that an update has skipped."""
+    """Returns a shard parameter of the group that has states and does not belong to a tensor that an update has
+    skipped."""
     return next(
         (run for run in parameters if isinstance(run, ShardParam) and not run.isolated and optimizer.state.get(run)),
         None,
@@ -286,8 +289,8 @@ def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the `optimizer_scalars` of all ranks. Rank 0 may train nothing, or own no full tensors, and then knows no
-    kinds and no scalars. The first rank that knows them supplies them."""
+    """Merges the `optimizer_scalars` of all ranks. A rank without trained parameters or full tensors has no kinds and
+    no scalars. So both come from the first rank that has them."""
     one = given[0]
     for other in given[1:]:
         both = [
@@ -305,11 +308,11 @@ def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 KERNEL_OPTIONS = ("fused", "foreach", "capturable")
-"""Options of kernels, which belong to this machine: a checkpoint may come from another."""
+"""Options that select kernels. They are not loaded, because a checkpoint may come from a different machine."""
 
 
 def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Creates empty states of the kinds and scalars in `saved`, for loading; none for stateless parameters.
+    """Creates empty states of the kinds and scalars in `saved`, for loading. Stateless parameters get none.
 
     Raises:
         InputError: the groups of the optimizer differ from the saved ones.
@@ -356,7 +359,7 @@ def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: d
 
 
 def _typed_scalars(numbers: dict[str, float], saved: dict[str, Any]) -> ScalarValues:
-    """Returns the scalars `numbers` with their saved types. Older checkpoints have float32 tensors alone."""
+    """Returns the scalars `numbers` with their saved types. Older checkpoints have only float32 scalars."""
     kinds = saved.get("types", {})
     return {key: ScalarState(value, kinds.get(key, "float32")) for key, value in numbers.items()}
 

@@ -26,8 +26,8 @@ from meshwright.runtime.comm.linear_map import linear_map
 
 
 def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
-    """Leaves a region whose weights are cut by rows: returns the sum over ranks. `x` is overwritten, so nothing else
-    may hold it."""
+    """Leaves a region whose weights are cut by rows: returns the sum over ranks. `x` is overwritten, so no other code
+    may use it."""
     if group is None:
         return x
     return linear_map(

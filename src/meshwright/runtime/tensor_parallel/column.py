@@ -7,9 +7,9 @@ computes its weight gradient at the same time. Under sequence parallelism the ga
 Each rank saves its slice and gathers again (Korthikanti et al., Reducing Activation Recomputation, 2022, section
 4.2.2), so the activations outside the matrix products shrink by the tensor-parallel degree.
 
-A column layer may read another tensor than the entered one, because an operation comes between. It then computes as
-usual, and autograd brings its gradient to the region input, which adds both. With or without recompute, a region input
-belongs to one forward pass and is empty once all its readers have read.
+If an operation is between the entry and a column layer, the layer reads a different tensor than the entered tensor. It
+then computes as usual, and the region input adds the gradient from autograd to the buffer. A region input belongs to
+one forward pass, with or without recompute. It drops its tensors at the end of its backward.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class RegionInput:
         return self.whole
 
     def add(self, gradient: torch.Tensor, weight: torch.Tensor, shape: torch.Size) -> None:
-        """Adds gradient (N, out) x weight (out, in) to the gradient of the entered tensor; after the last reader it
-        starts the reduction."""
+        """Adds gradient (N, out) x weight (out, in) to the gradient of the entered tensor; after the last column layer
+        it starts the reduction."""
         if self.buffer is None:
             self.buffer = gradient @ weight
         else:
@@ -80,7 +80,8 @@ class RegionInput:
         self.pending = async_collectives.reduce_scatter(parts.view(-1), self.reduced.view(-1), self.group)
 
     def finish(self, brought: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-        """Returns the gradient of the hidden state. `brought` comes from readers of another kind, through autograd."""
+        """Returns the gradient of the hidden state. `brought` is the gradient from autograd, of consumers that are not
+        column layers."""
         result = self._finished()
         # The reduction has not started: some consumers are not column layers, or the output of a column layer was not
         # used.
@@ -103,8 +104,8 @@ class RegionInput:
 
 
 class RegionEntryHook:
-    """Is a forward pre-hook: the hidden state that a module receives enters the region, once for all modules with the
-    same tensor."""
+    """Is a forward pre-hook: the hidden state that a module receives enters the region. Modules that receive the same
+    tensor share one entry."""
 
     def __init__(self, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
         self.group, self.sequence_parallel, self.readers = group, sequence_parallel, readers
@@ -121,7 +122,7 @@ class RegionEntryHook:
         }
 
     def was_read(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Is a forward hook of a reader with its own forward, whose gradient comes through autograd."""
+        """Is a forward hook of a consumer that keeps its forward, so that autograd computes its gradient."""
         if self.crossing is not None:
             self.crossing.read()
 
@@ -133,7 +134,7 @@ class RegionEntryHook:
 
 
 class ReplicatedInputHook:
-    """Is a forward hook of a replicated layer: its output enters the region, which alone uses it."""
+    """Is a forward hook of a replicated layer, whose output enters the region and is used only there."""
 
     def __init__(self, group: CommGroup, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel

@@ -1,5 +1,5 @@
-"""Implements tensor parallelism: column and row layers on local tensors, with one collective into a region and one out
-of it.
+"""Implements tensor parallelism: column and row layers on local tensors, with one collective at the entry of a region
+and one at its exit.
 
 A region of a block (analysis/) is entered once, at the module whose input its column layers read. Column layers then
 compute their local part without communication. A row layer sums over the ranks and adds its bias once. Convolutions are
@@ -128,7 +128,7 @@ def with_full_logits(model: nn.Module, anatomy: ModelGraph) -> ModelGraph:
 
 
 def _vocab_sharded_names(model: nn.Module, anatomy: ModelGraph) -> set[str]:
-    """Returns the parameters and buffers that are cut by words."""
+    """Returns the parameters and buffers that are sharded along the vocabulary."""
     inside = tuple(f"{path}." for path in find_block_lists(model))
     outside = {name: split for name, split in anatomy.splits.items() if not name.startswith(inside)}
     return {name for name, split in outside.items() if _get_tensor(model, name).shape[split.dim] == anatomy.vocabulary}
@@ -254,8 +254,8 @@ class RowLinear:
 
 
 class RowLayer:
-    """Replaces the forward of a row layer that is no matrix product, by its rule: the sum over the ranks, then the
-    bias."""
+    """Replaces the forward of a row layer that is not a matrix product: the sum over the ranks, then the bias, as the
+    layer's rule defines."""
 
     def __init__(self, module: nn.Module, rule: LayerRule, group: CommGroup) -> None:
         self.module, self.rule, self.group = module, rule, group
@@ -302,7 +302,7 @@ class SequenceParallelRegion:
         """Cuts (B, T, C) to (B, T / ranks, C).
 
         Raises:
-            InputError: T does not divide; before any collective.
+            InputError: T is not a multiple of the number of ranks. It is raised before any collective.
         """
         if hidden.shape[1] % self.ranks:
             raise InputError(

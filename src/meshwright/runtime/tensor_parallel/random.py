@@ -1,16 +1,17 @@
 """Controls dropout under tensor parallelism: equal draws where ranks hold the same tensor, separate draws where they
 hold shards.
 
-Rule: tensor ranks have equal random states. On entry to a region each rank draws one number, the same on all. It
-continues with a state derived from that number and its own index; on exit the common state returns. So dropout of
-shards is independent, and dropout of replicated tensors is equal on every rank. A recomputed layer repeats its draws,
-because all follow from the common state. Under sequence parallelism whole blocks work on slices, and a block takes the
-role of a region. Another tensor-parallel degree draws other numbers. The loss then matches one device in distribution,
-and exactly only with dropout at 0. Source: Shoeybi et al., Megatron-LM (2019), section 3.
+Rule: tensor ranks have equal random states. On entry to a region each rank draws one number, which is equal on all
+ranks. Inside the region a rank uses a random state derived from this number and its index. On exit the common state is
+restored. So dropout of shards is independent, and dropout of replicated tensors is equal on every rank. A recomputed
+layer repeats its draws, because all follow from the common state. Under sequence parallelism whole blocks work on
+slices, and a block takes the role of a region. Draws depend on the tensor-parallel degree. So with dropout the loss
+matches one device only in distribution; it matches exactly with dropout 0. Source: Shoeybi et al., Megatron-LM (2019),
+section 3.
 
-Also controls draws of a model's forward from the generators of Python and NumPy. The plan seeds torch's generators, but
-these two belong to each process. Without control, ranks that compute one row together, and a recomputed block, would
-draw different numbers. Data-parallel ranks may do so, because their rows differ.
+This module also controls draws of a model's forward from the generators of Python and NumPy. The plan seeds torch's
+generators, but these two belong to each process. Without control, ranks that compute one row together, and a recomputed
+block, would draw different numbers. Data-parallel ranks may do so, because their rows differ.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def install_tp_rng(model: nn.Module, anatomy: ModelGraph, group: CommGroup, sequ
 
 
 class TensorParallelRng:
-    """Gives a rank its own random state between the first entry and the last of `exits`."""
+    """Gives each rank a separate random state from the first entry of a region to the last of `exits`."""
 
     def __init__(self, group: CommGroup, exits: int) -> None:
         self.group, self.exits = group, exits
@@ -87,7 +88,7 @@ class TensorParallelRng:
             module.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Saves the common random state and sets a state of this rank's own."""
+        """Saves the common random state and sets the separate state of this rank."""
         if (self.common is not None and module is not self.first) or not module.training:
             # If the first entry still has a saved state, a recompute was aborted, and torch's checkpoint has restored
             # the state.
@@ -113,7 +114,8 @@ class TensorParallelRng:
 @contextmanager
 def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
     """Checks that the forward inside draws no numbers from the generators of Python or NumPy. They are permitted where
-    `plan` lets only one rank and one pass compute each row. Nothing is done where it was `checked` before.
+    `plan` lets only one rank and one pass compute each row. If the forward was `checked` before, the context does
+    nothing.
 
     Raises:
         PlanRefused: the forward draws such numbers.

@@ -5,9 +5,8 @@ matrix's size per micro-batch.
                    gradient of the table
     other layers   the matrix product of a weight's gradient is added to the accumulated gradient
 
-[Note: no rows] Autograd knows when all users of a weight are done. After the product was added, it receives a sparse
-gradient without rows. A weight with several users (a tied vocabulary) is therefore complete when autograd says so, as
-usual.
+[Note: no rows] After the product is added, autograd receives a sparse gradient without rows. So autograd still
+determines when all consumers of a weight are complete, including those of a tied vocabulary.
 
 [Note: not ours] A model may take gradients inside of its forward, also when a block is recomputed. These belong to no
 step. Such a product is returned to autograd, as torch does. `StepBackward` distinguishes the two by the number that
@@ -33,7 +32,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 MIN_IN_PLACE_ELEMENTS = 1 << 16
-"""Elements from which on the gradient of a matrix is accumulated in place."""
+"""Smallest number of elements of a matrix whose gradient is accumulated in place."""
 
 
 class StepBackward:
@@ -45,12 +44,12 @@ class StepBackward:
 
     @property
     def is_running(self) -> bool:
-        """Whether the step's backward, and not another one inside of it, is running."""
+        """Whether the step's backward is running, and not a backward nested in a forward."""
         return not self.is_paused and self._run == torch._C._current_graph_task_id() != -1
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Accumulates nothing inside: the gradients of preflight checks are not those of a step."""
+        """Disables accumulation inside the context, because gradients of preflight checks do not belong to a step."""
         self.is_paused = True
         try:
             yield
@@ -58,7 +57,7 @@ class StepBackward:
             self.is_paused = False
 
     def watch(self, ends: Iterable[torch.Tensor | GradientEdge]) -> None:
-        """The run starts with the first of `ends` that autograd reaches."""
+        """Registers hooks: the backward of the step is the run in which autograd reaches the first of `ends`."""
         for end in ends:
             node: Any = end.node if isinstance(end, GradientEdge) else end.grad_fn
             if node is not None:

@@ -1,5 +1,5 @@
-"""Splits backward: B computes the gradient of a stage's input at once, W the gradients of its weights when the schedule
-says.
+"""Splits backward into two actions: B computes the gradient of a stage's input. W computes the gradients of its weights
+later, when the schedule requires it.
 
 In B a matrix layer of a block computes only the gradient of its input. It leaves its input and the gradient of its
 output in the queue of its parameter group; W multiplies the two. Other gradients of such a group in B (norms, biases)
@@ -8,10 +8,11 @@ schedule on every rank. B frees the graph, and at ZeRO 3 the weights too: W need
 and the sums are those of an ordinary backward.
 
 [Note: not deferred] Gradients of vocabulary and head are computed in B: their inputs are as large as the logits, the
-gradients as large as the vocabulary, and a rank may defer p - 1 micro-batches. So are those of blocks that recompute or
-offload activations: recomputed or fetched tensors would stay in memory as long as saved ones. Layers with their own
-forward (convolutions, stacked experts) compute as usual, and only the accumulation is deferred. Source: Qi et al., Zero
-Bubble Pipeline Parallelism, arXiv 2401.10241, section 2; deferral is per layer, without walking autograd's graph twice.
+gradients as large as the vocabulary, and a rank may defer as many micro-batches as the pipeline has ranks, minus one.
+Gradients of blocks that recompute or offload activations are also computed in B. Otherwise recomputed or fetched
+tensors would stay in memory as long as saved tensors. Layers with their own forward (convolutions, stacked experts)
+compute as usual, and only the accumulation is deferred. Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv
+2401.10241, section 2; deferral is per layer, without walking autograd's graph twice.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class WgradQueue:
 
     @property
     def is_open(self) -> bool:
-        """Whether anything was pushed since the last B."""
+        """Whether a gradient was pushed since the last B ended."""
         return bool(self._current)
 
     def push(self, name: str, compute: WgradFunction) -> None:
@@ -80,7 +81,7 @@ def matmul_forward(module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None
 
 
 def _is_functorch_tensor(x: torch.Tensor) -> bool:
-    """Whether `x` is inside of torch.func, which accepts no custom autograd function."""
+    """Whether `x` is a tensor of torch.func, which does not support this custom autograd function."""
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 

@@ -79,8 +79,8 @@ class OuterOptimizer:
 
 
 def make_outer_optimizer(recipe: Recipe, reducer: GradReducer) -> OuterOptimizer | None:
-    """Returns the outer optimizer, or None if ranks reduce in every step. Raises InputError if the plan has another
-    number of replicas."""
+    """Returns the outer optimizer, or None if ranks reduce in every step. Raises InputError if the plan's number of
+    replicas differs from the recipe's."""
     if recipe.local is None:
         return None
     for violation in diloco_violations(reducer.mesh.plan, recipe.local):

@@ -3,13 +3,13 @@
 At ZeRO 3 the ranks of one host store the full weights once: every rank writes its shard into one shared memory, and
 unsharding is only a barrier.
 
-[Note: once] The full weights of a parameter group are one anonymous file that every rank of its shard group maps, and
-of which it writes its own shard. Unsharding waits until every rank has reached the barrier, and so has written its
-shard of the last update. No rank writes while another one reads: before that, ranks quiesce and pass a barrier too
+[Note: once] The full weights of a parameter group are one anonymous file. Every rank of the shard group maps the file,
+and writes only its own shard. Unsharding waits until every rank has reached the barrier, and so has written its shard
+of the last update. No rank writes while another rank reads: before an update, ranks quiesce and pass a barrier too
 (`GradReducer.quiesce`).
 
-[Note: gone] Gathered weights are freed while their group is sharded, and an access too early or too late raises an
-error of one line. The same holds for ranks of one host: their parameters are then views of a buffer without storage.
+[Note: gone] The full weights are freed when their group is resharded. An access while the group is sharded raises an
+error of one line. On ranks of one host, parameters of a sharded group are views of a buffer without storage.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SharedWeights:
         self._is_visible = whole
 
     def barrier(self) -> CollectiveWork:
-        """Returns a work that completes when every rank of the group has called this."""
+        """Returns a work that completes when every rank of the group has called `barrier`."""
         return all_gather(
             torch.zeros(self._group.size, dtype=torch.int8), torch.zeros(1, dtype=torch.int8), self._group
         )
@@ -135,7 +135,7 @@ class GroupWeights:
 
     @without_write_recording
     def prefetch(self) -> None:
-        """Starts all-gathering the weights (ZeRO 3); `unshard` waits for it."""
+        """Starts all-gathering the weights (ZeRO 3); `unshard` waits for the all-gather."""
         if self.layout.zero_stage < 3 or not self.access_guard.is_denied or self._all_gather_work is not None:
             return
         if self.shared is not None:
@@ -165,7 +165,7 @@ class GroupWeights:
     @without_write_recording
     def reshard(self) -> None:
         """Frees the full weights (ZeRO 3). Views and saved tensors keep their storage, which `unshard` fills again.
-        Weights shared in host memory are freed when the parameters release them."""
+        Weights shared in host memory are freed when no parameter references them."""
         if self.layout.zero_stage < 3:
             return
         if self._all_gather_work is not None:

@@ -43,20 +43,20 @@ from meshwright.spec.precision import GradientCompression, Recipe
 
 
 class GradReadiness(Protocol):
-    """What a parameter group reports its gradients to (reducer.py). `passes`: completed backward passes. `received`:
-    parameters with a gradient in this step."""
+    """The interface through which a parameter group reports gradients (reducer.py). `passes`: completed backward
+    passes. `received`: parameters with a gradient in this step."""
 
     passes: int
     received: set[str]
 
     def mark_ready(self, unit: FlatParamGroup) -> None:
-        """All gradients of `unit` are accumulated."""
+        """Reports that all gradients of `unit` are accumulated."""
 
     def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool:
         """Whether a preflight check takes the gradient instead."""
 
     def mark_unused(self, unit: FlatParamGroup) -> None:
-        """No more gradients of `unit` come in this pass."""
+        """Reports that this pass has no more gradients of `unit`."""
 
 
 class FlatParamGroup:
@@ -126,15 +126,15 @@ class FlatParamGroup:
         return self.wgrad_queue
 
     def gather_for_use(self) -> bool:
-        """Lets wrappers of modules gather and free the weights. Returns whether another wrapper does that already."""
+        """Lets module wrappers gather and free the weights. Returns whether an earlier wrapper already does so."""
         before, self.hooked = self.hooked, True
         return before
 
     # --- gradients
 
     def _grad_hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        """Returns the gradient hook of `name`. It references the group weakly: autograd stores hooks outside of the
-        garbage collector's reach, so a cycle would never be freed."""
+        """Returns the gradient hook of `name`. The hook references the group weakly. The garbage collector does not see
+        hooks that autograd stores, so a cycle would never be freed."""
         unit = weakref.ref(self)
 
         def take(parameter: torch.Tensor) -> None:
@@ -150,8 +150,8 @@ class FlatParamGroup:
         return take
 
     def accumulate_grad(self, name: str, gradient: torch.Tensor) -> None:
-        """Accumulates a gradient of one backward pass. Reductions between hosts make progress meanwhile, since nothing
-        else advances them before the next group is ready."""
+        """Accumulates a gradient of one backward pass. The call also advances reductions between hosts, which would
+        otherwise wait until the next group is ready."""
         if self.reducer is not None and self.reducer.divert_to_probe(name, gradient):
             return
         group = self.placement.shard_group or self.placement.replicate_group
@@ -179,7 +179,7 @@ class FlatParamGroup:
 
     @contextmanager
     def uncompressed(self) -> Iterator[None]:
-        """Sums gradients inside without compression, and restores the error feedback afterwards."""
+        """Sums gradients without compression inside the context, and restores the error feedback afterwards."""
         before, self.compressors = self.compressors, ReducerPair(None, None)
         try:
             yield
@@ -187,7 +187,7 @@ class FlatParamGroup:
             self.compressors = before
 
     def _make_compressors(self, compression: GradientCompression | None) -> ReducerPair:
-        """Returns the compressed reductions between hosts. Those of DiLoCo are of main weights, over its replicas."""
+        """Returns the compressed reducers between hosts. With DiLoCo they reduce main weights over its replicas."""
         layout, buffer = self.layout, self.gradients.buffer
         full = layout.flat_slice(slice(0, layout.numel), buffer)
         shards = make_compressed_reducer(compression, layout.shard_group, full, True)

@@ -1,11 +1,11 @@
 """Reduces the gradients of flat parameter groups in a fixed order while backward runs.
 
-[Note: fixed order] The groups of a stage are reduced strictly in backward order, whatever order autograd finishes them
-in. So every rank starts the same collectives in the same order, and sums are identical in every step and after every
-resume (torch's DDP rebuilds its buckets after the first step). ZeRO 0 and 1 reduce once per step, after the last
-micro-batch. ZeRO 2 and 3 reduce after each micro-batch, which frees the memory. An expert that no token of this rank
-chose gets no gradient. When backward leaves its block, that gradient counts as zero, so the reduction starts before the
-next block is gathered, on every rank and for all data.
+[Note: fixed order] The groups of a stage are reduced strictly in backward order, even if autograd completes them in a
+different order. So every rank starts the same collectives in the same order, and sums are identical in every step and
+after every resume (torch's DDP rebuilds its buckets after the first step). ZeRO 0 and 1 reduce once per step, after the
+last micro-batch. ZeRO 2 and 3 reduce after each micro-batch, which frees the memory. An expert that no token of this
+rank chose gets no gradient. Its gradient counts as zero when backward leaves the block of the expert. So on every rank
+and for all data the reduction starts before the next block is gathered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright.spec.layout import MAX_INFLIGHT_REDUCE
 from meshwright.spec.schedules.action import Action, ActionKind
 
 NORM_UPCAST_ELEMENTS = 1 << 20
-"""Low-precision gradients of which the norm makes a float32 copy at a time."""
+"""Elements of low-precision gradients that the norm copies to float32 at a time."""
 
 
 GradientProbe = Callable[[str, torch.Tensor], None]
@@ -37,8 +37,8 @@ GradientProbe = Callable[[str, torch.Tensor], None]
 
 @dataclass
 class StageReducer:
-    """The parameter groups of one virtual stage that one kind of action completes, in forward order; `passes` counts
-    the actions of this step."""
+    """The parameter groups of one virtual stage that are completed by one kind of action (B or W), in forward order.
+    `passes` counts the actions of this step."""
 
     units: list[FlatParamGroup]
     start: Callable[[FlatParamGroup], None]
@@ -48,7 +48,7 @@ class StageReducer:
     received: set[str] = field(default_factory=set)
     """Parameters with a gradient in this step on this rank."""
     probe: GradientProbe | None = None
-    """Takes each gradient instead of the sums during a preflight check (preflight/numeric_probes.py)."""
+    """Receives each gradient during a preflight check (preflight/numeric_probes.py), which then is not summed."""
 
     def reset(self) -> None:
         """Makes all groups pending."""
@@ -80,7 +80,7 @@ class StageReducer:
 
     @contextmanager
     def record_separately(self) -> Iterator[None]:
-        """Records the gradients that come inside in a set of their own."""
+        """Records the names of gradients inside the context in a separate set."""
         before, self.received = self.received, set()
         try:
             yield
@@ -88,14 +88,15 @@ class StageReducer:
             self.received = before
 
     def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool:
-        """Whether a check has taken the gradient, so that nothing is summed, sent or counted."""
+        """Passes the gradient to the probe, if one is set. Returns whether it did; the gradient is then not summed,
+        sent or counted."""
         if self.probe is not None:
             self.probe(name, gradient)
         return self.probe is not None
 
     def mark_ready(self, unit: FlatParamGroup) -> None:
-        """Marks all gradients of `unit` as accumulated. Groups are reduced in order, once those after them in forward
-        order are ready."""
+        """Marks all gradients of `unit` as accumulated. A group is reduced once all groups after it in forward order
+        are ready."""
         self.ready.add(id(unit))
         while self.pending and id(self.pending[0]) in self.ready:
             self.start(self.pending.popleft())
@@ -110,8 +111,8 @@ class StageReducer:
 
 
 class TiedParamGroup(NamedTuple):
-    """A parameter group whose layer is replicated on several `stages`. The one on the first stage is `counted_in_norm`
-    and saved."""
+    """A parameter group whose layer is replicated on several `stages`. Only the replica on the first stage is
+    `counted_in_norm` and saved."""
 
     layer: str
     stages: tuple[int, ...]
@@ -160,7 +161,7 @@ class GradReducer:
                 self._partial.setdefault(unit.placement.tensor_group, []).extend(runs)
         self._pending: deque[tuple[FlatParamGroup, CollectiveWork]] = deque()
         self.param_names = param_names
-        """All trained parameters of the model, in its order."""
+        """All trained parameters of the model, in the model's order."""
         self.unused = param_names
         """Parameters without a gradient on any rank in the last step. The update skips them, as torch skips parameters
         whose gradient is None."""
@@ -182,7 +183,8 @@ class GradReducer:
             stage.begin_step(passes)
 
     def abort_step(self) -> None:
-        """Discards a pass that ended in an error on all ranks and that the script has caught (an unreadable batch)."""
+        """Discards a pass that raised an error on all ranks, if the script caught the error (such as an unreadable
+        batch)."""
         while self._pending:
             self._pending.popleft()[1].wait()
         self.reshard_all()
@@ -226,8 +228,8 @@ class GradReducer:
 
     @contextmanager
     def isolate_pass(self) -> Iterator[None]:
-        """Restores afterwards which parameters have gradients, and the error feedback of compression. Inside, no
-        parameter has one yet, and gradients are sent uncompressed."""
+        """Isolates the gradients of a pass. Inside the context no parameter has a gradient at first, and gradients are
+        sent uncompressed. Afterwards the records of gradients and the error feedback of compression are restored."""
         unused, self.unused = self.unused, self.param_names
         try:
             with ExitStack() as stack:
@@ -301,7 +303,7 @@ class GradReducer:
                 gradients.copy_(total)
 
     def squared_norm(self) -> torch.Tensor:
-        """Returns this rank's part of the squared gradient norm (float64 scalar). The sum over all ranks counts each
+        """Returns this rank's summand of the squared gradient norm (float64 scalar). The sum over all ranks counts each
         element once."""
         exact_sums = [unit.gradients.exact for unit in self.trainable if unit.gradients.exact is not None]
         if exact_sums:
@@ -339,8 +341,8 @@ class GradReducer:
     # -----------------------------------------------------------------------------------------
 
     def seen_grads(self) -> torch.Tensor:
-        """Returns, for each of `unused`, whether it has a gradient in this step on this rank, and last whether another
-        parameter of this rank has none. All ranks sum the result."""
+        """Returns one number for each of `unused`: whether the parameter has a gradient in this step on this rank. The
+        last number is whether any other parameter of this rank has no gradient. All ranks sum the result."""
         received = self._received_names()
         another = not (
             received >= self._local_names
@@ -351,8 +353,9 @@ class GradReducer:
         )
 
     def sync_unused(self, seen: Sequence[float]) -> None:
-        """Updates `unused` from the sum of `seen_grads` over all ranks, which all call this. If a parameter that had a
-        gradient in the previous step has none on some rank, ranks sum once more: usually another rank has one."""
+        """Updates `unused` from the sum of `seen_grads` over all ranks. All ranks call it. If a parameter that had a
+        gradient in the previous step has none on some rank, ranks sum once more, since usually another rank has a
+        gradient for it."""
         *seen, any_missing = seen
         missing = {name for name, ranks in zip(self.unused, seen, strict=True) if not ranks}
         if any_missing:
@@ -380,8 +383,8 @@ class GradReducer:
 
 
 def norm_tile_elements(gradients: torch.Tensor) -> int:
-    """Returns the elements of one norm. A CPU converts low precision in tiles; an accelerator converts
-    while it reads.
+    """Returns the number of elements for one call of the norm. A CPU converts low precision in tiles; an accelerator
+    converts while it reads.
 
     >>> norm_tile_elements(torch.empty(1 << 22, dtype=torch.bfloat16)) == NORM_UPCAST_ELEMENTS
     True
