@@ -193,9 +193,7 @@ def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], i
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         sys.stdout, sys.stderr = (TextIOWrapper(RankLog(handle, "wb"), write_through=True) for handle in (1, 2))
-        faulthandler.enable(
-            file=2
-        )  # after a crash in native code, elastic/failure.py finds the stack in the log
+        faulthandler.enable(file=2)  # after a crash in native code, elastic/failure.py finds the stack in the log
         rank, world = str(channel.rank), str(channel.world)
         local, here = message.get("local", (rank, world))
         host, port, prefix = message.get("store", store)

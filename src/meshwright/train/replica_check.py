@@ -106,8 +106,7 @@ def compare_replicas(state: TrainState) -> list[ReplicaRepair]:
 
 
 def repair_replicas(state: TrainState, say: Callable[[str, int, int], None]) -> bool:
-    """Compares the replicas and reports each repair to `say` (line, step, rank). Returns whether anything was repaired.
-    """
+    """Compares the replicas and reports each repair to `say` (line, step, rank). Returns whether it repaired any."""
     found = compare_replicas(state)
     for each in found:
         say(each.line, each.step, each.ranks[0])

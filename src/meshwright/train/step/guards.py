@@ -1,28 +1,30 @@
-"""Step guards: what was assumed when the passes of a step were checked is compared before each later update.
+"""Step guards. The checks of a step hold under certain conditions; the guards record these conditions and compare them
+before each later update.
 
-They record the following:
-- The keys of the batch, and the type, dimensions and sizes of each value except the rows.
+The guards record the following:
+- The keys of the batch, and the type, dimensions and sizes of each value, except the number of rows.
 - The values of zero-dimensional numbers, the mode of each module, and `requires_grad` of each parameter.
 - The number of hooks on modules.
-- Plain numbers, booleans and strings that the user's modules and the user's loss store (a schedule's weight, say).
-- Where the user's code reads tensor values: the code path of a forward (runtime/preflight/code_paths.py).
+- Plain numbers, booleans and strings that the user's modules and the user's loss store, such as the weight of a loss
+  term.
+- The code path of a forward, where the user's code reads tensor values (runtime/preflight/code_paths.py).
 
-| outside | before the update, after the passes of this step |
+| difference from the recorded conditions | what runs after the passes of this step and before its update |
 |---|---|
-| a key, dtype, rank, mode, hook, plain value, or code path | the checks of rows and writes, and a proof |
-| a size outside of those that rows were checked with | the checks of rows and writes |
-| a size outside of those that a proof has covered | a proof |
-| a parameter that is trained now and was frozen | refused: the optimizer has no state for it |
+| a key, dtype, number of dimensions, mode, hook, value, or code path | the checks of rows and writes, and a proof |
+| a size outside of the range with which rows were checked | the checks of rows and writes |
+| a size outside of the range that proofs have covered | a proof |
+| a parameter that was frozen and is trained now | nothing; the step is refused, as the optimizer has no state for it |
 
-Proofs run only where an earlier one has found the plan equal. Numbers that change repeatedly count as known after two
-further values, as torch.compile makes them dynamic. Sizes count as known only between the smallest and the largest that
-were checked. A parameter that is frozen later is respected (runtime/zero/reducer.py).
+Proofs run only if an earlier proof has found the plan equal. If a number changes repeatedly, two further values are
+checked; then all its values count as known. (torch.compile makes such numbers dynamic in a similar way.) Sizes count as
+known only between the smallest and the largest checked size. Parameters may be frozen later (runtime/zero/reducer.py).
 
-They also detect changes by the user's code around a step: another optimizer, other parameter groups, step hooks, torch
-modes. The optimizer was probed before sharding and has this rank's shards of the model's tensors. A replacement or an
-addition was not probed and has other tensors. A model's own parameters have no gradient when an update runs, and new
-ones have only the gradient of this rank's rows. Learning rates, weight decays and other group options may change at any
-time.
+The guards also detect changes by the user's code around a step: another optimizer, other parameter groups, step hooks,
+torch modes. The optimizer was probed before sharding, and it has this rank's shards of the model's tensors. Another
+optimizer or an added group was not probed, and it has other tensors. If these are the model's own parameters, they have
+no gradient when an update runs. If they are new parameters, their gradient is only that of this rank's rows. Learning
+rates, weight decays and other group options may change at any time.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class OptimizerGuard:
         self._optimizer, self._hooks = optimizer, _count_step_hooks(optimizer)
 
     def check(self, optimizer: torch.optim.Optimizer, updater: Updater) -> None:
-        """Raises InputError if `optimizer` is another one, has other parameters, or has step hooks that were not
-        probed."""
+        """Raises InputError if `optimizer` is not the one that `parallelize` has made, has other parameters, or has
+        step hooks that were not probed."""
         if optimizer is not self._optimizer:
             raise InputError(
                 Message(
@@ -84,8 +86,8 @@ class OptimizerGuard:
 
 
 def check_torch_modes(device: torch.device) -> None:
-    """Raises InputError if a torch mode is active in which a step would train nothing, or compute in other dtypes than
-    the precision."""
+    """Raises InputError if a torch mode is active in which a step would train nothing, or would not compute in the
+    dtypes of its precision."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         raise InputError(
@@ -108,16 +110,16 @@ def _count_step_hooks(optimizer: torch.optim.Optimizer) -> int:
 
 GUARDED_TYPES = (bool, int, float, str)
 MAX_CHECKED_VALUES = 2
-"""The further values of a number that are checked before all values count as known."""
+"""The number of further values of a changing number that are checked before all its values count as known."""
 HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Outside(NamedTuple):
-    """How a step of one rank is outside of what was checked; a field is '' where it is inside. `at`: the index of a
-    micro-batch that shows it, -1 for all or none."""
+    """How a step of one rank differs from what was checked. A field is '' if it does not differ. `at`: the index of a
+    micro-batch that differs, or -1 if all or none do."""
 
     trained: str = ""
-    """A parameter that is trained now and was frozen."""
+    """A parameter that was frozen and is trained now."""
     changed: str = ""
     code: str = ""
     sizes: str = ""
@@ -137,13 +139,13 @@ class Outside(NamedTuple):
         return self.changed or self.code or self.sizes
 
     def asks_for_proof(self, is_fresh: bool) -> str:
-        """Returns why a proof must run, or ''. `is_fresh`: a proof ran just before this step, with all its plain
-        values."""
+        """Returns why a proof must run, or ''. `is_fresh`: whether a proof with the plain values of this step ran just
+        before it."""
         return self.code or self.unproven or ("" if is_fresh else self.changed)
 
 
 class StepGuards:
-    """The guards of one rank. `outside` compares a step, `accept` records that it was checked."""
+    """The guards of one rank. `outside` compares a step with what was checked, and `accept` records a checked step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = OptimizerGuard(optimizer)
@@ -157,7 +159,7 @@ class StepGuards:
         self._hooks: list[int] = []
 
     def untrained(self, engine: Engine) -> str:
-        """Returns a parameter that is trained now and was frozen, or ''."""
+        """Returns the name of a parameter that was frozen and is trained now, or ''."""
         now = [parameter.requires_grad for _, parameter in _group_parameters(engine)]
         before, self._trained = self._trained or now, now
         return next(
@@ -170,14 +172,14 @@ class StepGuards:
         )
 
     def check_around(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        """Raises InputError where the user's code has put something unchecked around the step."""
+        """Raises InputError if the user's code has changed the optimizer, its hooks or torch modes around the step."""
         check_torch_modes(engine.mesh.device)
         self._optimizer.check(optimizer, engine.updater)
         self.check_hooks(engine)
 
     def check_hooks(self, engine: Engine) -> None:
-        """Raises InputError if a parameter got a post-accumulate-grad hook: it would run after the gradient has left
-        `.grad`."""
+        """Raises InputError if a parameter got a post-accumulate-grad hook. The hook would run when the gradient is no
+        longer in `.grad`."""
         now = [len(parameter._post_accumulate_grad_hooks or ()) for _, parameter in _group_parameters(engine)]
         before, self._hooks = self._hooks or now, now
         name = next(
@@ -194,7 +196,7 @@ class StepGuards:
             )
 
     def outside(self, engine: Engine, batches: Sequence[Batch], proven: SizeRanges) -> Outside:
-        """Returns how the step is outside of what was checked. `proven`: the sizes that proofs have covered."""
+        """Returns how the step differs from what was checked. `proven`: the sizes that proofs have covered."""
         code, at = engine.preflight.paths.unknown(batches)
         checked, unproven = self._sizes.first_outside(batches), proven.first_outside(batches)
         at = at if at >= 0 else unproven.at if unproven.said else checked.at
@@ -208,7 +210,7 @@ class StepGuards:
         )
 
     def _changed(self, batches: Sequence[Batch]) -> str:
-        """Returns what has changed, or '' for nothing, or before the first check."""
+        """Returns what has changed since the check. Returns '' if nothing has, or before the first check."""
         for form, numbers in map(_batch_signature, batches) if self._forms else ():
             if form not in self._forms:
                 return f"the batch has other keys, types or dimensions: {', '.join(str(each[0]) for each in form)}"
@@ -240,7 +242,7 @@ def _group_parameters(engine: Engine) -> list[tuple[str, nn.Parameter]]:
 
 
 def _batch_signature(batch: Batch) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns keys, types and dimensions; and the plain numbers."""
+    """Returns two keys of a batch: its names, types and dimensions, and the values of its plain numbers."""
     forms: list[Any] = []
     numbers: list[Any] = []
     for name, value in sorted(batch.items()):
@@ -254,7 +256,7 @@ def _batch_signature(batch: Batch) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Yields the plain values that the user's code may read: a name, the mapping that contains it, and its key."""
+    """Yields the plain values that the user's code may read. Items: a name, the mapping with the value, its key."""
     for path, module in engine.model.named_modules():
         own = vars(module)
         name = path or "the model"
@@ -290,7 +292,7 @@ def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], st
 
 
 class _HookCount(dict[str, Any]):
-    """Counts the current hooks that are not from this package: those of the memory trace come and go."""
+    """Counts the current hooks, except those of this package, since the memory trace adds and removes hooks."""
 
     def __init__(self, of: Mapping[int, Any]) -> None:
         super().__init__()
@@ -312,5 +314,5 @@ class _ClosureValue(dict[str, Any]):
         """Returns the value, or `default` for an empty cell."""
         try:
             return self.cell.cell_contents
-        except ValueError:  # still empty
+        except ValueError:  # the cell is still empty
             return default

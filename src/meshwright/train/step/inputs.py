@@ -1,23 +1,23 @@
-"""Checks of the inputs of a step. Ranks that disagree are refused in one line by all of them, before one waits forever
-for a message.
+"""Checks of the inputs of a step. If the inputs of ranks disagree, all ranks raise an error of one line. Without the
+check, a rank could wait forever for a message.
 
 Before the mesh is made, all ranks compare their plans, precisions and models with those of rank 0. At every step with a
-whole batch they compare its names, types, shapes and values. Otherwise ranks that each read their own part, as under
-DDP, or shuffle with different generators, would train on other rows than one device. Values are weighted by position;
-of large tensors, MAX_COMPARED_ELEMENTS are compared. A `LocalBatch` must be identical on the ranks of a replica. It is
-checked only once, since the loader of a job makes it. The comparison is one small all-gather of two numbers per rank;
-details are gathered only after a mismatch.
+whole batch they compare the names, types, shapes and values of the batch. This finds ranks that read different parts of
+the data, as under DDP, or shuffle it with different generators. They would train on other rows than one device. Values
+are weighted by position; of large tensors, MAX_COMPARED_ELEMENTS are compared. A `LocalBatch` must be identical on the
+ranks of a replica. It is checked only once, since the loader of a job makes it. The comparison is one small all-gather
+of two numbers per rank. Details are gathered only after a mismatch.
 
-The arguments of `step` are checked before any collective. The error names the value, the place and the remedy in one
-line.
+The arguments of `step` are checked before any collective. In one line, the error names the value, its location and the
+remedy.
 
 The last batch of an epoch may have any number of rows. Rows without valid labels pad it to whole micro-batches of all
 replicas.
 
-Guarantees: loss and gradients are those of one device on the original rows. Padding counts in no sum and in no number
-of labels. A user's own loss is a mean over rows and has no invalid rows. Its micro-batches have as many rows as there
-are, and each is weighted by its rows. One without rows processes the first row with weight zero. Where rows interact
-(batch statistics, a load-balancing loss), nothing is padded and the batch is refused.
+Guarantees: loss and gradients are those of one device on the original rows. Padding rows are not part of any sum or
+count of labels. For a user's own loss, a mean over rows, no rows are padded. The last micro-batches then have fewer
+rows, and each micro-batch is weighted by its number of rows. A micro-batch without rows processes the first row of the
+batch with weight zero. If rows interact (batch statistics, a load-balancing loss), the batch is refused.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ MAX_COMPARED_ELEMENTS = 1 << 16
 """The number of values of each tensor of a batch that are compared at every step."""
 
 WEIGHT_TOLERANCE = 1e-3
-"""The relative tolerance: other kinds of devices draw the same random values up to rounding."""
+"""The relative tolerance of compared weights. Different kinds of devices draw random values that are equal up to
+rounding."""
 
 
 @dataclass
 class LocalBatch:
-    """The part of a batch that this replica reads: its micro-batches in order. `tokens`: valid labels of the whole
-    batch, where known."""
+    """The micro-batches of a batch that this replica reads, in order. `tokens`: the number of valid labels of the whole
+    batch, if known."""
 
     micro_batches: list[Batch]
     tokens: int | None = None
 
 
 def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> None:
-    """Raises InputError where ranks have different plans, precisions, models or weights. Every rank calls it."""
+    """Raises InputError if ranks have different plans, precisions, models or weights. Every rank calls it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in model.named_parameters()]
@@ -115,7 +116,7 @@ def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> No
 
 
 def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *, whole: bool) -> None:
-    """Raises InputError where ranks that should read the same batch have different ones. Every rank calls it."""
+    """Raises InputError if the batches of ranks that should read one batch differ. Every rank calls it."""
     group = mesh.world
     if group is None:
         return
@@ -232,8 +233,8 @@ SEQUENCE_TYPES = (list, tuple)
 
 
 def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
-    """Raises InputError if `batch` has no rows, values that cannot be divided into `pieces`, or names that forward does
-    not take."""
+    """Raises InputError if `batch` has no rows, has values that cannot be divided into `pieces`, or has names that the
+    model's forward does not take."""
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.ndim and not len(value):
             raise InputError(
@@ -259,7 +260,7 @@ def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
 
 
 def check_batch_type(batch: Any) -> Batch:
-    """Returns `batch` itself. Raises InputError where it is no dict."""
+    """Returns `batch` itself. Raises InputError if it is not a dict."""
     if not isinstance(batch, dict):
         raise InputError(
             Message(
@@ -271,7 +272,7 @@ def check_batch_type(batch: Any) -> Batch:
 
 
 def check_example(model: nn.Module, example: Any) -> None:
-    """Raises InputError where `example` is given but is no batch, or has names that forward does not take."""
+    """Raises InputError if `example` is given but is not a batch, or has names that forward does not take."""
     if example is None:
         return
     if not isinstance(example, Mapping) or not example:
@@ -281,7 +282,7 @@ def check_example(model: nn.Module, example: Any) -> None:
 
 
 def check_argument_names(model: nn.Module, names: Any, what: str) -> None:
-    """Raises InputError where `names`, the keys of `what`, include one that the model's forward does not take."""
+    """Raises InputError if `names`, the keys of `what`, include a name that the model's forward does not take."""
     requested = inspect.signature(model.forward).parameters
     if any(each.kind is each.VAR_KEYWORD for each in requested.values()) or "" in names:
         return
@@ -312,7 +313,7 @@ def move_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 
 def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:
-    """Returns the valid labels of a batch that this rank's replica reads, for local SGD. All ranks call it."""
+    """Returns the number of valid labels that this rank's replica reads, for local SGD. All ranks call it."""
     outer, mesh = engine.outer, engine.mesh
     assert outer is not None
     mine = torch.tensor(float(sum(map(engine.objective.count, batches))), dtype=torch.float64, device=mesh.device)
@@ -322,7 +323,7 @@ def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:
 
 
 def padded_rows(plan: Plan, rows: int) -> int:
-    """Returns the smallest number of rows, at least `rows`, that fills whole micro-batches of all replicas.
+    """Returns the smallest number of rows, `rows` or more, that fills whole micro-batches of all replicas.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> cases = {"dp2.mb2": 7, "dp2.z1.ga3-1": 3, "pp2.interleaved2": 3}
@@ -337,7 +338,8 @@ def padded_rows(plan: Plan, rows: int) -> int:
 
 
 def pad_batch(batch: Batch, plan: Plan) -> Batch:
-    """Returns `batch` padded to the rows that the plan needs: its first row repeated, without valid labels."""
+    """Returns `batch` padded to the number of rows that the plan needs. Padding rows are copies of the first row
+    without valid labels."""
     rows = num_rows(batch)
     lacking = padded_rows(plan, rows) - rows
     if lacking <= 0:
@@ -353,8 +355,8 @@ def pad_batch(batch: Batch, plan: Plan) -> Batch:
 
 
 def split_micro_batches(batch: Batch, plan: Plan, replica: int, is_odd: bool) -> list[Batch]:
-    """Returns the micro-batches of `replica`. If the batch `is_odd`, they have as many rows as it has for them; one
-    without rows is a `ZeroWeightBatch`."""
+    """Returns the micro-batches of `replica`. If the batch `is_odd`, its rows do not fill all micro-batches. The last
+    ones then have fewer rows, and a micro-batch without rows is a `ZeroWeightBatch`."""
     rows = num_rows(batch)
 
     def part(first: int, size: int) -> Batch:

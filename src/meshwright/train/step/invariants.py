@@ -1,22 +1,23 @@
-"""Step invariants, checked within the one reduction that every step already makes, so that a mismatch is found in the
-step where it begins.
+"""Step invariants: conditions that hold in every correct step. They are checked in the single reduction that every step
+makes anyway, so that a mismatch is found in the step where it occurs.
 
-| invariant | compared | detects |
+| invariant | what is compared | what is detected |
 |---|---|---|
-| labels | valid labels of all replicas, and the divisor of the loss | a wrong count, a lost or duplicated row |
-| passes | forward passes of all stages on all ranks, and micro-batches times stages | a lost micro-batch |
-| weights | the sum of the weights on every rank with the same weights | a drifting replica, a flipped bit |
-| gradients | the sum of the reduced gradients, likewise | a scaled shard, an incomplete reduction |
-| loss | finite where the gradient is | a loss that is not a number |
+| labels | valid labels of all replicas, with the divisor of the loss | a wrong count, a lost or duplicated row |
+| passes | forward passes of all stages on all ranks, with micro-batches times stages | a lost micro-batch |
+| weights | the sums of the weights on the ranks with replicas of them | a drifting replica, a flipped bit |
+| gradients | the sums of the reduced gradients on these ranks | a scaled shard, an incomplete reduction |
+| loss | the loss is finite if the gradient is finite | a loss that is not a number |
 
-The gradient norm of a step counts one part of each replica (runtime/zero/reducer.py). These sums cover all of every
-replica, as an independent second check. Of ranks with the same state, the first is weighted by the number of the
-others, and each other by minus one. So equal sums cancel, whatever else is summed.
+The gradient norm of a step counts each element on one rank of each replica (runtime/zero/reducer.py). The sums here are
+an independent second check, since they cover all ranks. Among ranks with replicas of a state, the sum of the first rank
+is multiplied by the number of the other ranks, and the sum of each other rank by minus one. So equal sums cancel, and
+one reduction can add the sums of all states.
 
-The sums are over the bits, as integers. They cover every element where reading it takes at most MAX_STEP_FRACTION of
-the step, as `window_count` estimates. Otherwise each step reads one window of each unit in rotation, and a flipped bit
-is found when its window is read. Weights are those that the passes of this step read. A state without a replica is not
-compared. Cost: bench/results/sentinel.md.
+The sums add the bits of elements as integers. They cover all elements if reading these takes at most MAX_STEP_FRACTION
+of the step, as `window_count` estimates. Otherwise each step reads one window of each parameter group in rotation, and
+a flipped bit is found when its window is read. The weights are those that the passes of this step have read. A state
+without a replica is not compared. For the cost see bench/results/sentinel.md.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from meshwright.train.step.size_ranges import SizeRanges
 from meshwright.train.step.state import TrainState
 
 MAX_STEP_FRACTION = 8e-4
-"""The largest fraction of a step that the sums may take."""
+"""The largest fraction of the time of a step that the sums may take."""
 SMALL_MODEL_PARAMETERS = 1 << 20
-"""The parameters of a model whose elements are all read in less than a millisecond."""
+"""The parameter count up to which reading all elements takes less than a millisecond."""
 MIN_WINDOW_ELEMENTS, MAX_WINDOWS = 1 << 16, 16
-"""The fewest elements of a unit in a window, and the largest number of windows."""
+"""The smallest number of elements of a parameter group in a window, and the largest number of windows."""
 INTEGER_DTYPE_BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 REDUCED_VALUES = 7
 """The number of values that a rank adds to the reduction."""
 ResultT = TypeVar("ResultT")
 CHECKSUM_MODULUS = 2**31 - 1
-"""The modulus of bit sums, so that those of 1,000 units and 2,000 ranks add up exactly in float64."""
+"""The modulus of bit sums. With it, the sums of 1,000 parameter groups on 2,000 ranks add up exactly in float64."""
 
 
 class InvariantViolated(MeshwrightError):
@@ -61,11 +62,11 @@ class InvariantViolated(MeshwrightError):
 
 
 class ReplicaMismatch(MeshwrightError):
-    """The replicas of one state differ, without a majority."""
+    """The replicas of a state differ, and no value has a majority."""
 
 
 class StepProver(Protocol):
-    """What proves steps (train/proof/proof_schedule.py)."""
+    """The interface of an object that proves steps (train/proof/proof_schedule.py)."""
 
     @property
     def sizes(self) -> SizeRanges:
@@ -92,7 +93,7 @@ def retry_after_repair(state: TrainState, compute: Callable[[], ResultT]) -> Res
         try:
             is_mended = state.mend()
         except ReplicaMismatch:
-            raise drift from None  # it names the step, the ranks and their values
+            raise drift from None  # `drift` names the step, the ranks and their values
         if not is_mended:
             raise
         torch.set_rng_state(host)
@@ -102,8 +103,8 @@ def retry_after_repair(state: TrainState, compute: Callable[[], ResultT]) -> Res
 
 
 class StepInvariants:
-    """Checks the invariants on one rank; all ranks reach the same result. `prover` proves steps outside of the
-    guards."""
+    """Checks the invariants on one rank. All ranks reach the same result. `prover` proves steps that the guards find
+    different from what was checked."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, prover: StepProver) -> None:
         self.guards, self.prover = StepGuards(optimizer), prover
@@ -113,8 +114,9 @@ class StepInvariants:
         self.guards.check_hooks(engine)
 
     def sums(self, state: TrainState, batches: Sequence[Batch], labels: int) -> torch.Tensor:
-        """Returns this rank's contribution, float64 (REDUCED_VALUES,), after the gradients of the step are reduced.
-        `labels`: valid labels of the whole batch, identical on all ranks."""
+        """Returns this rank's contribution to the reduction, float64 of shape (REDUCED_VALUES,). Called after the
+        gradients of the step are reduced. `labels`: the number of valid labels of the whole batch, identical on all
+        ranks."""
         found = torch.zeros(REDUCED_VALUES, dtype=torch.float64)
         engine, plan = state.engine, state.plan
         same = plan.pp * plan.tp * plan.cp
@@ -137,8 +139,8 @@ class StepInvariants:
         given: Batch | LocalBatch,
     ) -> None:
         """Checks `sums` over all ranks. `made`: the loss, the squared norm of the gradient and the number of labels of
-        the step. `given`: its batch. Raises InvariantViolated, or PlanRefused where the step is outside of what was
-        checked for the plan, on every rank."""
+        the step. `given`: the batch of the step. On every rank it raises InvariantViolated if an invariant is violated,
+        and PlanRefused if a check or a proof of a changed step fails."""
         loss, norm, tokens = made
         labels, passes, weights, gradients, trained, changed, written = sums
         if written:
@@ -188,8 +190,8 @@ class StepInvariants:
             self.guards.accept(state.engine, batches)
 
     def _check_outside(self, state: TrainState, batches: Sequence[Batch], given: Batch | LocalBatch) -> None:
-        """Checks a step outside of the guards before it counts, and proves it where an earlier proof has found the plan
-        equal. Raises PlanRefused on every rank."""
+        """Checks a step that differs from what was checked before, ahead of its update. If an earlier proof has found
+        the plan equal, the step is also proven. Raises PlanRefused on every rank."""
         engine, plan, step = state.engine, state.plan, state.steps + 1
         everyone = gather_objects((state.mesh.replica, self._outside))
         said = [outside for _, outside in everyone]
@@ -230,8 +232,8 @@ class StepInvariants:
     def _shown_batch(
         self, state: TrainState, batches: Sequence[Batch], given: Batch | LocalBatch, said: Sequence[Outside]
     ) -> Batch | LocalBatch:
-        """Returns the batch for a proof. If a micro-batch shows what is outside, it is that of the first such rank,
-        with as many rows as a proof has. Otherwise it is `given`."""
+        """Returns the batch for a proof. If a micro-batch differs from what was checked, it is the micro-batch of the
+        first such rank, repeated to the number of rows of a proof. Otherwise it is `given`."""
         rank = next((rank for rank, each in enumerate(said) if each.at >= 0), None)
         if rank is None or (isinstance(given, dict) and not any(each.code for each in said)):
             return given
@@ -244,7 +246,7 @@ class StepInvariants:
         return repeat_rows(shown, check_batch_size(state.plan), None)
 
     def _ranks(self, state: TrainState, what: str) -> str:
-        """Returns the values of the ranks in words, so that the deviating ranks are visible."""
+        """Returns a text with the values of the ranks, which shows the deviating ranks."""
         at = 0 if what == "weights" else 1
         if what == "passes":
             off = state.engine.run.passes - state.engine.preflight.began
@@ -260,11 +262,11 @@ def _has_weightless_batch(batches: Sequence[Batch]) -> bool:
 
 
 def window_count(elements: int, tokens: float, width: int, device: str) -> int:
-    """Returns the number of windows in which weights and gradients are read, one window per step. A step makes 6
-    operations per element and token.
+    """Returns the number of windows into which weights and gradients are divided; one window is read per step. The
+    estimate of the step time assumes 6 operations per element and token.
 
-    `elements`: parameters of the model. `tokens`: those that a rank processes in a step. `width`: bytes of an element
-    of both.
+    `elements`: the number of parameters of the model. `tokens`: the number of tokens that a rank processes in a step.
+    `width`: the bytes of an element of weights and gradients together.
 
     >>> (
     ...     window_count(1 << 20, 100, 8, "cpu"),
@@ -279,11 +281,11 @@ def window_count(elements: int, tokens: float, width: int, device: str) -> int:
 
 
 def _replica_checksums(state: TrainState, labels: int) -> torch.Tensor:
-    """Returns this rank's contribution and its plain sum, of weights and of reduced gradients; float64 (2, 2), on the
-    device.
+    """Returns two numbers for the weights and two for the reduced gradients, as float64 (2, 2) on the device. The first
+    number is this rank's weighted contribution, the second is its plain sum.
 
-    It makes one pass over a window per unit, and one small product for all units together: many small operations would
-    cost more than the windows.
+    It reads one window of each parameter group and then makes one small product for all groups together. Many small
+    operations would cost more than reading the windows.
     """
     plan, engine, step = state.plan, state.engine, state.steps
     elements = sum(shape.numel() for shape in engine.shapes.values())
@@ -307,14 +309,14 @@ def _replica_checksums(state: TrainState, labels: int) -> torch.Tensor:
 
 
 def _cancelling_factor(replicas: int, index: int) -> float:
-    """Returns the weight of one rank's sum. `index` is 0 on exactly one of the ranks, and the weights of all of
-    them add up to zero."""
+    """Returns the factor of one rank's sum. `index` is 0 on exactly one of the ranks with replicas of a state. The
+    factors of all these ranks add up to zero."""
     return replicas - 1.0 if index == 0 else -1.0
 
 
 def _window_checksum(tensor: torch.Tensor, step: int, parts: int) -> torch.Tensor:
-    """Returns the bit sum of the window of `step`, one of `parts`: int64, modulo 2^64. It reads 64-bit words where the
-    window consists of whole ones."""
+    """Returns the bit sum, int64 modulo 2^64, of the window that `step` reads, one of `parts` windows. It reads 64-bit
+    words if the window consists of whole words."""
     size = max(MIN_WINDOW_ELEMENTS, -(-tensor.numel() // (8 * parts)) * 8)
     first = step % max(-(-tensor.numel() // size), 1) * size
     window, width = tensor[first : first + size], tensor.element_size()

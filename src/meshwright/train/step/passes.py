@@ -37,19 +37,19 @@ class StepPasses:
     """The passes of one rank. `rows`, `loads`, `dropped` and `balance_loss` describe the last batch."""
 
     def __init__(self, invariants: StepInvariants | None = None) -> None:
-        """`invariants`: checks of each step. None for passes that no update follows; these report no phase."""
+        """`invariants`: the checks of each step, or None for passes without an update, which report no phases."""
         self.invariants, self._reports_phases = invariants, invariants is not None
         self.rows = 0
         """The rows of the whole batch."""
         self.loads: list[list[float]] = []
-        """For each expert module, the pairs of each expert over their mean."""
+        """For each expert module, the (token, expert) pairs of each expert divided by their mean over the experts."""
         self.dropped = 0.0
         """The fraction of (token, expert) pairs that were dropped."""
         self.balance_loss: float | None = None
         self._checked_batches = 0
 
     def check_around(self, state: TrainState) -> None:
-        """Raises InputError where the user's code has put something unchecked around the step."""
+        """Raises InputError if the user's code has changed the optimizer, its hooks or torch modes around the step."""
         if self.invariants is not None:
             self.invariants.guards.check_around(state.engine, state.optimizer)
 
@@ -58,8 +58,8 @@ class StepPasses:
             state.on_phase(phase)
 
     def backward(self, state: TrainState, batch: Batch | LocalBatch) -> GradientSums:
-        """Returns the mean loss, the valid labels, and the squared norm of the scaled gradient, which stays in the flat
-        buffers. With local SGD there is one squared norm per replica."""
+        """Returns the mean loss, the number of valid labels, and the squared norm of the scaled gradient. The gradient
+        stays in the flat buffers. With local SGD there is one squared norm per replica."""
         engine, plan, mesh = state.engine, state.plan, state.mesh
         self._begin(RankPhase.backward, state)
         self.check_around(state)
@@ -133,7 +133,7 @@ class StepPasses:
 
     @property
     def expert_stats(self) -> MoeStats | None:
-        """Returns the loads of the experts in the last batch, None without experts."""
+        """Returns the loads of the experts in the last batch, or None if the model has no experts."""
         if not self.loads:
             return None
         return MoeStats(loads=summarize_loads(self.loads), dropped=self.dropped, balance_loss=self.balance_loss)

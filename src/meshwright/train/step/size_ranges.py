@@ -1,5 +1,5 @@
-"""The known sizes of batches: the smallest and the largest checked or proven size of each dimension. Only sizes in
-between count as known."""
+"""The known sizes of batches: for each dimension, the range from the smallest to the largest size that was checked or
+proven."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ order."""
 
 
 class FirstOutside(NamedTuple):
-    """The first micro-batch with unknown sizes: a description, '' where all sizes are known, and its index."""
+    """A micro-batch with unknown sizes: a description ('' if all sizes are known) and its index in the step."""
 
     said: str = ""
     at: int = -1
 
 
 class SizeRanges:
-    """Collects the sizes of batches and finds batches outside of them.
+    """Collects the sizes of batches and finds batches whose sizes are not known.
 
     >>> known = SizeRanges()
     >>> known.add([{"ids": torch.zeros(2, 8)}, {"ids": torch.zeros(2, 4)}])

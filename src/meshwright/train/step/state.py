@@ -1,8 +1,9 @@
 """The state of a run on one rank: the engine, the optimizer, and the position, with dynamic loss scaling.
 
-Dynamic loss scaling for fp16: the loss is multiplied so that small gradients survive. An overflow halves the factor and
-skips the step. Rule: start at 2^16, halve on overflow, double after 2,000 steps without one (Micikevicius et al., Mixed
-Precision Training, 2018). All ranks see the same norm and make the same decision.
+Dynamic loss scaling for fp16: the loss is multiplied by a factor, so that small gradients do not become zero. The
+factor starts at 2^16. A step whose gradient overflows is skipped, and the factor is halved. After 2,000 steps without
+an overflow the factor is doubled (Micikevicius et al., Mixed Precision Training, 2018). All ranks see the same gradient
+norm and make the same decision.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class LossScale:
         return cls(dynamic, 2.0**16 if dynamic else 1.0)
 
     def update(self, finite: bool) -> None:
-        """Updates the scale after a step. `finite`: the gradient was finite."""
+        """Updates the scale after a step. `finite`: whether the gradient was finite."""
         if not self.dynamic:
             return
         if not finite:
@@ -45,9 +46,10 @@ class LossScale:
 
 
 class TrainState:
-    """What one rank trains, and its position: steps, samples and loss scale. Only the trainer changes the position.
+    """What one rank trains, and its position in the run: steps, samples and loss scale. Only the trainer changes the
+    position.
 
-    The owner of a run may replace `on_phase` and `mend`.
+    The training loop may replace the callbacks `on_phase` and `mend`.
     """
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, seed: int) -> None:
