@@ -80,7 +80,7 @@ class StorageRecipe:
     """Describes how a storage of `numel` elements gets its content.
 
     The content is `initial` from the beginning, or output `index` of operation `made`, or nothing; then `steps` write
-    over it. `form`: size, strides and offset of the content that is kept or made.
+    over it. `form`: size, strides and offset of the content.
     """
 
     numel: int

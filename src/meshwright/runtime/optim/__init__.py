@@ -1,2 +1,2 @@
-"""The optimizer step of sharded parameters: full tensors, low precision, offload, and the kind of rule that an
-optimizer follows."""
+"""The optimizer step of sharded parameters: full-tensor updates, parameter groups, and the probe of an optimizer's
+update rule."""

@@ -1,1 +1,1 @@
-"""meshwright.runtime.precision."""
+"""Matrix products in fewer bits than the weights."""

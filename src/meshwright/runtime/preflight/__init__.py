@@ -1,1 +1,1 @@
-"""meshwright.runtime.preflight."""
+"""Checks of a plan against one device, before steps count."""

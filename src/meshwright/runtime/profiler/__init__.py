@@ -1,1 +1,1 @@
-"""meshwright.runtime.profiler."""
+"""Profiles devices and links."""

@@ -1,1 +1,1 @@
-"""meshwright.runtime.recompute."""
+"""Recompute and offload of saved activations."""

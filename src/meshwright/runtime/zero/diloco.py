@@ -71,8 +71,8 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Resets anchors to the current weights and velocity to zero, when a run without replicas
-        continues with them."""
+        """Resets anchors to the current weights and velocity to zero, when a run without replicas continues with
+        replicas."""
         for unit, anchor, velocity in zip(self.units, self.anchors, self.velocity, strict=True):
             anchor.copy_(unit.optim_shard.flat)
             velocity.zero_()

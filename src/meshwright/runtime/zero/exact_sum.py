@@ -1,17 +1,18 @@
 """Order-independent gradient sums: the gradient of each micro-batch is converted to integers, which are added exactly.
 
-Rule: a gradient g of one micro-batch, already divided by the labels of the whole batch, is stored as round(g 2^52), an
-integer multiple of 2.2e-16. The unit is the same for every micro-batch, rank and step: a unit that followed the largest
-gradient of a sum would depend on which ranks are in the sum. A gradient whose mean over the batch is MAX_GRADIENT or
+Rule: a gradient g of one micro-batch, already divided by the labels of the whole batch, is stored as the integer
+round(g 2^52), in units of 2.2e-16. The unit is constant over micro-batches, ranks and steps, since a unit relative to
+the largest gradient would depend on which ranks are in the sum. A gradient whose mean over the batch is MAX_GRADIENT or
 more, or that is not finite, makes the norm infinite: all ranks skip the step, as usual. The squared norm is also a sum
 of integers, with 60 bits of each square relative to the largest. The loss of a micro-batch is rounded so that float64
-sums of them are exact. Each rank uses one thread, since kernels that split a sum among threads add in another order.
+sums of them are exact. Each rank uses one thread, since the order of a sum that a kernel splits among threads depends
+on the number of threads.
 
-Cost: 8 bytes per stored and per sent gradient, instead of 4 or 2, and two more passes over each gradient of each
-micro-batch. Source: Demmel, Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013.
+Cost: 8 bytes per stored and per sent gradient, instead of 4 or 2, and reading each gradient of each micro-batch twice
+more. Source: Demmel, Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013.
 
 Guarantees: with the same micro-batches (`workload.exact` sequences each), losses and weights are bit for bit those of
-one rank under any number of data-parallel ranks at any ZeRO stage, also when ranks are lost or added during the run.
+one rank under any number of data-parallel ranks at any ZeRO stage, even if ranks are lost or added during the run.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ NORM_BITS = 30
 """Bits of an element, relative to the largest, that the squared norm uses."""
 
 MAX_MEAN_LOSS = 2.0**8
-"""Mean loss up to which sums of losses are exact."""
+"""Largest mean loss for which sums of losses are exact."""
 
 CPU_TILE_ELEMENTS = 1 << 18
 """Elements converted at a time on a CPU, so that intermediate results stay in the cache."""
 ACCELERATOR_TILE_ELEMENTS = 1 << 24
-"""Elements converted at a time on an accelerator, where each tile costs a few kernel launches."""
+"""Elements converted at a time on an accelerator. Each tile costs a few kernel launches."""
 
 
 class FixedPointAccumulator:
-    """Converts the gradients of one parameter group during a step. `overflow`: one of them was too large."""
+    """Converts the gradients of one parameter group during a step. `overflow`: whether a gradient was too large."""
 
     dtype = torch.int64
 
@@ -125,7 +126,8 @@ def square_norm(
 
 
 def round_loss(total: torch.Tensor, labels: int) -> torch.Tensor:
-    """Rounds the summed loss of a micro-batch (float64) so that adding those of a batch of `labels` is exact.
+    """Rounds the summed loss of a micro-batch (float64) so that sums over the micro-batches of a batch with `labels`
+    labels are exact.
 
     >>> round_loss(torch.tensor(0.1, dtype=torch.float64), 1000).item().hex()
     '0x1.9999999a00000p-4'

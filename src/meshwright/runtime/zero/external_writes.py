@@ -1,7 +1,7 @@
 """Detects what the user's code writes to parameters between two steps (`with torch.no_grad(): p.clamp_(-1, 1)`): the
 result equals that of one device, or the write is refused.
 
-Under ZeRO 0 to 2 a parameter is a view of the compute weights, so the passes of the next step read what was written.
+Under ZeRO 0 to 2 a parameter is a view of the compute weights, so the passes of the next step read the written values.
 The update reads the main weights, and under ZeRO 1 and 2 each rank updates only its shard. Before the update, each rank
 therefore copies the written elements of its shard into its main weights.
 
@@ -13,8 +13,8 @@ therefore copies the written elements of its shard into its main weights.
 | through `.data`, if there are main weights | refused before steps 1, 2, 3, 10, 100 and 1000 (preflight) |
 | under ZeRO 3 | refused where it is written (shard/access_guard.py) |
 
-Cost: one comparison of version numbers (`Tensor._version`) per parameter and step. Whether any rank has written is part
-of the sentinel's reduction.
+Cost: one comparison of version numbers (`Tensor._version`) per parameter and step. The flag whether any rank has
+written is sent with the sentinel's reduction.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FULL_PARAMETERS_HINT = "write to it on every rank alike inside `with trainer.ful
 
 
 class WritableEngine(Protocol):
-    """What `ExternalWrites` reads of an engine."""
+    """The attributes of an engine that `ExternalWrites` reads."""
 
     @property
     def mesh(self) -> ParallelContext:
@@ -57,8 +57,8 @@ class WritableEngine(Protocol):
 
 
 class WrittenSlice(NamedTuple):
-    """Elements of parameter `name` that this rank updates: their main weights, their compute weights, and a mask of
-    those that are no rounding of the main weights."""
+    """Elements of parameter `name` that this rank updates: their main weights, their compute weights, and a mask of the
+    compute weights that differ from the rounded main weights."""
 
     name: str
     main_params: torch.Tensor
@@ -83,7 +83,7 @@ class ExternalWrites:
         self._versions = [parameter._version for _, parameter in self._parameters]
 
     def forget(self) -> None:
-        """Forgets the writes so far, when a checkpoint replaces all weights."""
+        """Discards all recorded writes, because a checkpoint replaces all weights."""
         self.names = {}
 
     def detect(self) -> None:
@@ -94,7 +94,8 @@ class ExternalWrites:
 
     @contextmanager
     def internal_writes(self, inner: AbstractContextManager[None] | None = None) -> Iterator[None]:
-        """Writes inside are the trainer's own, those before it the user's. `inner` is entered too."""
+        """Treats writes inside the context as the trainer's, and earlier writes as the user's. It also enters
+        `inner`."""
         outermost, self._inside = not self._inside, True
         if outermost:
             self.detect()
@@ -107,8 +108,8 @@ class ExternalWrites:
                 self.record_versions()
 
     def is_due(self, compares: bool) -> bool:
-        """Whether ranks must call `apply` before the update, as far as this rank knows. `compares`: main weights are
-        compared too."""
+        """Whether ranks must call `apply` before the update, as far as this rank knows. `compares`: whether main
+        weights are compared too."""
         return bool(self.names) or (compares and any(run.written.any() for run in self._runs()))
 
     def sync(self, engine: WritableEngine) -> None:

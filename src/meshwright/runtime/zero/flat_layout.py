@@ -1,4 +1,5 @@
-"""Where the tensors of a flat parameter group are in its flat buffer, and which range of it this rank stores."""
+"""The layout of a flat parameter group: the position of each tensor in the flat buffer, and the range of the buffer
+that this rank stores."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from meshwright.spec.layout import BucketLayout, bucket_gaps, shard_bounds
 
 @dataclass(frozen=True, eq=False)
 class FlatLayout:
-    """Describes one flat parameter group of this rank. It does not change after it is made (`make_flat_layout`)."""
+    """Describes one flat parameter group of this rank. `make_flat_layout` makes it; it does not change afterwards."""
 
     bucket: BucketLayout
     parameters: dict[str, nn.Parameter]
@@ -27,9 +28,9 @@ class FlatLayout:
     shard_range: slice
     """The elements that this rank updates."""
     frozen: bool
-    """No parameter is trained: there are no gradients, no main weights and no reduction."""
+    """Whether no parameter is trained. Such a group has no gradients, no main weights and no reduction."""
     tied: bool
-    """Gradients are summed with those of another stage's replica."""
+    """Whether gradients are summed with those of a replica on a different stage."""
 
     @property
     def offsets(self) -> Mapping[str, int]:
@@ -49,7 +50,7 @@ class FlatLayout:
     @property
     def reduces_each_pass(self) -> bool:
         """Whether gradients are reduced after each backward pass of a step, which frees the full buffer (ZeRO 2 and 3).
-        Else they are reduced after the last one."""
+        Otherwise they are reduced after the last pass."""
         return self.zero_stage >= 2
 
     @property
@@ -71,7 +72,7 @@ class FlatLayout:
         return [stop - start for start, stop in pairwise(bounds)]
 
     def gaps(self) -> list[slice]:
-        """Returns the ranges of the flat buffer that are of no tensor."""
+        """Returns the ranges of the flat buffer that do not belong to a tensor."""
         return bucket_gaps(self.bucket, {name: parameter.numel() for name, parameter in self.parameters.items()})
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
@@ -99,9 +100,10 @@ class FlatLayout:
         return torch.zeros(numel, dtype=dtype, device=self.context.device)
 
     def shard_runs(self, groups: Mapping[str, int]) -> list[ParamRun]:
-        """Cuts the shard into runs of matrices, or of vectors (biases and norms), of one optimizer group each. A run
-        includes the padding after it. Runs end at multiples of ALIGN_NUMEL only. Fused kernels round differently after
-        the last full vector of a run, so each element is rounded identically under every plan."""
+        """Cuts the shard into segments, each of matrices or of vectors (biases and norms) of one optimizer group. A
+        segment includes the padding after it. Segments end at multiples of ALIGN_NUMEL only, because fused kernels
+        round differently after the last full SIMD vector of a segment. So each element is rounded identically under
+        every plan."""
         offsets, shard_range = self.offsets, self.shard_range
         tensors = sorted(
             ((name, tensor) for name, tensor in self.parameters.items() if tensor.numel()),

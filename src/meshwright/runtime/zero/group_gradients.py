@@ -1,5 +1,5 @@
-"""The gradients of a flat parameter group: where they are accumulated, how many have come, and the collectives that sum
-them over the data ranks."""
+"""The gradients of a flat parameter group: their accumulation, their count, and the collectives that sum them over the
+data ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from meshwright.spec.precision import Recipe
 
 
 class GradCounter:
-    """Counts the gradients of a step in which `expected` passes compute one gradient per parameter. `counts`: gradients
-    so far, by parameter. `started`: parameters whose sum has begun. The cost per gradient does not depend on the
-    number of parameters."""
+    """Counts the gradients of a step with `expected` backward passes, each of which computes one gradient per
+    parameter. `counts`: gradients so far, by parameter. `started`: parameters whose sum has begun. The cost per
+    gradient does not depend on the number of parameters."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.counts = dict.fromkeys(names, 0)
@@ -39,7 +39,7 @@ class GradCounter:
         self._set_passes(0)
 
     def mark(self, name: str) -> bool:
-        """Counts one more gradient of `name`. Returns whether it was the last of a pass.
+        """Counts one gradient of `name`. Returns whether it was the last gradient of a pass.
 
         >>> found = GradCounter("ab")
         >>> [found.mark(name) for name in "abba"], found.passes
@@ -53,8 +53,8 @@ class GradCounter:
         return True
 
     def complete(self, passes: int) -> dict[str, int]:
-        """Ends pass number `passes`: parameters without a gradient count as complete. Returns these and their counts
-        before.
+        """Ends pass number `passes`: parameters without a gradient count as complete. Returns these parameters and
+        their previous counts.
 
         >>> found = GradCounter("ab")
         >>> found.mark("a"), found.complete(1), found.passes, found.complete(1)
@@ -68,13 +68,13 @@ class GradCounter:
         return missing
 
     def start(self, name: str) -> bool:
-        """Marks the sum of `name` as begun. Returns whether the current gradient is the first in it."""
+        """Marks the sum of `name` as begun. Returns whether the current gradient is the first of the sum."""
         first = name not in self.started
         self.started.add(name)
         return first
 
     def restart_sums(self) -> None:
-        """Begins new sums, because those so far are being reduced."""
+        """Begins new sums, because the current sums are being reduced."""
         self.started = set()
 
     def _set_passes(self, passes: int) -> None:
@@ -86,11 +86,12 @@ GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 class GroupGradients:
-    """The gradients of one group. `buffer` is what this rank stores, full or its shard; `shard` is what it updates
-    with. They are sums, already divided by the number of labels of the whole batch."""
+    """The gradients of one group. `buffer` contains the gradients that this rank stores: all, or its shard. `shard`
+    contains the gradients for this rank's update. Gradients are sums, already divided by the number of labels of the
+    whole batch."""
 
     def __init__(self, layout: FlatLayout, recipe: Recipe) -> None:
-        """Allocates gradients of the type in which they are stored, summed and sent."""
+        """Allocates gradients of the dtype in which they are stored, summed and sent."""
         self.layout = layout
         self.exact = FixedPointAccumulator(recipe, layout.context.device) if recipe.exact else None
         self.counter = GradCounter(layout.offsets)
@@ -98,7 +99,7 @@ class GroupGradients:
         """Gradients offloaded to CPU."""
         self._full: torch.Tensor | None = None
         self._has_sum = False
-        """A reduction of this step has begun, so that later ones are added to its sum (ZeRO 2 and 3)."""
+        """Whether a reduction of this step has begun, so that later reductions are added to its sum (ZeRO 2 and 3)."""
         self._gaps = layout.gaps()
         dtype = self.exact.dtype if self.exact is not None else _grad_dtype(recipe)
         if layout.frozen:
@@ -127,13 +128,14 @@ class GroupGradients:
             self.shard = self._shard_of_buffer()
 
     def slot(self, name: str) -> tuple[torch.Tensor, bool]:
-        """Returns where the gradients of `name` are summed, and whether the current one is the first there."""
+        """Returns the tensor in which gradients of `name` are summed, and whether the current gradient is the first of
+        the sum."""
         first = self.counter.start(name)
         return self.layout.view(self.buffer if self.layout.zero_stage < 2 else self._full_buffer(), name), first
 
     def mark_unused_ready(self, passes: int) -> bool:
-        """Ends backward pass number `passes`: parameters without a gradient count as zero. Returns whether that
-        completes the group."""
+        """Ends backward pass number `passes`: parameters without a gradient count as zero. Returns whether the group is
+        now complete."""
         missing = self.counter.complete(passes)
         if not missing:
             return False
@@ -194,7 +196,7 @@ class GroupGradients:
         )
 
     def dequantize(self) -> None:
-        """Makes exact integer sums floating-point gradients, once they are complete."""
+        """Converts complete integer sums to floating-point gradients."""
         if self.exact is not None:
             self.shard = self.exact.dequantize(self.shard)
 
