@@ -13,7 +13,8 @@ from meshwright.runtime.backend import CUBLAS_WORKSPACE, accelerators, backend_o
 
 
 def local_device() -> torch.device:
-    """Returns the accelerator of this rank (`LOCAL_RANK`; without it the current one), or the CPU if there is none."""
+    """Returns the accelerator of this rank: that of `LOCAL_RANK`, or the current accelerator without this variable.
+    Returns the CPU if the process has no accelerator."""
     rank = os.environ.get("LOCAL_RANK")
     index = None if rank is None else int(rank)
     found = (backend.local_device(index) for backend in accelerators())
@@ -37,7 +38,7 @@ def init_local_device() -> torch.device:
 
 
 def unused_accelerator_warning(found: torch.device | None) -> str:
-    """Returns the warning for an accelerator without a backend, '' for none.
+    """Returns the warning for an accelerator without a backend; '' if all accelerators have one.
 
     >>> unused_accelerator_warning(torch.device("mps"))
     'this machine has an accelerator of the kind mps, which is not used: training runs on its cores'
@@ -57,7 +58,7 @@ def unused_accelerator_warning(found: torch.device | None) -> str:
 def host_id() -> str:
     """Returns the same text on ranks that share a machine and a network namespace.
 
-    A container with its own network namespace is a host of its own.
+    A container with a separate network namespace counts as a separate host.
     """
     try:
         return f"{machine_id()} {os.readlink('/proc/self/ns/net')}"

@@ -1,16 +1,16 @@
 """Propagates the exception of one rank to the ranks that wait for it.
 
 A collective call (`parallelize`, `Trainer.step`, ...) is made by every rank. If one rank raises in it, the other ranks
-would wait for it forever. That rank therefore writes one line into the store of the default process group. A wait of
-another rank that lasts longer than STORE_POLL_SECONDS reads the store at that interval, and ends with that line. A
-shorter wait costs nothing.
+would wait for it forever. The raising rank therefore writes one line into the store of the default process group. A
+rank that waits longer than STORE_POLL_SECONDS reads the store at this interval, and raises the error in that line.
+Shorter waits have no cost.
 
 Everything here happens on the host. Waits for shared memory read the store themselves (shm/memory.py). A wait for NCCL
 never blocks the host, so it is not watched.
 
-[Note: waits inside gloo] A wait for gloo blocks inside the library. A thread reads the store meanwhile. It interrupts
-the wait by a receive that times out at once: gloo then closes all connections of this rank in the process group, which
-cannot be used any more. Source: gloo/transport/tcp/unbound_buffer.cc, `waitRecv`.
+[Note: waits inside gloo] A wait for gloo blocks inside the library. So a thread reads the store during the wait. The
+thread interrupts the wait by a receive that times out immediately. gloo then closes all connections of this rank in the
+process group, which cannot be used any more. Source: gloo/transport/tcp/unbound_buffer.cc, `waitRecv`.
 """
 
 from __future__ import annotations

@@ -206,8 +206,8 @@ def _elements_of_piece(full: torch.Tensor, piece: ShardMetadata) -> torch.Tensor
 
 
 def install_load_checks(model: nn.Module, plan: str) -> None:
-    """Makes `load_state_dict` of the model, or of a part of it, raise a one-line error if the given state does not fit,
-    or if this rank holds only a shard or nothing of a tensor."""
+    """Makes `load_state_dict` of the model and its modules raise a one-line error in two cases: the given state does
+    not fit, or this rank does not store all of a tensor."""
     for module in model.modules():
         module.register_load_state_dict_pre_hook(partial(_check_load, plan))
 

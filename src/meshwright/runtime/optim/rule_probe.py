@@ -11,11 +11,11 @@ The probe runs two steps on the same values in float64: as full tensors, as flat
 optimizer of its own. In the probe each optimizer group (param_groups.py) has tensors of the same kinds and numbers of
 dimensions as in the model.
 
-[Note: rules of others] A rule that is not torch's may change with the size of a tensor (factors from 128 rows on), of a
-gradient (a clipped norm), or with the number of steps (a start without preconditioner). It is tested further: over many
-steps with small and large gradients, and on tensors as large as the model's up to MAX_PROBE_ELEMENTS. Each tensor, or
-run, gets its own partial step; full tensors are created as zeros, as in training. What begins after MAX_PROBE_STEPS, or
-above these sizes, is not detected.
+[Note: rules of others] A rule that is not torch's may depend on the size of a tensor (factors from 128 rows on), the
+size of a gradient (a clipped norm), or the number of steps (a start without preconditioner). Such a rule is tested
+further: over many steps with small and large gradients, and on tensors as large as the model's up to
+MAX_PROBE_ELEMENTS. Each tensor, or run, gets its own partial step; full tensors are created as zeros, as in training.
+What begins after MAX_PROBE_STEPS, or above these sizes, is not detected.
 
 [Note: fused on cores] torch does not use its fused kernels by default. On a CPU they read and write each element once:
 20 million elements of AdamW took 12 ms in runs that stay in the cache, where the loop over operations took 31. If
@@ -289,8 +289,8 @@ def _run_probe(
     flat: Sequence[int] = (),
     one_by_one: bool = False,
 ) -> tuple[list[torch.Tensor], list[tuple[str, ...]]]:
-    """Returns the tensors after the steps, and their states; those at `flat` are passed as two runs each. `one_by_one`:
-    each run or tensor is updated in a step of its own, and full ones are created as zeros."""
+    """Returns the tensors after the steps, and their states; tensors at the indices `flat` are passed as two segments
+    each. `one_by_one`: each segment or tensor is updated in a separate step, and full tensors are created as zeros."""
     values = [
         torch.zeros_like(each) if one_by_one and at not in flat else each.clone() for at, each in enumerate(start)
     ]

@@ -1,9 +1,9 @@
 """The optimizer step over the flat parameter groups of this rank: jointly, by chunks, by full tensors, or with
 offloaded states.
 
-torch's optimizers skip parameters without a gradient. So groups whose gradients or weights exist in the dtype of the
-update only temporarily are passed to the optimizer chunk by chunk (shard/optimizer_shard.py), and all others jointly.
-Offloaded states are updated chunk by chunk, with any elementwise optimizer of torch.
+torch's optimizers skip parameters without a gradient. So all groups are passed to the optimizer jointly, except those
+whose gradients or weights are converted to the dtype of the update temporarily. These are passed chunk by chunk
+(shard/optimizer_shard.py). Offloaded states are updated chunk by chunk, with any elementwise optimizer of torch.
 
 Parameters without a gradient on any rank are skipped, as torch does for a gradient of None: [Note: skipped parameters]
 of shard/optimizer_shard.py, and `GradReducer.unused`.
@@ -35,8 +35,8 @@ from meshwright.runtime.zero.reducer import GradReducer
 
 
 class Updater:
-    """Updates the weights of this rank from their reduced gradients. Main weights and optimizer states change here
-    alone, and when a checkpoint is loaded."""
+    """Updates the weights of this rank from their reduced gradients. Only this class and the loading of a checkpoint
+    change main weights and optimizer states."""
 
     def __init__(self, reducer: GradReducer, full_tensor_steps: Mapping[int, FullTensorStep]) -> None:
         """`full_tensor_steps`: the update of groups whose tensors the optimizer needs whole, by the group's

@@ -65,7 +65,7 @@ class ScheduleRunner:
     """Runs each micro-batch forward and backward through all stages before the next one, under any schedule: the passes
     of a check."""
     here: dict[tuple[ActionKind, int, int], StageTensors] = field(default_factory=dict)
-    """Messages of this rank to itself."""
+    """Messages between two stages of this rank."""
     _plans: dict[tuple[int, bool, bool], RankSchedule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -216,8 +216,9 @@ def _tensor_shapes(batch: Batch) -> list[Any]:
 
 
 def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Checks that one forward does not change the next one, where the plan runs forward more often, or on other rows,
-    than one device. Examples of such state are a number of calls, running means, and the vectors of spectral norm.
+    """Checks that one forward does not change the result of the next. This matters if the plan runs more forwards than
+    one device, or forwards on different rows. Examples of such state are a number of calls, running means, and the
+    vectors of spectral norm.
 
     Raises:
         PlanRefused: the state changes the loss.

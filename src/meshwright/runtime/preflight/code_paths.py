@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.analysis.dataflow import VALUE_EXTRACTING_OPS
 
 MODELS = "meshwright.models."
-"""This project's own models count as users' code here."""
+"""Prefix of this project's own models, which count as users' code."""
 NUMBERS = (bool, int, float)
 
 

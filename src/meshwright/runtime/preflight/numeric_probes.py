@@ -8,9 +8,9 @@ gradients are equal. The cost is one product with a narrow matrix for each gradi
 norms, Johnson and Lindenstrauss, 1984.
 
 Constant parameters hold noise during a check or a proof, and afterwards their constant again, bit for bit. A head, a
-gate or a bias of zero makes gradients zero, which hides errors. A gain of one hides that it was applied twice. So a
-parameter with equal elements is changed by a number that depends only on its name and the index of the element, on
-every rank that stores it. Afterwards it is filled with its constant: nothing is copied.
+gate or a bias of zero makes gradients zero, which hides errors. A gain of one hides that it was applied twice. So each
+element of a constant parameter is changed by a number that depends only on the parameter's name and the element's
+index. The number is equal on every rank. Afterwards the parameter is filled with its constant, so no copy is needed.
 """
 
 from __future__ import annotations

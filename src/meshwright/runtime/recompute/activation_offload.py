@@ -1,9 +1,9 @@
 """Offloads saved activations to host memory or to a file between forward and backward.
 
 [Note: overlapped offload] The activations of a block go to the host while the next block runs, and the device frees
-them when that block ends. While a block runs backward, the activations of the block before it come back. So at most the
-activations of two blocks are on the device, which planner/cost/offload.py prices. The activations of the last block of
-a pass are resident until the next pass begins. In most schedules this is the backward of the same micro-batch.
+them when that block ends. While a block runs backward, the activations of the previous block are copied back. So at
+most the activations of two blocks are on the device, which planner/cost/offload.py prices. The activations of the last
+block of a pass are resident until the next pass begins. In most schedules this is the backward of the same micro-batch.
 
 On an accelerator copies use separate streams and pinned memory, and threads write files. CPU ranks write the activation
 itself, because their memory is the host's.

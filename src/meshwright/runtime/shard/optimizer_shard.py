@@ -133,7 +133,7 @@ class ShardParam(nn.Parameter):
     skipped: bool
     """Whether the last update that began has no gradient for it."""
     stateless: bool
-    """Whether every update before that one has skipped it."""
+    """Whether every update before the last has skipped it."""
 
     def __new__(cls, data: torch.Tensor, is_matrix: bool, path: str = "", isolated: bool = False) -> ShardParam:
         param = super().__new__(cls, data)
@@ -207,7 +207,7 @@ class OptimizerShard:
         self.compute_dtype = flat.dtype
         """The dtype of an update."""
         self._linked_numel = 0
-        """Elements whose states an update has stored here."""
+        """Number of elements whose states are stored in the flat states."""
 
     @property
     def flat(self) -> torch.Tensor:

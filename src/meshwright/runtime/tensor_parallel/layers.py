@@ -4,8 +4,8 @@ and one at its exit.
 A region of a block (analysis/) is entered once, at the module whose input its column layers read. Column layers then
 compute their local part without communication. A row layer sums over the ranks and adds its bias once. Convolutions are
 cut by their channels in the same way. With fewer key-value heads than ranks, every rank holds the full projections of
-keys and values and uses its own rows. With sequence parallelism the hidden state between the first block's input and
-the last block's output is cut along the sequence. Regions then gather on entry and scatter on exit. The vocabulary
+keys and values and uses its own rows. With sequence parallelism the hidden state is cut along the sequence, from the
+first block's input to the last block's output. Regions then gather on entry and scatter on exit. The vocabulary
 embedding and head hold a part of the vocabulary each.
 
 Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022),

@@ -16,7 +16,8 @@ autograd gives each of its runs.
 memory used 2 % more CPU. Not on accelerators, whose row sums have no fixed order or 16 bits. Not for integer sums,
 which need full gradients. Not below 32 bits, where a row would round at each read. Not for small matrices, whose
 gradients stay in the cache; not for compiled blocks; not for deferred weight gradients. At ZeRO 2 and 3 a weight with
-several users uses a temporary tensor too, since its group would otherwise stay open from the first to the last of them.
+several consumers uses a temporary tensor too. Otherwise its group would stay incomplete from the first consumer to the
+last.
 
 In pipelines of 2 and 4 ranks of the reference workload such tensors, and the fragmentation that they cause, were 30 of
 213 and 160 MiB.

@@ -7,9 +7,9 @@ are queued as well. So W completes the group, one micro-batch after another, and
 schedule on every rank. B frees the graph, and at ZeRO 3 the weights too: W needs neither. So nothing is computed twice,
 and the sums are those of an ordinary backward.
 
-[Note: not deferred] Gradients of vocabulary and head are computed in B: their inputs are as large as the logits, the
-gradients as large as the vocabulary, and a rank may defer as many micro-batches as the pipeline has ranks, minus one.
-Gradients of blocks that recompute or offload activations are also computed in B. Otherwise recomputed or fetched
+[Note: not deferred] Gradients of vocabulary and head are computed in B: their inputs are as large as the logits, and
+their gradients are as large as the vocabulary. A rank may defer as many micro-batches as the pipeline has ranks, minus
+one. Gradients of blocks that recompute or offload activations are also computed in B. Otherwise recomputed or fetched
 tensors would stay in memory as long as saved tensors. Layers with their own forward (convolutions, stacked experts)
 compute as usual, and only the accumulation is deferred. Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv
 2401.10241, section 2; deferral is per layer, without walking autograd's graph twice.

@@ -1,7 +1,7 @@
 """Assigns layers, parameters and buffers of a model to pipeline stages, by the data flow of the analysis run.
 
-`StageLayer` is a layer with the stages that compute with it. Every function here reads a model that is still whole and
-changes nothing.
+`StageLayer` is a layer with the stages that compute with it. All functions read the model before it is sharded, and do
+not change it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Determines which stages compute with which parameters, by one analysis run of the whole model.
 
-`partition_model` reads a model that is still whole, and changes nothing.
+`partition_model` reads the model before it is sharded, and does not change it.
 """
 
 from __future__ import annotations

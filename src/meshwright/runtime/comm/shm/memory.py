@@ -103,8 +103,8 @@ class SharedMemory:
         self._system = ctypes.CDLL(None, use_errno=True).syscall
         self._sleep = ctypes.byref(_Timespec(0, int(FUTEX_SLEEP_SECONDS * 1e9)))
         self.waiting_field = memoryview(bytearray(8)).cast("Q")
-        """One field: 1 + the rank that this one waits for, or 0. A supervisor replaces it with a field that it can
-        read."""
+        """One field: 1 + the rank that this rank waits for, or 0. A supervisor replaces it by a field in memory that
+        the supervisor can read."""
         self.staging_bytes = 0
         self._own: dict[int, ShmSegment] = {}
         self._mapped: dict[tuple[int, int], torch.Tensor] = {}

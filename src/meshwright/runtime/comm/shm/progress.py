@@ -147,8 +147,8 @@ class StagingBufferPool:
         """Bytes of the last ordered requests."""
 
     def acquire(self, size: int) -> ShmSegment:
-        """Returns a buffer that nobody reads: the smallest free one that fits, else a new one, else a free one that is
-        enlarged."""
+        """Returns a buffer that no rank reads: the smallest free buffer that fits, else a new buffer, else an enlarged
+        free buffer."""
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
         unordered = [buffer for buffer in self._all if not buffer.ordered]
         free = sorted((buffer for buffer in unordered if self._is_free(buffer)), key=lambda buffer: buffer.segment.size)
