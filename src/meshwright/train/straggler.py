@@ -1,43 +1,43 @@
 """Straggler detection: a diagnosis from the phases that every rank measures, and the micro-batches per rank that
 compensate.
 
-    computing      The step without data waits and without waits for other ranks. A straggler has more than its peers.
-    data           The wait for the batch: slow reader or disk. If all ranks wait, the shortest of their waits counts.
-    communication  All ranks wait longer for others, but none computes longer: a link is slow. Hosts find out which.
+    computing      The time of a step without waits for data or other ranks. A straggler computes longer than its peers.
+    data           The wait for the batch, due to a slow reader or disk. If all ranks wait, the shortest wait counts.
+    communication  All ranks wait longer for others but do not compute longer, so a link is slow. Hosts measure which.
 
-Rule: all values are medians over MEDIAN_WINDOW_STEPS steps. Peers are the ranks of the same pipeline stage. A rank is a
-straggler if all of these hold:
+Rule: all values are medians over MEDIAN_WINDOW_STEPS steps. The peers of a rank are the ranks of its pipeline stage. A
+rank is a straggler if all of these hold:
 - It takes more than MIN_SLOWDOWN_RATIO times the median of its peers.
 - The excess is more than MIN_STEP_FRACTION of the step.
 - The excess is more than MIN_SPREAD_RATIO times the spread of its own steps and of its peers' steps. The spread is the
   median distance from the median.
 - At least MIN_SLOW_STEPS_FRACTION of the steps exceed the peers by half of that slowdown.
 
-Other programs that take CPU cores now from one rank and now from another make steps differ as much as ranks do. Then
-there is no diagnosis.
+If other programs take CPU cores from changing ranks, the steps of one rank differ as much as ranks do. Then there is no
+diagnosis.
 
-Computing time is per sequence, since peers may have different numbers of micro-batches. A diagnosis is issued when the
-same result holds for CONFIRMATION_STEPS steps in a row, and again when all ranks are healthy. If the plan has uneven
+Computing time is per sequence, since peers may have different numbers of micro-batches. A diagnosis is issued when one
+result holds for CONFIRMATION_STEPS steps in a row, and again when all ranks are healthy. If the plan has uneven
 gradient accumulation, its devices are heterogeneous. Then the times of the first window are the reference. All ranks
-see the same values and reach the same diagnosis without an extra message. A stage that only one rank has is compared
-with its own earlier time, relative to how the other stages changed.
+see the same values and reach the same diagnosis without an extra message. If a stage has only one rank, its time is
+compared with its own earlier time, relative to the change of the other stages.
 
-[Note: adjusted shares] Where replicas synchronise once a step, the micro-batches per replica follow the speeds at a
-step boundary. Only the assignment of rows to ranks changes. The loss stays that of one device. The order of its sums
-changes, so such a run is not reproducible bit for bit. The user must request it.
+[Note: adjusted shares] If replicas synchronise once per step, the numbers of micro-batches per replica are adjusted to
+the speeds of the replicas, at a step boundary. Only the assignment of rows to ranks changes. The loss stays that of one
+device. The order of its sums changes, so such a run is not reproducible bit for bit. The user must request it.
 
-Whole micro-batches may be too coarse. 16 micro-batches among four replicas, one of them 1.5 times as slow, become
-5-4-4-3: a step 15 % longer than the speeds allow. If half micro-batches save more than MIN_GAIN_FRACTION, the plan
-distributes these. A replica then passes at once the largest number of sequences that divides its own, never more than
-before.
+Whole micro-batches may be too coarse. For example, 16 micro-batches among four replicas, one of them 1.5 times as slow,
+become 5-4-4-3. The step is then 15 % longer than the speeds allow. If half micro-batches save more than
+MIN_GAIN_FRACTION, the plan distributes these. The new micro-batch size of a replica is the largest divisor of its
+number of sequences that does not exceed its micro-batch size in the first plan.
 
-A rank with few sequences seems slow next to peers with many, since an update takes as long for both. When no straggler
-is left, the first plan is predicted to reach the step time of the first window. The exception is a rank that would
-clearly delay the others by its current speed.
+A rank with few sequences seems slow per sequence, since its update takes as long as that of a rank with many. So when
+no straggler is left, the first plan is predicted to reach the step time of the first window again. The exception is a
+rank whose current speed would clearly delay the others under the first plan.
 
-[Note: ranks that are left out] Where no assignment helps, an `ExclusionRequest` is sent after EXCLUSION_DELAY_STEPS
-slow steps, then once a window. It has the seconds of a step, and those of a step in which the rank computes as fast as
-its peers. The supervisor decides (elastic/device_exclusion.py).
+[Note: ranks that are left out] If no assignment helps, an `ExclusionRequest` is sent after EXCLUSION_DELAY_STEPS slow
+steps, and then once per window. It has the seconds of a step now, and the predicted seconds of a step in which the rank
+computes as fast as its peers. The supervisor decides (elastic/device_exclusion.py).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SlowPhase(StrEnum):
 
 
 class PhaseSeconds(NamedTuple):
-    """The seconds of one step in each phase, by rank."""
+    """The seconds of one step that each rank spends in each phase."""
 
     computing: tuple[float, ...]
     data: tuple[float, ...]
@@ -90,8 +90,8 @@ class PhaseSeconds(NamedTuple):
 
 
 class Straggler(NamedTuple):
-    """A slow rank (-1: all ranks), and how many times the seconds of its peers, or of the first window, it takes. For a
-    data wait of all ranks, `times` is the fraction of a step."""
+    """A slow rank (-1: all ranks). `times` is the ratio of its seconds to those of its peers, or of the first window.
+    For a data wait of all ranks, `times` is the fraction of a step."""
 
     rank: int
     phase: SlowPhase
@@ -120,8 +120,8 @@ class Straggler(NamedTuple):
 
 
 class ExclusionRequest(NamedTuple):
-    """The ranks that compute slowly, and `times`, the largest ratio to their peers. `seconds` is the current step time;
-    `without` excludes the excess computing time."""
+    """The ranks that compute slowly. `times` is the largest ratio of their time to that of their peers. `seconds` is
+    the current step time, and `without` is the step time without their excess computing time."""
 
     ranks: tuple[int, ...]
     times: float
@@ -131,21 +131,21 @@ class ExclusionRequest(NamedTuple):
 
 @dataclass
 class HealthyTimes:
-    """The seconds of this launch that later ones are compared with; empty until they are measured."""
+    """The reference times of this launch, with which later times are compared. They are empty until measured."""
 
     step: float = 0.0
     """The median step of the first window."""
     computing: list[float] = field(default_factory=list)
     """The seconds of a sequence on each rank in the first window."""
     waiting: float | None = None
-    """The least wait for others while all ranks were healthy."""
+    """The shortest wait for others while all ranks were healthy."""
     waiting_spread: float = 0.0
     """The spread of these waits."""
 
 
 class StragglerMonitor:
-    """Receives the phases of each step of one launch under `plan`. `tell` gets the messages for programs: a kind and
-    its fields."""
+    """Receives the seconds of the phases of each step in one launch. `tell` gets the messages for programs, each a kind
+    with its fields."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class StragglerMonitor:
         changed = bool(self.slow) or self.plan != self.first
         again = (
             found is None and changed and self._seen % MEDIAN_WINDOW_STEPS == 0
-        )  # the straggler may have become slower or faster
+        )  # also adjust to a straggler whose speed has changed
         better = self.better() if balance and (found is not None or again) else None
         if better is None or (again and better[1] < 1.0 + 2 * MIN_GAIN_FRACTION):
             if balance and again and (requested := self.asks()) is not None:
@@ -347,7 +347,7 @@ class StragglerMonitor:
         ]
 
     def _usually(self) -> list[float]:
-        """Returns the expected seconds of a sequence on each rank, or 1.0 for each on homogeneous devices."""
+        """Returns the expected seconds of a sequence on each rank, or 1.0 for all ranks on homogeneous devices."""
         return (
             self._healthy.computing if self._is_heterogeneous and self._healthy.computing else [1.0] * self.plan.world
         )
@@ -413,8 +413,8 @@ class StragglerMonitor:
         )
 
     def _slowdown_without_peers(self, each: list[float]) -> dict[int, float]:
-        """Returns the slowdown since the first window of each rank without peers, relative to how the others changed.
-        Only ranks that are slow in most steps are included."""
+        """Returns the slowdown of ranks since the first window, relative to the change of the other ranks. It is used
+        for ranks without peers. Only ranks that are slow in most steps are included."""
         changed = [now / before for now, before in zip(each, self._healthy.computing, strict=True)]
         usual = sorted(changed)[(len(changed) - 1) // 2]
         half = [

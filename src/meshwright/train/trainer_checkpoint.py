@@ -1,7 +1,8 @@
 """Saving and restoring a trainer: weights, optimizer states, loss scale, position and random states.
 
-Guarantees: under the same plan, a resumed run is bit-identical to one that never stopped. Under another plan it is the
-same up to the order of sums. Random states then restart from the seed, which matters only with dropout.
+Guarantees: a run that resumes under its plan is bit-identical to a run that never stopped. A run that resumes under
+another plan is equal up to the order of sums. Random states then restart from the seed, which matters only with
+dropout.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from meshwright.train.step.state import TrainState
 
 
 def rank_exchange(mesh: ParallelContext) -> RankExchange:
-    """Returns the exchange of one text per rank that checkpoints use. The texts travel as bytes in tensors; nothing is
-    pickled."""
+    """Returns the object with which ranks exchange texts for checkpoints, one text per rank. Texts are sent as bytes in
+    tensors; nothing is pickled."""
 
     def share(text: str) -> list[str]:
         """Returns the texts of all ranks."""
@@ -55,7 +56,7 @@ def rank_exchange(mesh: ParallelContext) -> RankExchange:
 
 
 def save_trainer(state: TrainState, folder: Path, extra: dict[str, Any]) -> Path:
-    """Writes FOLDER/step-N, durably, and reads it back."""
+    """Writes the checkpoint FOLDER/step-N (N: the step) durably, and reads it back."""
     state.engine.zero.external_writes.sync(state.engine)
     ranks, mine = rank_exchange(state.mesh), scalar_state(state, extra)
     everyones = list(
@@ -74,7 +75,7 @@ def save_trainer(state: TrainState, folder: Path, extra: dict[str, Any]) -> Path
 
 
 def checkpoint_shards(state: TrainState) -> list[tuple[ShardMetadata, torch.Tensor]]:
-    """Returns what this rank writes of a checkpoint. Over all ranks, every element occurs once."""
+    """Returns the shards of a checkpoint that this rank writes. Every element is in the shards of exactly one rank."""
     engine, optimizer = state.engine, state.optimizer
     stored = (
         *state_dict.weight_pieces(engine, saving=True),
@@ -86,7 +87,7 @@ def checkpoint_shards(state: TrainState) -> list[tuple[ShardMetadata, torch.Tens
 
 
 def scalar_state(state: TrainState, extra: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state that is no tensor, as far as this rank has it."""
+    """Returns this rank's part of the state that is not stored in tensors."""
     scalars = state_dict.optimizer_scalars(state.engine, state.optimizer)
     return {
         "run": state.run_state.model_dump(),
@@ -107,15 +108,15 @@ def merge_scalar_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _encode_stateless(state: TrainState) -> str:
-    """Encodes which trained parameters every update has skipped, because no loss has reached them: one bit each, as a
-    hexadecimal number."""
+    """Returns a hexadecimal number with one bit per trained parameter. A bit is set if every update has skipped the
+    parameter, because no loss has reached it."""
     zero = state.engine.zero
     left = state.engine.updater.stateless
     return f"{int(''.join('01'[name in left] for name in zero.param_names), 2):x}" if left else "0"
 
 
 def _decode_stateless(names: Sequence[str], saved: dict[str, Any]) -> frozenset[str]:
-    """Returns those of `names` for which a checkpoint has no optimizer states: all of them, if it has weights only."""
+    """Returns the names for which a checkpoint has no optimizer states. If it has only weights, these are all names."""
     bits = bin(int(saved["unreached"], 16))[2:].zfill(len(names)) if "unreached" in saved else ""
     if len(bits) == len(names):
         return frozenset(name for name, bit in zip(names, bits, strict=True) if bit == "1")
@@ -180,7 +181,7 @@ def load_trainer(state: TrainState, path: Path | MemoryCheckpoint) -> dict[str, 
     load_extra_states(engine.model, engine.extra_state.module_keys, saved.get("modules", {}))
     engine.mark_initialized()
     if isinstance(path, MemoryCheckpoint) and manifest.plan_digest == state.plan.digest:
-        engine.preflight.skip()  # the ranks that made these checkpoints passed preflight
+        engine.preflight.skip()  # the ranks that made these in-memory checkpoints have passed preflight
     run = validate_data(RunState, saved["run"], str(path))
     state.steps, state.samples = run.step, run.samples
     state.scale.factor, state.scale.good_steps = run.loss_scale, run.good_steps

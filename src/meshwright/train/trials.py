@@ -1,8 +1,8 @@
 """Trials: a few timed steps of a plan on the available ranks, with the job's own model and data. Nothing is saved.
 
-Guarantees: plans run one after another in the same processes. A plan that the runtime refuses is a result, not an
-exception, and the same on every rank. The seconds are the lower median over steps of the slowest rank's time. The first
-steps are excluded: they open files, fill caches and set up new shapes.
+Guarantees: plans run one after another in the processes of the ranks. If the runtime refuses a plan, that is a result
+and not an exception, and all ranks get it. The seconds of a trial are the lower median, over its steps, of the slowest
+rank's time. The first steps are excluded, since they open files, fill caches and set up new shapes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.trainer import Trainer, parallelize
 
 WARMUP_STEPS, MEASURED_STEPS = 2, 4
-"""The steps that do not count, and those that do."""
+"""The number of first steps that are not timed, and the number of timed steps."""
 
 
 class TrialResult(NamedTuple):
-    """The seconds of a step, or None and `why` the plan was refused. `busy`: the CPUs of this machine that other
-    programs used meanwhile."""
+    """The seconds of a step, or None if the plan was refused; `why` is then the reason. `busy`: the CPUs of this
+    machine that other programs used during the trial."""
 
     seconds: float | None
     why: str = ""
@@ -43,7 +43,7 @@ class TrialResult(NamedTuple):
 
 
 class TrialRunner:
-    """Runs trials of plans that share model and data. All ranks make one and make the same calls."""
+    """Runs trials of plans with one model and its data. All ranks make a runner and make the same calls of it."""
 
     def __init__(self, launch: LaunchSpec, steps: int = MEASURED_STEPS) -> None:
         self.launch, self.steps = launch, steps
@@ -84,7 +84,7 @@ class TrialRunner:
         ]
         groups += [
             channel for _, channel in sorted(trainer.mesh.p2p_groups.items(), key=lambda item: item[0])
-        ]  # in the same order on all ranks
+        ]  # all ranks must destroy the groups in the same order
         del trainer
         gc.collect()
         for group in groups:
@@ -114,8 +114,8 @@ class TrialRunner:
 
 
 def measure_seconds(work: Callable[[], object], through: Callable[[], None]) -> float:
-    """Returns the seconds of `work` with its asynchronous part, for which `through` waits: the update and the
-    all-gather of weights."""
+    """Returns the seconds of `work` and of its asynchronous part: the update and the all-gather of weights. `through`
+    waits for this part."""
     began = time.perf_counter()
     work()
     through()

@@ -1,14 +1,15 @@
 """Verification of a plan: a reduced model under the plan on real ranks, compared with the plain model and torch's own
 loss on one device.
 
-In float64, casts to float32 inside the model become float64 too, on both sides (proof/reference_run.py). It compares
-the loss of every step, every first gradient, the final weights, and the numbers of parameters and labels. Rows have
-unequal numbers of valid labels, which reveals a mean of means. Dropout is 0 on both sides: two random draws are never
-equal.
+In float64, casts to float32 inside the model become float64 too, on both sides (proof/reference_run.py). Verification
+compares the loss of every step, the gradients of the first step, the final weights, and the numbers of parameters and
+labels. Rows have unequal numbers of valid labels, which reveals a mean of means. Dropout is 0 on both sides, since the
+two sides would draw different random numbers.
 
-A difference is the norm of the difference over the norm. A gradient below 10 eps of the whole gradient's norm is
-rounding alone, such as that of a key bias, which changes no score. It has no meaningful relative difference, so it is
-counted and excluded. Its weight is excluded too, since AdamW makes full steps of it.
+A relative difference is the norm of the difference divided by the norm on one device. A gradient whose norm is below 10
+eps of the norm of the whole gradient is only rounding. An example is the gradient of a key bias: the bias shifts all
+scores of a query equally and so changes no attention weight. Such a gradient has no meaningful relative difference, so
+it is counted but not compared. Its weight is not compared either, since AdamW turns the rounding into full steps.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ InjectFault = Callable[[nn.Module], None]
 
 
 class VerifyRequest(StrictModel):
-    """What the ranks verify. `plan` is already reduced."""
+    """What the ranks verify. `plan` is already reduced to the reduced model."""
 
     model: ModelSource
     plan: Plan
@@ -128,8 +129,8 @@ def verify(channel: RankControl, payload: IpcMessage) -> int:
 
 
 def shrink_source(source: ModelSource, plan: Plan) -> ModelSource:
-    """Returns reduced sizes of the same structure: as many blocks as the stages need, an odd vocabulary, the same
-    number of query heads per key-value head."""
+    """Returns a source with reduced sizes and an unchanged structure. It has as many blocks as the stages need, an odd
+    vocabulary size, and an unchanged number of query heads per key-value head."""
     if not source.sizes:
         return source
     given = source.sizes
@@ -222,8 +223,8 @@ def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str 
 
 
 def make_batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> Batch:
-    """Makes a random batch for a model with other inputs: noise in the shapes of its example, labels in the shape of
-    its logits. Integer inputs of the user's own example keep their values."""
+    """Makes a random batch for a model with other inputs than `make_batch` makes: noise in the shapes of its example,
+    and labels in the shape of its logits. Integer inputs of the user's example keep their values."""
     random = torch.Generator().manual_seed(1000 + step)
     kind = next(model.parameters()).dtype
 
@@ -337,7 +338,7 @@ def locate_difference(question: VerifyRequest, precision: str, spoil: InjectFaul
     reference_loss(model, _make_batches(question, model, dtype)[0], question.plan.micro_batch)[0].backward()
     recorder.end()
     if aux_loss_coefficient(model):
-        one.gradients.clear()  # the load-balancing loss computes them in another pass
+        one.gradients.clear()  # with a load-balancing loss, these gradients come from a separate pass
     gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     found = find_first_difference(trainer, batches[0], one, gradients, VERIFY_TOLERANCES[precision][1])
     trainer.close()
@@ -429,7 +430,7 @@ def _reference_optimizer(model: nn.Module, rule: OptimizerConfig) -> torch.optim
 
 
 def compare_results(question: VerifyRequest, precision: str, ours: dict[str, Any]) -> VerifyResult:
-    """Returns the largest differences between one device and the plan, and where they are."""
+    """Returns the result with the largest differences between one device and the plan, and their parameters."""
     theirs = run_single_device(question, precision)
     eps = torch.finfo(DTYPE_BY_PRECISION[precision]).eps
     whole = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in theirs["gradients"].values()))
@@ -463,7 +464,7 @@ def compare_results(question: VerifyRequest, precision: str, ours: dict[str, Any
 
 
 def relative_difference(mine: torch.Tensor | None, other: torch.Tensor) -> float:
-    """Returns the norm of the difference over the norm. It is infinite for a missing tensor or another shape."""
+    """Returns the norm of the difference divided by the norm. It is infinite for a missing tensor or other shapes."""
     if mine is None or mine.shape != other.shape:
         return math.inf
     mine, other = mine.double(), other.double()
