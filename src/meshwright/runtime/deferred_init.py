@@ -1,5 +1,5 @@
-"""Defers initialisation: builds a model without its memory, and materialises the local part of each parameter later,
-one parameter at a time.
+"""Defers initialisation: builds a model without allocating parameters, and materialises the local part of each
+parameter later, one parameter at a time.
 
     with deferred_init():                            # the model's own code runs as ever, draws and all
         model = AutoModelForCausalLM.from_config(config)
@@ -9,9 +9,9 @@ Guarantees: every element is bit for bit that of an ordinary build, under any pl
 afterwards.
 
 While the model is built, parameters are meta tensors. Each write to one is recorded instead: the operation, its inputs,
-and the state of the random generator. Numbers are drawn and discarded, so that the next draw is the usual one. Replay
-of the records materialises a parameter. Slicing is recorded in the same way. So a rank stores its slice of a tensor,
-and the full tensor exists only during the replay.
+and the state of the random generator. Random numbers are drawn and discarded, so that later draws equal those of an
+ordinary build. Replay of the records materialises a parameter. Slicing is recorded in the same way. So a rank stores
+its slice of a tensor, and the full tensor exists only during the replay.
 
 [Note: notes] `StorageRecipe` says how the content of a storage is computed. It never changes: an operation on the
 storage replaces it by another recipe. So code with an earlier recipe (a copy of a layer, a slice of a rank) keeps the
@@ -20,9 +20,10 @@ many functions skip meta tensors. An operation that cannot be recorded, such as 
 builds the full model. Idea: torchdistx, `deferred_init` (2022); this version works for any model, with generators, and
 without custom operators.
 
-Recording ends with the context. A later change would be lost silently, so it is checked. A parameter is refused with a
-one-line error if its version shows a later write, or if it has a new storage without a record (a conversion). This does
-not concern parameters that replace recorded ones: they wait for values like any other meta parameter.
+Recording ends with the context. A change after the end of recording would be lost, so it is checked. A parameter is
+refused with a one-line error if its version shows a later write, or if it has a new storage without a record (a
+conversion). Parameters that replace recorded parameters are not checked: they are uninitialised, like any other meta
+parameter.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ class DeferredInit(TorchDispatchMode):
     def whole(
         self, function: Callable[..., torch.Tensor], tensor: torch.Tensor, *given: Any, **named: Any
     ) -> torch.Tensor:
-        """Records a function that fills `tensor` with a value-dependent number of draws as one step."""
+        """Records as one step a function that fills `tensor` and whose number of draws depends on values."""
         if self.notes.origin(tensor) is None:
             return function(tensor, *given, **named)
         state = self._draw(function, (tensor, *given), named)
@@ -431,7 +432,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Returns the number of elements from the first to the last."""
+    """Returns the number of storage elements from the first element of the tensor to the last."""
     return (
         1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
         if tensor.numel()
@@ -440,8 +441,8 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _temporary_storage(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocates temporary memory. A large block is not part of the heap, where it would leave a hole: 2.4 GB of them
-    while 1.1 B parameters were drawn."""
+    """Allocates temporary memory. A large block is allocated outside of the heap, where freed blocks would leave holes.
+    The holes took 2.4 GB while 1.1 billion parameters were initialised."""
     size = numel * dtype.itemsize
     if size < SMALL_TENSOR_SIZE:
         return torch.empty(numel, dtype=dtype)

@@ -4,8 +4,8 @@ Flattening a model into buffers, and the first step of an optimizer, leave holes
 allocations. A 110 M model in bfloat16 with optimizer states on disk has 1,013 MiB RSS after the first step without
 `malloc_trim` and 789 MiB with it.
 
-[Note: scratch] MKL caches the work space of its matrix products, 5 MiB for each product that is longer than all before.
-The preflight checks before the first step leave such buffers that steps do not need."""
+[Note: scratch] MKL caches the work space of its matrix products: 5 MiB for each product that is longer than all
+previous products. The preflight checks before the first step leave work space that steps do not need."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ tokens. Pipeline stages send (F, P, n) of the layers so far with the hidden stat
 autograd carries the gradient of P back the same way. Context ranks, and tensor ranks that hold parts of a sequence, add
 up F and n.
 
-The micro-batch is that of the plan, as on one device that accumulates over the same micro-batches. A mean over other
-tokens is another loss. transformers says which modules are routers and which output holds their logits
-(`_can_record_outputs`). A test with real values verifies that the model's own function is this formula. Source: Fedus
-et al., Switch Transformer, arXiv 2101.03961, equations 4 to 6.
+The micro-batches are those of the plan, as on one device that accumulates over the same micro-batches. A mean over
+different tokens would be a different loss. transformers says which modules are routers and which output holds their
+logits (`_can_record_outputs`). A test with real values verifies that the model's own function is this formula. Source:
+Fedus et al., Switch Transformer, arXiv 2101.03961, equations 4 to 6.
 
 Router bias (balance without a loss). After every step the bias by which a router chooses experts moves against the load
 of each expert.
@@ -26,14 +26,15 @@ sums are exact and the biases are bit for bit the same under every plan. The mod
 (`model.expert_bias_rate`, `workload.expert_bias_rate`), because transformers' routers store the bias as a buffer and
 leave its update to the trainer. Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al., arXiv 2408.15664.
 
-Capacity. An expert takes a limited number of a sequence's tokens. Later pairs are dropped: the token has its other
-experts and its residual.
+Capacity. An expert takes a limited number of a sequence's tokens. Later pairs of token and expert are dropped: the
+token still has its remaining experts and its residual.
 
 In a sequence of T tokens with k experts each, every one of E experts takes at most ceil(factor x T k / E) pairs, in
-order of position. So the result depends on the sequence alone, and is the same under every plan. It differs from the
-result without a limit, so the factor belongs to the model or the workload. Ranks that hold parts of a sequence gather
-the indices of the chosen experts (no gradient), and each cuts out its own. Sources: Lepikhin et al., GShard, arXiv
-2006.16668, section 2.2 (a group here is a sequence); Fedus et al., Switch Transformer, arXiv 2101.03961, 2.2.
+order of position. So the result depends on the sequence alone, and is equal under every plan. It differs from the
+result without a limit, so the model or the workload sets the factor. Ranks with parts of a sequence gather the indices
+of the chosen experts (without gradient). Each rank then selects the pairs of its tokens. Sources: Lepikhin et al.,
+GShard, arXiv 2006.16668, section 2.2 (a group here is a sequence); Fedus et al., Switch Transformer, arXiv 2101.03961,
+2.2.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class AuxLoss:
         return sums
 
     def loss(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns what this rank adds to the sum of the losses of its labels."""
+        """Returns the balance loss that this rank adds to the sum of the losses of its labels."""
         experts = self.routing.experts
         counted = torch.cat([sums[:experts], sums[-1:]]).detach().clone()
         parted = self.mesh.tp if self.mesh.plan.sequence_parallel else None
@@ -172,7 +173,7 @@ class RouterSpec:
 def make_aux_loss(
     model: nn.Module, loss: object | None, mesh: ParallelContext, cut: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> AuxLoss | None:
-    """Returns the load-balancing loss that the model's own loss would add; None where it adds none."""
+    """Returns the load-balancing loss of the model's own loss; None if it has none."""
     routing = check_aux_loss(model, loss, mesh.plan)
     return None if routing is None else AuxLoss(model, mesh, aux_loss_coefficient(model), routing, cut)
 
@@ -351,7 +352,7 @@ def within_capacity(index: torch.Tensor, experts: int, factor: float) -> torch.T
 
 
 def make_capacity_limiter(model: nn.Module, mixtures: int, mesh: ParallelContext) -> CapacityLimiter | None:
-    """Returns the capacity limiter that the model's attribute requests; None without it."""
+    """Returns the capacity limiter that the model's attribute requests; None without the attribute."""
     factor: Any = getattr(model, CAPACITY_ATTRIBUTE, None)
     if factor is None:
         return None

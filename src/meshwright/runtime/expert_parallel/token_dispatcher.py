@@ -2,8 +2,9 @@
 
 The model routes as on one device. Its module of experts receives hidden states, the indices of each token's experts and
 their weights. The dispatcher replaces the forward of this module on the instance. It sorts the pairs of token and
-expert by expert, and sends them to the expert's rank in one all-to-all. The module's own forward runs there, with some
-of the experts, numbered from 0. The results return to their source, where they are weighted and summed.
+expert by expert, and sends them to the expert's rank in one all-to-all. The module's own forward runs on that rank,
+with the rank's experts, numbered from 0. The results return to the ranks of the tokens, where they are weighted and
+summed.
 
 No pair is dropped unless the model limits its experts (load_balancing.py), and the sum is that of one device. Tensor
 ranks split the inner features of each expert, or store different experts and each send a part of the tokens ([Note:
@@ -13,8 +14,8 @@ rows.
     e      experts of this rank                            entered   gradient summed over the ranks that share an expert
     order  pairs by expert, sent by rank                   parts     of the tokens that tensor ranks share, one each
 
-[Note: same steps everywhere] Ranks do different amounts of work here, and some of them none. Collectives must still run
-in one order on all. So an expert that no token chose gets a zero gradient in the usual order (`_ZeroGradients`). The
+[Note: same steps everywhere] Ranks compute different numbers of pairs, possibly zero. Collectives must still run in one
+order on all ranks. So an expert that no token chose gets a zero gradient in the usual order (`_ZeroGradients`). The
 combined result is saved for backward, so that recompute does not stop before the all-to-all on some ranks. Sources:
 Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Gale et al., MegaBlocks, arXiv 2211.15841 (dropless).
 """
@@ -346,8 +347,8 @@ class ExpertDispatcher:
         ]
 
     def _compute(self, args: list[torch.Tensor], kwargs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Runs the module's own forward. Each rank that splits an expert adds its part of the tensors that all of them
-        hold in full."""
+        """Runs the module's own forward. Each rank that splits an expert adds its part of the tensors that all ranks of
+        this expert store in full."""
         if self.shared is None or not self.experts.replicated:
             return self.inner(*args, **kwargs)
         once = {name: self.module.get_parameter(name) / self.ranks.shares for name in self.experts.replicated}

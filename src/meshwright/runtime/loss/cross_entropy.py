@@ -3,9 +3,9 @@
 Only one softmax of the local logits is saved, and backward turns it into the gradient in place. With m the largest
 local logit and p its probability, the log-sum-exp of the local logits is L = m - log p. It never underflows, because p
 is at least 1 / V. With G the log-sum-exp of all logits over ranks, softmax = local softmax x exp(L - G). So ranks
-exchange one maximum and one sum of two numbers a label, and backward exchanges nothing. Source: Shoeybi et al.,
+exchange one maximum and one sum of two numbers per label. Backward needs no communication. Source: Shoeybi et al.,
 Megatron-LM (2019), section 3, vocabulary-parallel cross-entropy; the form with L is this project's. It computes every
-exponential once, torch's cross_entropy twice.
+exponential once; torch's cross_entropy computes it twice.
 
 The chunked loss computes the product with the vocabulary and its cross-entropy over a part of the labels at a time, so
 that all logits never exist at once.
@@ -13,8 +13,8 @@ that all logits never exist at once.
 [Note: gradients at once] The loss is a scalar. So its gradient with respect to the head's input and weight is known up
 to one factor as soon as the logits of a chunk are. Forward computes and saves these gradients (H numbers a label, and
 the weight's gradient once), and backward multiplies them by the factor. No product runs twice. Saved and transient
-memory shrinks from tokens x vocabulary to one chunk of it. The loss of every label is exactly that without chunks, over
-tensor ranks as well. Only the sum of a weight's gradient over the chunks has another order.
+memory shrinks from (tokens x vocabulary) elements to the elements of one chunk. The loss of every label is exactly that
+without chunks, over tensor ranks as well. Only the order of the sum of a weight's gradient over the chunks differs.
 
 In the model the head returns a meta tensor. A model that computes on it (a cap, a scale) returns another tensor, which
 is refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al.,

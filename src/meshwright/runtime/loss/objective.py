@@ -1,8 +1,8 @@
 """Defines what a step minimises: the sum of the losses of all valid labels, divided once by their number in the whole
 batch.
 
-A mean per rank followed by a mean of means is a common error. It is another loss as soon as ranks hold unequal numbers
-of valid labels.
+A mean per rank followed by a mean of means is a common error. It is a different loss if ranks have unequal numbers of
+valid labels.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ One device makes one pass a step, with all rows and full weights. "Parts" are th
 
 Norms with running statistics store only the channels of their rank.
 
-Method: one micro-batch passes forward and backward in training mode. Other rows, more or fewer, then pass from the same
-state. The dispatcher records writes to parameters (analysis/dry_run.py), and a comparison of values finds writes to
-buffers. Everything is restored. A buffer that is not saved and depends on the rows is permitted unless the next pass
-depends on it, which batch_separability.py compares.
+Method: one micro-batch passes forward and backward in training mode. Then a micro-batch with different rows, more or
+fewer, passes from the same state. The dispatcher records writes to parameters (analysis/dry_run.py), and a comparison
+of values finds writes to buffers. Everything is restored. A buffer that is not saved and depends on the rows is
+permitted unless the next pass depends on it, which batch_separability.py compares.
 """
 
 from __future__ import annotations

@@ -113,9 +113,9 @@ class TensorParallelRng:
 
 @contextmanager
 def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
-    """Checks that the forward inside draws no numbers from the generators of Python or NumPy. They are permitted where
-    `plan` lets only one rank and one pass compute each row. If the forward was `checked` before, the context does
-    nothing.
+    """Checks that the forward inside the context draws no numbers from the generators of Python or NumPy. They are
+    permitted where `plan` lets only one rank and one pass compute each row. If the forward was `checked` before, the
+    context does nothing.
 
     Raises:
         PlanRefused: the forward draws such numbers.
