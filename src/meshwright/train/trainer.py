@@ -60,11 +60,11 @@ class ParallelizeOptions(ModelHints, total=False):
 
     offload_to: str | Path | None
     prove: ProofMode | None
-    """When a proof run compares the plan with one device (train/proof/proof_schedule.py). 'auto' is the default: at the
-    start, where that is cheap. The others are 'start', 'never', or a number of steps between proofs."""
+    """When a proof run compares the plan with one device (train/proof/proof_schedule.py). The default 'auto' means: at
+    the start, if that is cheap. Other values are 'start', 'never', and a number of steps between proofs."""
     predicted: Sequence[MemoryBreakdown]
-    """The predicted memory of each pipeline rank, where the planner has estimated it. An OOM error reports what exceeds
-    it."""
+    """The predicted memory of each pipeline rank, if the planner has estimated it. An OOM error reports which kind of
+    memory exceeds the prediction."""
 
 
 def parallelize(
@@ -137,8 +137,8 @@ class Trainer(TrainState):
         prover: ProofSchedule,
         predicted: MemoryBreakdown | None,
     ) -> None:
-        """`prover`: compares the plan with one device before updates that are due. `predicted`: the predicted memory of
-        this rank, where the plan was estimated."""
+        """`prover`: compares the plan with one device before some updates. `predicted`: the predicted memory of this
+        rank, if the plan was estimated."""
         super().__init__(engine, optimizer, seed)
         self.clip, self.prover, self.predicted = clip, prover, predicted
         base = optimizer.defaults.get("lr") or 1.0
@@ -202,7 +202,7 @@ class Trainer(TrainState):
         self.steps += 1
         if outer is not None and outer.is_due(self.steps):
             outer.sync()
-        if self.steps == 1:  # the optimizer has made its states
+        if self.steps == 1:  # the first step has created the optimizer states
             malloc_trim()
         self.samples += self.passes.rows
         seconds = time.perf_counter() - began
@@ -334,8 +334,8 @@ class Trainer(TrainState):
 
 
 def _explain_errors(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
-    """Wraps a call that all ranks make. An exception inside is propagated to the other ranks, and an out-of-memory
-    error becomes one line. Writes to weights inside do not count as the user's."""
+    """Wraps a call that all ranks make. It propagates an exception to the other ranks, and turns an out-of-memory error
+    into one line. Writes to weights during the call do not count as the user's."""
     holder = MemoryReport(
         trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.resident_memory, trainer.predicted
     )
