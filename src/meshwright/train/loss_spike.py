@@ -5,7 +5,7 @@ Rule: a step is high in either of two cases:
   max(MIN_SPREAD_RATIO * s, MIN_RELATIVE_RISE * |m|). Here s = 1.4826 times the median distance from m.
 - Its gradient is not finite, unless a dynamic loss scale may still overflow.
 
-SPIKE_STEPS high steps in a row are a spike. A single bad batch makes one high step and is no spike; damaged weights
+SPIKE_STEPS high steps in a row are a spike. A single bad batch makes one high step and is not a spike. Damaged weights
 keep the loss high. After a spike the run rolls back to the newest valid checkpoint on disk that was saved before the
 update that led to the first high step. It continues without the batches of that update and of the high steps. The
 excluded batches are part of the saved state, so they stay excluded. If the run rolls back to one checkpoint more than
