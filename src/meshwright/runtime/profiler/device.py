@@ -294,7 +294,7 @@ def measure_cluster() -> ClusterProfile:
             pairs=tuple(network.pairs()), timings=tuple(network.timings()), meetings=tuple(network.meetings())
         )
     seconds = time.perf_counter() - began
-    spent = _gather_from_all((time.process_time() - ours, machine_id()), world)  # emulated hosts share it
+    spent = _gather_from_all((time.process_time() - ours, machine_id()), world)  # emulated hosts share one machine
     here = [seconds for seconds, machine in spent if machine == machine_id()]
     others = (machine_busy_seconds() - all_before - sum(here)) / seconds
     return found.but(seconds=seconds, busy=max(others, 0.0) if all_before else 0.0)

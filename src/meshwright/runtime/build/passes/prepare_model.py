@@ -34,7 +34,7 @@ def move_buffers(model: nn.Module, device: torch.device, recipe: Recipe) -> None
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device).contiguous()  # checkpoints save ranges of flat buffers
+                module._buffers[name] = buffer.to(device).contiguous()  # checkpoints save flat ranges of buffers
     if recipe.compute == "float64":
         model.double()
 

@@ -222,7 +222,7 @@ def _boundary_spec(
 
 def _check_boundary(plan: Plan, graph: ModelGraph, boundary: BoundarySpec | None) -> None:
     plan.stage_layers(max(graph.count, 1))
-    sequence = plan.sequence_parallel and not graph.against_sequence  # otherwise shard_model reports the reason
+    sequence = plan.sequence_parallel and not graph.against_sequence  # shard_model reports why not
     if boundary is not None and boundary.is_more and (sequence or plan.cp > 1):
         part = f"cp{plan.cp}" if plan.cp > 1 else "sp"
         raise InputError(
