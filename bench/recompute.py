@@ -48,8 +48,8 @@ HELD = ("parameters", "gradients", "optimizer")
 MIB = 2**20
 NOTE = (
     "{rounds} rounds after {warm} to warm up; medians with quartiles. A step is that of the slowest rank; a peak is "
-    "of the fullest rank, counted by torch's profiler in one step more. The planner refuses activations in the "
-    "host's memory where devices are cores: their estimate is that of the same plan without."
+    "of the rank with the highest one, counted by torch's profiler in one more step. The planner refuses activations "
+    "in the host's memory where devices are cores: their estimate is that of the same plan without."
 )
 
 

@@ -124,7 +124,7 @@ def test_rows_that_meet_in_a_branch_that_is_taken_late_are_refused_at_that_step(
     found = ranks.run(1 if plan.startswith("dp1") else 2, run, kind, limit, plan, prove)
     losses, line = found[0][:-1], found[0][-1]
     assert losses == pytest.approx(alone(kind, limit)[:LATE], rel=1e-10) and len(losses) == LATE, found[0]
-    assert "rows of a batch see each other" in line and "\n" not in line
+    assert "rows of a batch depend on each other" in line and "\n" not in line
     assert all(each[-1] == line for each in found)
 
 

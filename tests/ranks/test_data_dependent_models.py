@@ -344,7 +344,7 @@ def test_rows_that_see_each_other_are_not_taken_apart(ranks: Any, kind: str, pla
     said = ranks.run(2, under, kind, plan)
     assert (
         said[0] == said[1]
-        and "rows of a batch see each other" in said[0]
+        and "rows of a batch depend on each other" in said[0]
         and "use dp1 with the batch as one micro-batch" in said[0]
     )
     assert "\n" not in said[0]
@@ -361,7 +361,7 @@ def test_a_capacity_with_room_for_all_tokens_may_be_divided(ranks: Any) -> None:
 
 @pytest.mark.parametrize("loss", ["contrast", "labels"])
 def test_a_loss_that_is_no_mean_over_rows_is_not_taken_apart(ranks: Any, loss: str) -> None:
-    assert "rows of a batch see each other" in ranks.run(2, under, "plain", "dp2.mb1", loss)[0]
+    assert "rows of a batch depend on each other" in ranks.run(2, under, "plain", "dp2.mb1", loss)[0]
 
 
 def test_a_mean_loss_over_rows_is_separable_in_spite_of_noise(ranks: Any) -> None:

@@ -50,7 +50,7 @@ that fall into one recovery one is named (19 of 20). In time: of what is frozen 
 steps) or max(2 s, 10 steps) of silence; of
 the others, the next new step within 1 s. Seconds: silence before a hang was noticed, and from the decision to the end \
 of the next new step; the machine has two cores, its load while the row was measured and the
-median step stand beside them. Of rows that depend on no kind of plan, passed means what the tests of \
+median step are given in the table. Of rows that depend on no kind of plan, passed means what the tests of \
 test_faults_soak_rows.py, _links.py, _slow.py and _silent.py say of each; of row 9 silence is how long the link was \
 down and recovery the wait once it is back, in time within half a second and
 a step; of rows 11 and 12 in time is told of within 20 steps. What has no meaning for a row is empty. A row measured \

@@ -47,5 +47,7 @@ def test_a_plan_that_is_refused_in_its_first_step_is_said_and_the_next_one_is_tr
     (tmp_path / "words.txt").write_text("".join(f"{number} and {number * number}\n" for number in range(400)))
     for first, second, third in ranks.run(2, tried, str(tmp_path / "words.txt"), ["dp2.mb2", "pp2.mb2", "tp2.mb4"]):
         assert first.seconds is second.seconds is None
-        assert "rows of a batch see each other" in first.why and "rows of a batch see each other" in second.why
+        assert (
+            "rows of a batch depend on each other" in first.why and "rows of a batch depend on each other" in second.why
+        )
         assert third.seconds > 0 and not third.why

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import limited
+import memory_limit
 import pytest
 
 SIZES: dict[str, Any] = {
@@ -53,11 +53,11 @@ def ranks_of(plan: str, world: int, folder: Path) -> list[subprocess.CompletedPr
         for rank in range(world)
     ]
     with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(lambda script: limited.run(script, LIMIT), scripts))
+        return list(pool.map(lambda script: memory_limit.run(script, LIMIT), scripts))
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(limited.place() is None, reason="no control group can be made here: needs root")
+@pytest.mark.skipif(memory_limit.place() is None, reason="no control group can be made here: needs root")
 def test_a_model_that_fits_on_no_single_device_is_proven(tmp_path: Path) -> None:
     (alone,) = ranks_of("dp1", 1, tmp_path)
     assert alone.returncode == -signal.SIGKILL, f"the limit limits nothing: {alone.stderr[-500:]}"

@@ -126,7 +126,7 @@ def refused_at(said: list[list[Any]], step: int) -> None:
     """All ranks say the same line, in place of the step number `step`."""
     assert said[0] == said[1]
     assert len(said[0]) == step and isinstance(said[0][-1], str), said[0]
-    assert "rows of a batch see each other" in said[0][-1] and "\n" not in said[0][-1]
+    assert "rows of a batch depend on each other" in said[0][-1] and "\n" not in said[0][-1]
 
 
 @pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb1", "pp2.mb2"])
@@ -173,7 +173,7 @@ def late(plan: str) -> list[Any]:
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp1.mb2", "dp2.z3.mb2"])
 def test_a_term_that_comes_in_at_step_2_is_refused_there_without_proofs_too(ranks: Any, plan: str) -> None:
     for losses in ranks.run(1 if plan == "dp1.mb2" else 2, late, plan):
-        assert len(losses) == 2 and "rows of a batch see each other" in losses[1], losses
+        assert len(losses) == 2 and "rows of a batch depend on each other" in losses[1], losses
 
 
 def test_rows_that_see_each_other_pass_together_on_one_rank(ranks: Any) -> None:

@@ -145,14 +145,14 @@ def test_row_coupling_from_an_unchecked_step_is_refused_at_that_step(
     assert found[0] == found[1] and len(found[0]) == steps + 1, found[0]
     assert isinstance(found[0][-1], str) and "\n" not in found[0][-1]
     if what == "coupled" or not plan.startswith("pp"):
-        assert "rows of a batch see each other" in found[0][-1]
+        assert "rows of a batch depend on each other" in found[0][-1]
 
 
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2"])
 def test_a_number_that_couples_rows_on_one_rank_alone_is_refused_by_all_ranks(ranks: Any, plan: str) -> None:
     found = ranks.run(2, run, "coupled on one rank", plan)
     assert found[0] == found[1] and len(found[0]) == 6, found[0]
-    assert "rows of a batch see each other" in found[0][-1] and "\n" not in found[0][-1]
+    assert "rows of a batch depend on each other" in found[0][-1] and "\n" not in found[0][-1]
 
 
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2"])

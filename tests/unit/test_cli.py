@@ -63,8 +63,8 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
         (["plan", *SMALL, "--plan", "dp2"], "dp(2) * tp(1) * pp(1) = 2 but the cluster has 4 devices"),
         (
             ["train", "--cluster", "local:1", "--optimizer", "muon", "--plan", "dp1.off-optimizer-disk"],
-            "plan dp1.off-optimizer-disk: an optimizer of whole tensors cannot wait elsewhere: leave "
-            "off-optimizer-disk out",
+            "plan dp1.off-optimizer-disk: an optimizer of whole tensors cannot be offloaded: remove "
+            "off-optimizer-disk, or use AdamW",
         ),
         (
             ["plan", "--set", "run.checkpoint_every=often"],

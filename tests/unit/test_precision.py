@@ -125,22 +125,22 @@ def test_what_cannot_be_is_one_line(cluster: str, workload: dict[str, Any], line
 
 REFUSED = [
     ("1x8:h100", {"precision": "bf16", "optimizer__name": "muon"}, "dp8.z1.off-optimizer",
-        "an optimizer of whole tensors cannot wait elsewhere"),
+        "an optimizer of whole tensors cannot be offloaded"),
     ("1x8:h100", {"precision": "bf16", "optimizer__name": "adafactor"}, "dp8.z3.off-parameters",
-        "an optimizer of whole tensors cannot wait"),
-    ("1x8:h100", {"precision": "bf16-pure"}, "dp8.z1.off-optimizer", "precision bf16-pure cannot wait elsewhere"),
+        "an optimizer of whole tensors cannot be offloaded"),
+    ("1x8:h100", {"precision": "bf16-pure"}, "dp8.z1.off-optimizer", "precision bf16-pure cannot be offloaded"),
     ("1x8:h100", {"precision": "bf16", "optimizer__state": "8bit"}, "dp8.z1.off-optimizer",
-        "states of 8 bits cannot wait elsewhere"),
+        "states of 8 bits cannot be offloaded"),
     ("1x8:h100", {"precision": "fp8"}, "dp4.tp2.z1", "fp8 runs without tensor parallelism"),
     ("1x8:h100", {"precision": "fp8"}, "pp8.zbh1", "fp8 runs without tensor parallelism and zero-bubble schedules"),
     ("1x8:h100", {"precision": "fp32"}, "dp8.z3.off-parameters",
-        "add off-optimizer, so that they are updated there, or use bf16"),
+        "add off-optimizer to update them there, or use bf16"),
     ("1x2:h100", {"precision": "bf16", "compression__kind": "int8"}, "dp2.z1.zw3-1",
-        "compressed gradients go in equal parts"),
+        "compressed gradients need equal shards"),
     ("2x8:h100", {"precision": "bf16", "local__replicas": 2}, "dp2.cp8.rc-full",
-        "workload.local does not go with z0 with cp"),
+        "workload.local cannot be combined with z0 with cp"),
     ("2x8:h100", {"precision": "bf16", "local__replicas": 2}, "dp2x8.z1.off-optimizer",
-        "workload.local does not go with off-optimizer"),
+        "workload.local cannot be combined with off-optimizer"),
 ]  # fmt: skip
 
 

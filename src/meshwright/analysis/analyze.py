@@ -125,9 +125,8 @@ def _trace_with_fallback(state: AnalysisState) -> None:
 def _trace_until_stable(state: AnalysisState, dtype: torch.dtype | None) -> None:
     for _ in range(MAX_TRACE_PASSES):
         seen = trace_ops(state.model, state.lists, frozenset(state.unsharded), state.example, dtype)
-        seen.obstacles |= (
-            state.trace.obstacles if state.trace else {}
-        )  # some forwards write to their weights in their first call only
+        # Some forwards write to their weights in their first call only.
+        seen.obstacles |= state.trace.obstacles if state.trace else {}
         both = {block: find_block_regions(state.model, block, seen) for block in seen.blocks}
         left = {weight: why for _, more in both.values() for weight, why in more.items()}
         state.trace, state.candidates = seen, {block: regions for block, (regions, _) in both.items()}
@@ -144,10 +143,8 @@ def _record_eval_writes(state: AnalysisState, dtype: torch.dtype | None) -> None
     assert state.trace is not None
     if "writes" in state.trace.obstacles:
         return
-    with (
-        suppress(Exception),
-        in_eval_mode(state.model),
-    ):  # a model that fails in eval mode raises later, when it is evaluated
+    # A model that fails in eval mode raises later, when it is evaluated.
+    with suppress(Exception), in_eval_mode(state.model):
         written = trace_ops(state.model, state.lists, frozenset(state.unsharded), state.example, dtype).obstacles.get(
             "writes"
         )

@@ -227,9 +227,8 @@ class StageDataflow:
     def run(self) -> StageDataflow:
         """Follows all events and returns the object itself."""
         record, stage = self.record, self.stage
-        self.stand_in = 1 << len(
-            record.names
-        )  # one bit for each block's output, and one for tensors that no function made
+        # One bit for each block's output, and one for tensors that no function made.
+        self.stand_in = 1 << len(record.names)
         self.unseen = self.stand_in << (1 + max(record.calls, default=0))
         self.sources = {number: 1 << number & ~self.own for number in range(len(record.names))}
         left = set(stage.sends)
@@ -244,9 +243,8 @@ class StageDataflow:
                 self.sources.update(dict.fromkeys(event.writes, self.stand_in << event.block))
         for storage in record.outputs if self.any_output else record.outputs[:1]:
             found = self.sources.get(storage, 0)
-            if (
-                not self.any_output or found < self.stand_in
-            ):  # a dry run of the stages checks outputs of blocks where the loss reads them
+            # A dry run of the stages checks outputs of blocks where the loss reads them.
+            if not self.any_output or found < self.stand_in:
                 self._need(found, "what the model returns")
         return self
 

@@ -138,9 +138,8 @@ class ParamWriteRecorder(TorchDispatchMode):
         """By name: the elements that were written, and their values before the first write."""
         self._spans_by_storage: dict[int, list[tuple[str, StorageSpan]]] = defaultdict(list)
         for name, span in spans.items():
-            with (
-                torch._C.DisableTorchFunctionSubclass()
-            ):  # resharded parameters of ZeRO-3 refuse to report their storage
+            # Resharded parameters of ZeRO-3 refuse to report their storage.
+            with torch._C.DisableTorchFunctionSubclass():
                 if not span.of.is_meta:
                     self._spans_by_storage[span.of.untyped_storage()._cdata].append((name, span))
 

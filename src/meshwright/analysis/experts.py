@@ -52,9 +52,8 @@ def add_experts(
     """
     messages: list[str] = []
     hidden = model.get_parameter(f"{graph.embedding}.weight").shape[1] if graph.embedding else 0
-    widths = (
-        {path: hidden for path, _ in model.named_modules()} if hidden else {}
-    )  # default widths, for a model that does not run on the meta device
+    # Default widths, for a model that does not run on the meta device.
+    widths = {path: hidden for path, _ in model.named_modules()} if hidden else {}
     widths |= {path: tensor.shape[-1] for path, tensor in inputs.items() if tensor.ndim}
     lists = [stack for stack, _ in graph.stacks] or ([graph.blocks] if graph.blocks else [])
     undivided: list[str] = []

@@ -389,9 +389,8 @@ class OpTracer(TorchFunctionMode):
         except NotShardable as lost:
             self.reject(columns, Message("{where} {lost}", where=where, lost=lost))
             after = [ShardedTensorInfo(columns, ()) for _ in outputs]
-        for tensor in (
-            shares if all(share.product_slice in (None, info.product_slice) for share in after) else ()
-        ):  # a slice of the operand is a part of a fused projection, not yet heads
+        # A slice of the operand is a part of a fused projection, not yet heads.
+        for tensor in shares if all(share.product_slice in (None, info.product_slice) for share in after) else ():
             _note_cuts(products, call, self.sharded[id(tensor)], self.sharded[id(tensor)], tensor)
         for tensor, share in zip(outputs, after, strict=True):
             part = share.product_slice if len(columns) == 1 else None

@@ -146,9 +146,8 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
     if after.shape == before.shape:
         return share
     begins = [dim for dim in range(after.ndim) if math.prod(after.shape[:dim]) == ahead]
-    first = next(
-        (dim for dim in begins if dim or after.shape[0] > 1), None
-    )  # a single head has a dimension of size 1, a single row may have none
+    # A single head has a dimension of size 1, a single row may have none.
+    first = next((dim for dim in begins if dim or after.shape[0] > 1), None)
     if first is None:
         outer = next(dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) < ahead)
         inner, rest = divmod(ahead, math.prod(after.shape[:outer]))
@@ -263,9 +262,8 @@ def _slice_of_product(
     if steps not in ([], [1]):
         if len(steps) > 1 or size % steps[0]:
             raise NotShardable(Message("picks single features"))
-        return replace(
-            share, dims=dims, product_slice=None
-        )  # e.g. every second feature: each rank still has complete groups
+        # E.g. every second feature: each rank still has complete groups.
+        return replace(share, dims=dims, product_slice=None)
     if share.product_slice is None:
         return replace(share, dims=dims)
     unit = (share.product_slice[1] - share.product_slice[0]) // size

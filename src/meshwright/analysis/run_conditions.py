@@ -153,9 +153,8 @@ def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module,
     """Sets `modes` (see `training_modes`) and repeatable computation. Restores the earlier state on exit."""
     before = torch.get_default_dtype()
     with ExitStack() as stack:
-        stack.enter_context(
-            dry_run(model, {})
-        )  # a check uses copies (check_parameters), so no write has to be recorded
+        # A check uses copies (check_parameters), so no write has to be recorded.
+        stack.enter_context(dry_run(model, {}))
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(torch.enable_grad())
         set_training_modes(model, modes)

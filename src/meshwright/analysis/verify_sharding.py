@@ -214,17 +214,15 @@ def open_sharding_check(
     for exact in (True, False) if real and size <= MAX_PARAMS_FLOAT64 else (False,):
         with ExitStack() as stack:
             stack.enter_context(training_conditions(model, exact, state.modes))
-            stack.enter_context(
-                pass_through_experts(model, weighed=True)
-            )  # experts need particular values or types; see experts.py
+            # Experts need particular values or types; see experts.py.
+            stack.enter_context(pass_through_experts(model, weighed=True))
             stack.enter_context(
                 check_parameters(
                     model, needed, max(CHECK_VOCAB_ROWS, max_integer_value(example) + 1), exact, real, head
                 )
             )
-            for lengths in dict.fromkeys(
-                (_text_lengths(example), (_sequence_length(example),) * 2)
-            ):  # some models accept only the length of the example
+            # Some models accept only the length of the example.
+            for lengths in dict.fromkeys((_text_lengths(example), (_sequence_length(example),) * 2)):
                 calls = model_calls(
                     model, example, device, min(vocabulary, CHECK_VOCAB_ROWS), torch.float64 if exact else None, lengths
                 )

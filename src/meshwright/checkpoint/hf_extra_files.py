@@ -42,9 +42,8 @@ def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: st
     }
     if model is not None and (model / GENERATION_CONFIG_FILE).is_file():
         found[GENERATION_CONFIG_FILE] = (model / GENERATION_CONFIG_FILE).read_bytes()
-    elif (
-        model is not None and (start := _decoder_start_token(model)) is not None
-    ):  # transformers reads this file first where it exists, and then ignores the configuration
+    # Transformers reads this file first where it exists, and then ignores the configuration.
+    elif model is not None and (start := _decoder_start_token(model)) is not None:
         found[GENERATION_CONFIG_FILE] = json.dumps({DECODER_START_KEY: start}, indent=2).encode()
     if tokenizer is not None and found.keys() & set(TOKENIZER_FILES) == {"tokenizer.json"}:
         known = {

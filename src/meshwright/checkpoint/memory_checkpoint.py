@@ -105,9 +105,8 @@ def plan_snapshot_layout(
     storages: dict[int, int] = {}
     for _, tensor in shards:
         storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
-    shards.sort(
-        key=lambda item: (storages[item[1].untyped_storage().data_ptr()], item[1].data_ptr())
-    )  # the same order after every restart
+    # The same order after every restart.
+    shards.sort(key=lambda item: (storages[item[1].untyped_storage().data_ptr()], item[1].data_ptr()))
     runs: list[BufferRun] = []
     listed: list[list[Any]] = []
     begin = end = owner = size = 0

@@ -178,9 +178,8 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
         requested = requested or (len(devices) == me.world != cluster.devices)
     if not requested or me.world == 1:
         return None
-    port = int(environment.get("MASTER_PORT", DEFAULT_PORT)) + (
-        "TORCHELASTIC_RUN_ID" in environment
-    )  # torchrun's own store uses that port
+    # Torchrun's own store uses that port.
+    port = int(environment.get("MASTER_PORT", DEFAULT_PORT)) + ("TORCHELASTIC_RUN_ID" in environment)
     return NodeRole(me.rank, me.world, tuple(devices), environment["MASTER_ADDR"], port)
 
 

@@ -88,9 +88,8 @@ class Replanner:
 
         priced = None if question is None else estimate(question, plan)
         other = self.launch.but(plan=plan, predicted=() if priced is None else priced.per_stage)
-        with contextlib.suppress(
-            OSError, StorageFailed
-        ):  # a full disk only prevents the plan in the folder from being updated
+        # A full disk only prevents the plan in the folder from being updated.
+        with contextlib.suppress(OSError, StorageFailed):
             write_run_folder(self.folder, other, PlanChoice(question, plan, priced, []))
         return self.work_of(other)
 

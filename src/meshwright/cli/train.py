@@ -155,9 +155,8 @@ def _with_run_options(shared: JobOptions, wanted: RunOptions) -> JobOptions:
         for name, value in entries
         if value is not None
     )
-    return dataclasses.replace(
-        shared, set=(*shared.set, *written)
-    )  # quoted, because a path may contain what YAML reads as a comment or a mapping
+    # Quoted, because a path may contain what YAML reads as a comment or a mapping.
+    return dataclasses.replace(shared, set=(*shared.set, *written))
 
 
 def _supervise(

@@ -313,9 +313,8 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
         for one in more
         if one["loc"][:-1] == first["loc"][:-1] and one["input"] is first["input"] and one["type"] not in fields
     ]
-    if (
-        others and first["type"] not in fields
-    ):  # For a union, pydantic reports the errors of each member type and appends the type to the path.
+    # For a union, pydantic reports the errors of each member type and appends the type to the path.
+    if others and first["type"] not in fields:
         first["loc"] = first["loc"][:-1]
         first.pop("ctx", None)  # the reason lists the errors of all member types, not only of the first
         first["msg"] = ", or ".join([first["msg"], *(other.removeprefix("Input should be ") for other in others)])

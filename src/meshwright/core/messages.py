@@ -110,13 +110,8 @@ def translate(text: str, language: str = "en") -> str:
         return str.__str__(text)
     try:
         translated = _format_message(msgid, text.fields, language)
-    except (
-        KeyError,
-        IndexError,
-        ValueError,
-        TypeError,
-        AttributeError,
-    ):  # fields of another version
+    # Fields of another version.
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError):
         return str.__str__(text)
     return _CHINESE_SPACE.sub("", translated)
 

@@ -139,9 +139,8 @@ class Attempt:
             if event["status"] == STOPPED_EXIT_CODE and rank not in self.failures:
                 self.stopped.add(rank)
             elif event["status"] != 0:
-                kills = (
-                    event["kills"] if "kills" in event else oom_kill_count() - self.kills
-                )  # a rank on another node: the node sends its own count
+                # A rank on another node: the node sends its own count.
+                kills = event["kills"] if "kills" in event else oom_kill_count() - self.kills
                 words, oom = event.get("words", ""), event.get("oom", False)
                 self.failures.setdefault(rank, RankExit(rank, now, event["status"], words=words, kills=kills, oom=oom))
 

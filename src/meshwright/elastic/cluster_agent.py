@@ -259,11 +259,8 @@ class ClusterAgent(LocalAgent):
                 continue
             try:
                 name, devices, _ = str(hello["name"]), int(hello["devices"]), hello["order"] + 0
-            except (
-                KeyError,
-                TypeError,
-                ValueError,
-            ):  # a client with the token that is not a node, e.g. a snapshot client
+            # A client with the token that is not a node, e.g. a snapshot client.
+            except (KeyError, TypeError, ValueError):
                 end.close()
                 continue
             try:
@@ -408,9 +405,8 @@ class ClusterAgent(LocalAgent):
             node.leaving = True
         elif event["event"] == "started":
             event["pid"] = _remote_process_id(event["rank"])
-        elif (
-            event["event"] == "ended" and node.ranks.get(event["rank"]) == event["generation"]
-        ):  # not an exit of an earlier generation of this rank
+        # Not an exit of an earlier generation of this rank.
+        elif event["event"] == "ended" and node.ranks.get(event["rank"]) == event["generation"]:
             del node.ranks[event["rank"]]
         elif event["event"] == "pulse":
             self._remote.hear(event["signs"])

@@ -182,9 +182,8 @@ class DeviceExclusion:
             self._cost = self.clock() - self._began
         self._steps.append(seconds)
         self._usual = self._steps[-GAIN_STEPS:]
-        if (
-            self._gain is not None and self.wanted is None and len(self._steps) == WARMUP_STEPS + GAIN_STEPS
-        ):  # the speedup is measured after the decision is carried out
+        # The speedup is measured after the decision is carried out.
+        if self._gain is not None and self.wanted is None and len(self._steps) == WARMUP_STEPS + GAIN_STEPS:
             words, before, predicted = self._gain
             self._gain, found = None, before / median(self._usual)
             self.journal.write(

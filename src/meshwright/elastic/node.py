@@ -243,9 +243,8 @@ class NodeAgent:
             event["kills"] = self._kills - before
             if event["status"] == -signal.SIGKILL and event["kills"]:
                 event["oom"] = True
-                event["words"] = failure_cause(
-                    RankExit(event["rank"], 0.0, event["status"], kills=event["kills"])
-                )  # with the memory limit of this node
+                # With the memory limit of this node.
+                event["words"] = failure_cause(RankExit(event["rank"], 0.0, event["status"], kills=event["kills"]))
         self._say(**event)
 
     def _bury(self) -> None:

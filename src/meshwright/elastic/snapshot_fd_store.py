@@ -71,9 +71,8 @@ class SnapshotFdStore:
     def _receive(self) -> None:
         messages, ended = self.commands.read()
         for message in messages:
-            with contextlib.suppress(
-                OSError
-            ):  # the supervisor was killed too early to open its files: the previous state stays valid
+            # The supervisor was killed too early to open its files: the previous state stays valid.
+            with contextlib.suppress(OSError):
                 self._replace(message)
         if ended:
             self.waiting.unregister(0)

@@ -231,9 +231,8 @@ class StageExecutor:
             total = self.objective.sum(output, batch)
         if balance is not None:
             sums = balance.end()
-            total = (
-                total + balance.loss(sums) if torch.is_grad_enabled() else total
-            )  # evaluation excludes the balance loss
+            # Evaluation excludes the balance loss.
+            total = total + balance.loss(sums) if torch.is_grad_enabled() else total
         return (total,)
 
     def _buffers_of_other_stages(self, stage: int) -> list[torch.Tensor]:

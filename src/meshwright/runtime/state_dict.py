@@ -233,9 +233,8 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
             for key, parts in unit.optim_shard.state_parts(optimizer).items()
             if parts
         }
-    for unit in reversed(
-        engine.zero.trainable
-    ):  # stops reading at the first group with scalars, since a read synchronises with the device
+    # Stops reading at the first group with scalars, since a read synchronises with the device.
+    for unit in reversed(engine.zero.trainable):
         scalars = scalars or dict(unit.optim_shard.scalar_states(optimizer))
     single = [run for unit in engine.zero.trainable for run in unit.optim_shard.isolated if not run.has_no_state]
     skipped = {run.path: dict(scalar_states(optimizer, run)) for run in single}
@@ -450,9 +449,8 @@ def gather_full_tensors(engine: Engine, pieces: Iterable[LocalPiece]) -> dict[st
     mine = ((item.piece, item.data.detach()) for item in pieces if not item.piece.name.startswith(REPLICA_PREFIX))
     if engine.mesh.world is None:
         return assemble_tensors(mine)
-    sent = [
-        (piece, data.to("cpu", copy=True)) for piece, data in mine
-    ]  # a copy, since serialising a view sends its whole storage
+    # A copy, since serialising a view sends its whole storage.
+    sent = [(piece, data.to("cpu", copy=True)) for piece, data in mine]
     gathered: list[Any] | None = [None] * dist.get_world_size() if engine.mesh.rank == 0 else None
     with interruptible_wait():
         dist.gather_object(sent, gathered, dst=0)

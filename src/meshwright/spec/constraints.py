@@ -51,7 +51,7 @@ def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
         ]
         product = " * ".join(f"{axis}({degree})" for axis, degree in factors)
         yield Violation(
-            "degrees do not multiply to the devices",
+            "the product of degrees is not the number of devices",
             Message(
                 "{product} = {world} but the cluster has {devices} devices",
                 product=product,
@@ -114,7 +114,7 @@ def tensor_parallel_violations(
         return
     if not tensor_parallel:
         yield Violation(
-            "the model has no tensor-parallel form",
+            "the model has no tensor-parallel rule",
             Message("tp({tp}): no rule shards the layers of this model; use tp 1", tp=plan.tp),
         )
         return
@@ -126,9 +126,9 @@ def tensor_parallel_violations(
             )
     if 0 < vocabulary <= -(-vocabulary // plan.tp) * (plan.tp - 1):
         yield Violation(
-            "a tensor rank has none of the vocabulary",
+            "a tensor rank has no part of the vocabulary",
             Message(
-                "tp({tp}) leaves the last tensor rank none of the vocabulary({vocabulary}): use a smaller tp",
+                "tp({tp}) leaves no part of the vocabulary({vocabulary}) to the last tensor rank: use a smaller tp",
                 tp=plan.tp,
                 vocabulary=vocabulary,
             ),
@@ -233,9 +233,9 @@ def block_count_violations(plan: Plan, blocks: int) -> Iterator[Violation]:
         named = f"{what}{count}"
         if count > most:
             yield Violation(
-                "more blocks are counted than a stage has",
+                "more blocks than a stage has",
                 Message(
-                    "{named} counts blocks of a stage, which has {most} at most: write {what} for all of them",
+                    "{named} counts the blocks of one stage, which has at most {most}: write {what} for all blocks",
                     named=named,
                     most=most,
                     what=what,
@@ -249,7 +249,7 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
     rows, each = plan.rows_per_round, round_equation(plan).partition(" = ")[0]
     if plan.shares and plan.uneven_batch != batch:
         yield Violation(
-            "shares are of another batch",
+            "shares do not sum to the batch",
             Message(
                 "shares: {shares_equation} but the batch is {batch}", shares_equation=shares_equation(plan), batch=batch
             ),
@@ -294,9 +294,9 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
         )
     elif not rules.accepts(plan.pp, count):
         yield Violation(
-            "the actions order another batch",
+            "the actions are for another batch",
             Message(
-                "its actions order {ordered_micro_batches} micro-batches, batch {batch} / ({each}) is {count}",
+                "its actions are for {ordered_micro_batches} micro-batches, but batch {batch} / ({each}) is {count}",
                 ordered_micro_batches=rules.ordered_micro_batches,
                 batch=batch,
                 each=each,
@@ -310,7 +310,7 @@ def batch_split_violations(plan: Plan, batch: int, against: str) -> Iterator[Vio
     or empty if rows are independent."""
     if against and (plan.dp > 1 or plan.micro_batch < batch):
         yield Violation(
-            "rows of a batch see each other",
+            "rows of a batch depend on each other",
             Message("a batch must not be divided: {against}; use dp1.mb{batch}", against=against, batch=batch),
         )
 

@@ -87,8 +87,8 @@ def _check_offload(plan: Any) -> None:
     if offloaded and plan.zero < 3:
         raise ValueError(
             Message(
-                "off-{offloaded}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one "
-                "rank too: dp1.z3)",
+                "off-{offloaded}: offloaded weights are gathered layer by layer, as at ZeRO 3: add z3 (on one rank "
+                "too: dp1.z3)",
                 offloaded=offloaded[0],
             )
         )

@@ -23,7 +23,7 @@ def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
     """Checks that exact sums use micro-batches of the size that the workload names."""
     if exact and plan.micro_batch_sizes:
         yield Violation(
-            "exact sums are of micro-batches of one size",
+            "exact sums need equal micro-batches",
             Message(
                 "micro-batch sizes {list} are not workload.exact({exact}); use mb{exact}",
                 list=list(plan.micro_batch_sizes),
@@ -32,7 +32,7 @@ def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
         )
     elif exact and plan.micro_batch != exact:
         yield Violation(
-            "exact sums are of other micro-batches",
+            "exact sums need another micro-batch size",
             Message(
                 "micro_batch({micro_batch}) is not workload.exact({exact}); use mb{exact}",
                 micro_batch=plan.micro_batch,
@@ -48,7 +48,7 @@ def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violat
         return
     if plan.dp_replicate != local.replicas:
         yield Violation(
-            "replicas are of another number",
+            "number of replicas differs",
             Message(
                 "dp_replicate({dp_replicate}) is not workload.local.replicas({replicas}); use dp{replicas}, or "
                 "dp{replicas}xN.z1",
@@ -69,8 +69,8 @@ def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violat
     ]
     if other:
         yield Violation(
-            "replicas of their own do not go with it",
-            Message("workload.local does not go with {other}; leave it out", other=", ".join(other)),
+            "local SGD excludes it",
+            Message("workload.local cannot be combined with {other}: remove one of them", other=", ".join(other)),
         )
 
 
@@ -117,26 +117,26 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
     recipe, offloaded = update.recipe, offloaded_state_names(plan)
     if recipe.products == "fp8" and (plan.tp > 1 or any(plan.splits_backward(stage) for stage in range(plan.stages))):
         yield Violation(
-            "float8 layers multiply whole weights in one action",
+            "fp8 needs full weights and one backward action",
             Message("fp8 runs without tensor parallelism and zero-bubble schedules: use tp1 and 1f1b, or bf16"),
         )
     if recipe.compression is not None and plan.shard_weights:
         yield Violation(
-            "compressed gradients go in equal parts",
-            Message("compressed gradients go in equal parts: leave shards out, or compression"),
+            "compressed gradients need equal shards",
+            Message("compressed gradients need equal shards: remove zw from the plan, or the compression"),
         )
     if update.there and offloads_weights(plan.offload) and not offloads_states(plan.offload):
         yield Violation(
-            "weights that wait on the host are updated there",
+            "offloaded weights are updated on the host",
             Message(
-                "in {recipe} what is updated is the weights themselves, which wait on the host: add off-optimizer, so "
-                "that they are updated there, or use bf16",
+                "{recipe} updates the weights themselves, which are offloaded to the host: add off-optimizer to "
+                "update them there, or use bf16",
                 recipe=recipe.name,
             ),
         )
     elif update.there and offloads_weights(plan.offload) and plan.offload_share < plan.weights_share:
         yield Violation(
-            "weights that wait on the host are updated there",
+            "offloaded weights are updated on the host",
             Message(
                 "in {recipe} what is updated is the weights themselves: of the states at least the share of the "
                 "weights must wait on the host ({weights_share}, not {offload_share}), so that those which wait are "
@@ -155,18 +155,19 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
             else Message("states of 8 bits")
         )
         yield Violation(
-            "such states cannot wait elsewhere",
+            "such states cannot be offloaded",
             Message(
-                "{what} cannot wait elsewhere: leave off-{offloaded} out, or use AdamW with bf16",
+                "{what} cannot be offloaded: remove off-{offloaded}, or use AdamW with bf16",
                 what=what,
                 offloaded=offloaded[0],
             ),
         )
     if plan.ep > 1 and update.experts:
         yield Violation(
-            "experts that are dealt are nowhere whole",
+            "no rank has all experts",
             Message(
-                "the optimizer needs {experts} whole, of which ep deals the experts to ranks: use ep1, or AdamW",
+                "the optimizer needs the full tensor {experts}, whose experts expert parallelism distributes over "
+                "ranks: use ep1, or AdamW",
                 experts=update.experts[0],
             ),
         )

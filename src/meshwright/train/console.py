@@ -94,9 +94,8 @@ class RunConsole:
         elif self.first:
             self.note(Message("goes on from the checkpoint of step {first}", first=self.first))
         if self.console.is_terminal and not self.quiet and self.first < self.steps:
-            whole = Column(
-                no_wrap=True, min_width=len(f"step {self.steps}/{self.steps}")
-            )  # a narrow screen cuts the later columns
+            # A narrow screen cuts the later columns.
+            whole = Column(no_wrap=True, min_width=len(f"step {self.steps}/{self.steps}"))
             step = TextColumn(
                 self.words(Message("step {step}/{steps}", step="{task.completed}", steps="{task.total}")),
                 table_column=whole,
@@ -142,9 +141,8 @@ class RunConsole:
             words.append(
                 Message("{tokens_per_second} tokens/s", tokens_per_second=show_count(record.tokens_per_second))
             )
-            kind = (
-                "reserved" if "reserved" in record.memory else "resident"
-            )  # ranks of one host that use shared memory count it together
+            # Ranks of one host that use shared memory count it together.
+            kind = "reserved" if "reserved" in record.memory else "resident"
             words.append(Message("{memory} on the peak rank", memory=show_bytes(record.memory.get(kind, 0.0))))
         done = record.step - self.first
         if done > 0 and record.step < self.steps:

@@ -273,9 +273,8 @@ class ForkServer:
         if removed:
             self.store = 0
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-            self._end(
-                -signal.SIGKILL if killed else 1
-            )  # without the store no rank can join, so the supervisor restarts all ranks
+            # Without the store no rank can join, so the supervisor restarts all ranks.
+            self._end(-signal.SIGKILL if killed else 1)
         for child in list(self.children.values()):
             pid, status = os.waitpid(child.pid, os.WNOHANG)
             if not pid:

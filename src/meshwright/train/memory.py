@@ -60,13 +60,12 @@ class StepMemoryTrace:
     def timeline(self, trainer: Trainer) -> MemoryTimeline:
         """Returns the timeline of `trainer`'s last step, which was traced."""
         stored = trainer.resident_memory()
-        left = self.remaining - (
-            trainer.passing if backend_of(self.device).memory_is_host else 0
-        )  # data in transit to or from an accelerator is in host memory
+        # Data in transit to or from an accelerator is in host memory.
+        left = self.remaining - (trainer.passing if backend_of(self.device).memory_is_host else 0)
         stored["passing"] = float(max(-left, 0))
-        if (
-            left > 0 and trainer.steps == 1
-        ):  # only the first step creates optimizer states; later, `left` is memory that other threads free untraced
+        # Only the first step creates optimizer states; later, `left` is memory that other threads free
+        # untraced.
+        if left > 0 and trainer.steps == 1:
             stored["optimizer"] = max(stored["optimizer"] - left, 0.0)
         return MemoryTimeline(
             rank=trainer.mesh.rank, step=trainer.steps, seconds=self.seconds, resident=stored,

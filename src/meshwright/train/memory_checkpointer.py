@@ -217,9 +217,8 @@ class MemoryCheckpointer:
                 "no copies in memory of what the plan keeps in files; a rank that fails costs the steps since the "
                 "last checkpoint"
             )
-        mirrored = (
-            2 if self._slots > SNAPSHOT_SLOTS else 0
-        )  # for the ranks of another node (elastic/snapshot_replication.py)
+        # For the ranks of another node (elastic/snapshot_replication.py).
+        mirrored = 2 if self._slots > SNAPSHOT_SLOTS else 0
         needs = self.memory.allocation_bytes(layout, self._slots + mirrored) * self.trainer.plan.world
         free = min(psutil.virtual_memory().available, cgroup_memory_available())
         if needs <= MAX_FREE_MEMORY_FRACTION * free:

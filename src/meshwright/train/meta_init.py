@@ -165,9 +165,8 @@ def load_sharded_weights(engine: Engine, path: Path | str) -> None:
     Raises InputError where the files do not fit."""
     weights = None if is_present(Path(path) / MANIFEST_FILE) else _open_checked_weights(path, engine)
     engine.zero.quiesce()
-    pieces = map(
-        state_dict.strip_replica_prefix, state_dict.weight_pieces(engine, saving=False)
-    )  # local SGD replicas all start from the same weights
+    # Local SGD replicas all start from the same weights.
+    pieces = map(state_dict.strip_replica_prefix, state_dict.weight_pieces(engine, saving=False))
     stored = (item for item in pieces if item.piece.name.removeprefix(WEIGHT_PREFIX) in engine.unfilled)
     named = ((item.piece._replace(name=item.piece.name.replace(LORA_BASE_INFIX, ".")), item.data) for item in stored)
     with torch.no_grad():

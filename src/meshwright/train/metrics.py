@@ -220,9 +220,8 @@ def agree_on_step(
         brought = [max(record.seconds - record.data_seconds - waiting, 0.0), record.data_seconds, waiting, *own]
         largest[: len(mine)] = torch.tensor(mine, dtype=torch.float64)
         place = len(mine) + each * group.index
-        largest[place : place + each] = torch.tensor(
-            brought, dtype=torch.float64
-        )  # the entries of a rank are 0 on all other ranks, so the maximum is the rank's own value
+        # The entries of a rank are 0 on all other ranks, so the maximum is the rank's own value.
+        largest[place : place + each] = torch.tensor(brought, dtype=torch.float64)
         all_reduce(largest, group, use_max=True).wait()
         rows = largest[len(mine) :].view(-1, each).tolist()
         phases, by_rank = PhaseSeconds(*zip(*(row[:3] for row in rows), strict=True)), [row[3:] for row in rows]

@@ -125,9 +125,8 @@ def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str
     """Describes the kind in `wanted` that exceeds its prediction the most."""
     if (predicted := holder.predicted) is None:
         return Message("ZeRO (z1 to z3), rc-full and off-optimizer hold less, and `meshwright plan` finds what fits")
-    whole = (
-        predicted.reserved if backend_of(holder.device).memory_is_host else predicted.total
-    )  # the code and libraries of a process take memory in addition to its allocations
+    # The code and libraries of a process take memory in addition to its allocations.
+    whole = predicted.reserved if backend_of(holder.device).memory_is_host else predicted.total
     said = {kind: float(getattr(predicted, kind)) for kind in wanted if kind != rest}
     said[rest] = whole - sum(said.values())
     most = max(wanted, key=lambda kind: wanted[kind] - said[kind])

@@ -145,9 +145,8 @@ class Recovery:
         if self.record is None:
             return None
         last = int(rank_exchange(self.trainer.mesh).all_gather(str(reported))[0])
-        return (
-            StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None
-        )  # if later steps were already reported, the run was rolled back in between
+        # If later steps were already reported, the run was rolled back in between.
+        return StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None
 
     def catch_up(self) -> None:
         """Saves now if a save was due at the resumed step and a fault interrupted it. All ranks call it."""

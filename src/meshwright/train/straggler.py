@@ -188,9 +188,8 @@ class StragglerMonitor:
                 self.say(Message("step {step}: {words}", step=step, words=words))
                 self.tell("verdict", step=step, ranks=ranks, words=words)
         changed = bool(self.slow) or self.plan != self.first
-        again = (
-            found is None and changed and self._seen % MEDIAN_WINDOW_STEPS == 0
-        )  # also adjust to a straggler whose speed has changed
+        # Also adjust to a straggler whose speed has changed.
+        again = found is None and changed and self._seen % MEDIAN_WINDOW_STEPS == 0
         better = self.better() if balance and (found is not None or again) else None
         if better is None or (again and better[1] < 1.0 + 2 * MIN_GAIN_FRACTION):
             if balance and again and (requested := self.asks()) is not None:

@@ -82,9 +82,8 @@ class TrialRunner:
         groups = [
             one for group in trainer.mesh.groups.values() for one in group.process_groups if one is not dist.group.WORLD
         ]
-        groups += [
-            channel for _, channel in sorted(trainer.mesh.p2p_groups.items(), key=lambda item: item[0])
-        ]  # all ranks must destroy the groups in the same order
+        # All ranks must destroy the groups in the same order.
+        groups += [channel for _, channel in sorted(trainer.mesh.p2p_groups.items(), key=lambda item: item[0])]
         del trainer
         gc.collect()
         for group in groups:

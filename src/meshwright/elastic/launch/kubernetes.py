@@ -230,9 +230,8 @@ def _pod_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[s
             {"name": "shared", "mountPath": pods.mount},
         ],
         "resources": {"requests": resources, "limits": resources},
-        **(
-            {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if pods.rdma else {}
-        ),  # network adapters need pinned memory
+        # Network adapters need pinned memory.
+        **({"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if pods.rdma else {}),
     }
     tolerations = pods.tolerations(nodes)
     return {

@@ -71,9 +71,8 @@ def activation_peak(
     equally are computed together, all other choices separately."""
     layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
     whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
-    split_backward = any_split_backward(
-        box.orders
-    )  # recomputed blocks then save nothing until W (runtime/wgrad/deferred.py)
+    # Recomputed blocks then save nothing until W (runtime/wgrad/deferred.py).
+    split_backward = any_split_backward(box.orders)
     until_b = [at for at in whole_choices if split_backward and box.recompute[at].kind in PER_BLOCK_RECOMPUTE]
     groups = [group for group in ([at for at in whole_choices if at not in until_b], until_b) if group] + [
         [at] for at, again in enumerate(box.recompute) if again.some
@@ -193,9 +192,8 @@ def _offloaded_activation_peak(
     )
     # The last block of a forward pass is offloaded only if another action precedes its backward.
     removed = removed if box.pp == 1 else copied
-    by_host = (
-        not setting.on_host and setting.host_memory > 0
-    )  # data for a file passes through host memory, if the memory of the host is known
+    # Data for a file passes through host memory, if the memory of the host is known.
+    by_host = not setting.on_host and setting.host_memory > 0
     pinned = where.activations_files * passing * by_host
     return ActivationPeak(head, others, where.activations * removed + pinned, where.activations_files * removed)
 

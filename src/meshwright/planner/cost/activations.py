@@ -74,9 +74,8 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     routed = layer.routed_saved * (setting.imbalance - 1.0) if box.layout.ep > 1 else 0.0
     split = ((layer.saved_split + routed) * size + layer.fixed_split + layer.core_context * sequence) / box.tp
     split += layer.key_value_width * size * replicated_kv_fraction(layer, box.tp)
-    at_once = tokens[:, None] * (
-        (layer.derived_split * size + layer.derived_fixed_split) / box.tp
-    )  # bytes of the feed-forward, with which backward begins
+    # Bytes of the feed-forward, with which backward begins.
+    at_once = tokens[:, None] * ((layer.derived_split * size + layer.derived_fixed_split) / box.tp)
     derived = at_once + tokens[:, None] * ((layer.derived_whole * size + layer.derived_fixed_whole) / divided)
     fused = box.compile * tokens[:, None] * _fused_activation_bytes(layer, size, box.tp, divided)
     pieces = box.tp > 1 or layer.routed > 0
@@ -84,21 +83,18 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
         derived, at_once = fused, 0.0 * at_once
     elif box.compile:  # one kernel fuses the element-wise operations of a function
         at_once = at_once - tokens[:, None] * ((layer.fused_split - layer.fused_gates) * size)
-    copied = (tokens * (box.ulysses_ranks > 1) * (layer.query_width * size / box.tp))[
-        :, None
-    ]  # outputs, before and after the all-to-all exchange
+    # Outputs, before and after the all-to-all exchange.
+    copied = (tokens * (box.ulysses_ranks > 1) * (layer.query_width * size / box.tp))[:, None]
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None] + copied
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     alive = layer.transient
     if box.compile and layer.fused_split and not (pieces and (layer.fused_gates or layer.routed)):
-        alive = (
-            layer.transient + layer.output
-        ) / 2.0  # a kernel writes one of two gradients of the inner width over the other gradient
+        # A kernel writes one of two gradients of the inner width over the other gradient.
+        alive = (layer.transient + layer.output) / 2.0
     own = alive * size * local_fraction(layer, size, box.tp, sequence_parallel)
     across = (cp_backward_elements(setting, box, layer) * size / box.tp)[:, None]
-    passing = tokens[:, None] * np.maximum(
-        own, across - 2.0 * own
-    )  # the activations of the feed-forward, twice this size, are already freed
+    # The activations of the feed-forward, twice this size, are already freed.
+    passing = tokens[:, None] * np.maximum(own, across - 2.0 * own)
     if layer.name == HEAD and box.loss_chunks > 1:
         return _chunked_loss_bytes(setting, entry, box, tokens, whole)
     if layer.name == HEAD:

@@ -66,9 +66,8 @@ def update_temp_bytes(setting: CostContext) -> float:
     """Returns the transient bytes per weight during its update."""
     recipe, rule = setting.recipe, setting.job.workload.optimizer
     lower = recipe.size < UPDATE_ELEMENT_BYTES
-    gradient = (
-        UPDATE_ELEMENT_BYTES if lower != (recipe.reduced > 0) else 0
-    )  # low precision without a float32 copy, or float32 with low-precision gradients
+    # Low precision without a float32 copy, or float32 with low-precision gradients.
+    gradient = UPDATE_ELEMENT_BYTES if lower != (recipe.reduced > 0) else 0
     widened = rule.states * UPDATE_ELEMENT_BYTES if recipe.rounds or rule.state else 0
     return gradient + widened + (UPDATE_ELEMENT_BYTES if recipe.rounds else 0)
 

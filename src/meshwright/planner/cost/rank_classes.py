@@ -65,9 +65,9 @@ def group_equal_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: in
     table = stages_by_rank(stage_contents(entries, order), order, pp)
     found: dict[tuple[bytes, int], list[int]] = {}
     for rank in range(pp):
-        distinct = (
-            order.rules.v_shape and order.given
-        )  # later ranks have more micro-batches of their second stage in flight, and this stage may be the larger one
+        # Later ranks have more micro-batches of their second stage in flight, and this stage may be the
+        # larger one.
+        distinct = order.rules.v_shape and order.given
         found.setdefault((table[:, rank].tobytes(), rank * distinct), []).append(rank)
     return tuple(_rank_class(same[0], len(same), table[:, same[0]]) for same in found.values())
 

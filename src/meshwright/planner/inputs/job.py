@@ -123,10 +123,8 @@ def read_job(
             )
         )
     given = list((options or {}).items())
-    for (
-        name,
-        value,
-    ) in given:  # an option that chooses another cluster drops that of the file, but keeps values of --set
+    # An option that chooses another cluster drops that of the file, but keeps values of --set.
+    for name, value in given:
         set_dotted_field(data, name, value)
     for override in overrides:
         name, equals, value = override.partition("=")

@@ -234,9 +234,8 @@ def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> 
     chosen = answer.chosen.estimate
     found = search_top_plans(job, 1, runnable=runnable).ranking
     even: tuple[PlanCandidate | PlanFamily, ...] = (*found.nearest.values(), *found.families.values())
-    lean = min(
-        even or answer.families, key=lambda it: (it.reserved, it.seconds)
-    )  # on some heterogeneous groups no homogeneous plan is legal
+    # On some heterogeneous groups no homogeneous plan is legal.
+    lean = min(even or answer.families, key=lambda it: (it.reserved, it.seconds))
     values = {
         "plan": answer.chosen.name,
         "step": chosen.time.step,

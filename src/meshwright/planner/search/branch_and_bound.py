@@ -49,7 +49,7 @@ from meshwright.spec.enums import Offload, Recompute, offloads_activations
 from meshwright.spec.job import Job
 
 DOES_NOT_FIT = "does not fit"
-PRUNED_BY_BOUND = "slower for certain"
+PRUNED_BY_BOUND = "pruned (lower bound)"
 
 MAX_GRID_PLANS = 1 << 16
 """Maximum number of plans of one grid. The arrays of a grid then stay in the cache of a core."""
@@ -89,9 +89,8 @@ class PlanSearch:
             self._price_default_layouts(groups[at], floors[at])
         for group, box, priced in self._without_margin:
             self._price_memory_choices(group, box, priced)
-        for group, floor in (
-            zip(groups, floors, strict=True) if self.ranking.best else ()
-        ):  # memory does not depend on the order of axes
+        # Memory does not depend on the order of axes.
+        for group, floor in zip(groups, floors, strict=True) if self.ranking.best else ():
             self._price_other_layouts(group, floor)
         limit = show_bytes(self._usable)
         if self.fastest is not None:
@@ -202,9 +201,8 @@ class PlanSearch:
             if not box.compile
             else step + compile_seconds(setting, box, self.pricer.ranks(box).layers)[0] / setting.job.workload.steps
         )
-        doubts = tight + np.array(
-            [int(uses_unmeasured_link(setting.job.cluster, choice)) for choice in box.offload]
-        )  # the axis f
+        # The axis f.
+        doubts = tight + np.array([int(uses_unmeasured_link(setting.job.cluster, choice)) for choice in box.offload])
         worth = taken if self.objective == SearchObjective.headroom else each * (1.0 + RISK_MARGIN) ** doubts
         return PricedGrid(np.where(taken <= self._usable, worth, np.inf), step, taken, tight, room)
 
@@ -267,16 +265,16 @@ class PlanSearch:
         bound = lower_bounds(self.pricer, box, tuple(ways))
         stay = priced.seconds[:, :, :, :1]
         stay = np.where(_single_rank_shards(box), stay.min(axis=ZERO_AXIS, keepdims=True), stay)
-        seconds = (
-            bound.link if ways[0] else np.maximum(stay + bound.more, bound.link)
-        )  # if offload is mandatory, recompute may save time
+        # If offload is mandatory, recompute may save time.
+        seconds = bound.link if ways[0] else np.maximum(stay + bound.more, bound.link)
         leaning = np.array([int(uses_unmeasured_link(self.pricer.setting.job.cluster, way)) for way in ways])
         seconds = seconds * (1.0 + RISK_MARGIN) ** ((bound.safe > physical_limit(self.pricer.setting)) + leaning)
+        # If no plan fits yet, the nearest plan is searched.
         room = (
             self._usable
             if self.ranking.best
             else max(self._usable, self.lowest_memory.reserved if self.lowest_memory else np.inf)
-        )  # if no plan fits yet, the nearest plan is searched
+        )
         found = (
             mask
             & (bound.taken * (1 - SCORE_TOLERANCE) <= room)

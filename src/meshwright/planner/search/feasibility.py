@@ -204,9 +204,8 @@ class UpdateFeasibility:
 
     def schedule_violation(self, pp: int, order: ScheduleChoice) -> Violation | None:
         """Returns the reason why no plan with this schedule is allowed, or None."""
-        if not self.update.recipe.products and max(self.counted, self.sent) <= max(
-            order.stage_layers
-        ):  # only float8 products and block counts depend on the schedule
+        # Only float8 products and block counts depend on the schedule.
+        if not self.update.recipe.products and max(self.counted, self.sent) <= max(order.stage_layers):
             return None
         plan = Plan(
             pp=pp,

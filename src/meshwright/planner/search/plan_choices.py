@@ -203,9 +203,8 @@ class PlanChoices:
         """Returns the offload choices, beginning with no offload."""
         if "offload" in self.pins:
             return [tuple(self.pins["offload"])]
-        in_part = [
-            waits for name, waits in OFFLOAD_FRACTION_PINS.items() if self.pins.get(name, 100) < 100
-        ]  # a pinned fraction implies an offload
+        # A pinned fraction implies an offload.
+        in_part = [waits for name, waits in OFFLOAD_FRACTION_PINS.items() if self.pins.get(name, 100) < 100]
         ways = {
             what: (self.offloading or in_part)
             and getattr(self.job.cluster, "storage_bandwidth" if what in DISK_OFFLOADS else "host_bandwidth")

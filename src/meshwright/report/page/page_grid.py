@@ -249,9 +249,9 @@ def search_page_grid(
     others = active_children()
     with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
         try:
-            with (
-                blocked_stop_signals()
-            ):  # `map` would cancel pending futures at exit, which fails if the processes of the pool have died
+            # `map` would cancel pending futures at exit, which fails if the processes of the pool have
+            # died.
+            with blocked_stop_signals():
                 found = [pool.submit(search_point, job, axes.memories, objective, runnable) for job in jobs]
             return PageGrid(question, axes, objective, tuple(each.result() for each in found))
         except BaseException:

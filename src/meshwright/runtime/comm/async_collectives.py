@@ -66,9 +66,8 @@ def all_reduce(
         return CollectiveWork(None, group.shm.all_reduce(flat.view(-1), use_max, inter_host), group)
     if inter_host is not None:
         return CollectiveWork(None, inter_host.all_reduce(flat.view(-1), group, group).wait, group)
-    group.timer.sent += (
-        2 * (group.size - 1) / group.size * flat.numel() * flat.element_size()
-    )  # bytes of a ring all-reduce
+    # Bytes of a ring all-reduce.
+    group.timer.sent += 2 * (group.size - 1) / group.size * flat.numel() * flat.element_size()
     operation = dist.ReduceOp.MAX if use_max else dist.ReduceOp.SUM
     return CollectiveWork(dist.all_reduce(flat, operation, group=group.process_group, async_op=True), None, group)
 

@@ -113,9 +113,8 @@ class Int8Codec:
         torch.div(blocks, scales.clamp_min(torch.finfo(torch.float32).tiny), out=whole).round_()
         codes.copy_(whole)
         blocks.addcmul_(whole.to(blocks.dtype), scales.to(blocks.dtype), value=-1)
-        if not backend_of(blocks.device).memory_is_host or not bool(
-            torch.isfinite(scales).all()
-        ):  # all ranks skip a step with non-finite values; on a device the check would synchronise
+        # All ranks skip a step with non-finite values; on a device the check would synchronise.
+        if not backend_of(blocks.device).memory_is_host or not bool(torch.isfinite(scales).all()):
             blocks.nan_to_num_(0.0, 0.0, 0.0)
         _copy_back(values, blocks)
 

@@ -160,9 +160,8 @@ def shard_experts(
                 )
             set_expert_count(module, experts, experts.count // ranks.ranks)
         if mesh.tp is not None and not mesh.plan.sequence_parallel and has_dropout(module):
-            TensorParallelRng(mesh.tp, 1).attach(
-                [module], [module]
-            )  # dropout differs between tensor ranks: they compute different features or pairs
+            # Dropout differs between tensor ranks: they compute different features or pairs.
+            TensorParallelRng(mesh.tp, 1).attach([module], [module])
         found.append(ExpertDispatcher(module, experts, ranks, mesh.plan.sequence_parallel, capacity))
     return found
 
@@ -275,9 +274,8 @@ class ExpertDispatcher:
             return self.inner(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         shape = given[hidden].shape
         given[hidden] = given[hidden].reshape(-1, shape[-1])
-        given[weights] = given[weights].to(
-            torch.promote_types(given[weights].dtype, given[hidden].dtype)
-        )  # the wider dtype holds gradients, which are partial sums on each rank
+        # The wider dtype holds gradients, which are partial sums on each rank.
+        given[weights] = given[weights].to(torch.promote_types(given[weights].dtype, given[hidden].dtype))
         given = self._enter(given, (hidden, weights))
         if self.ranks.ranks == 1:
             output = self._compute(given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True)))
@@ -362,9 +360,8 @@ class ExpertDispatcher:
         chosen = index.flatten()
         own = torch.bincount(chosen, minlength=self.experts.count)[: self.experts.count]
         counts = _gather_counts(own, group)
-        order = chosen.argsort(stable=True)[
-            : int(counts[group.index].sum())
-        ]  # excludes pairs without an expert: they were dropped, or their index is out of range
+        # Excludes pairs without an expert: they were dropped, or their index is out of range.
+        order = chosen.argsort(stable=True)[: int(counts[group.index].sum())]
         rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
         received = _all_to_all_rows(hidden[order // index.shape[1]], rows, group)
         mine = counts.view(group.size, group.size, -1)[:, group.index].flatten()

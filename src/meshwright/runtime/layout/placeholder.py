@@ -41,10 +41,8 @@ class StagePlaceholder(nn.Module):
                 setattr(self, name, value)
         for name, child in original.named_children():  # models read types and devices of nested modules
             self.add_module(name, StagePlaceholder(child, kind, is_block))
-        for (
-            name,
-            parameter,
-        ) in original._parameters.items():  # reading the values of a placeholder makes the loss NaN
+        # Reading the values of a placeholder makes the loss NaN.
+        for name, parameter in original._parameters.items():
             if parameter is not None:
                 setattr(self, name, torch.full((), torch.nan, dtype=self.dtype, device=device).expand(parameter.shape))
         self._original = (None if is_block else _meta_copy(original),)  # a tuple hides it from the module tree

@@ -130,9 +130,8 @@ def _reduce_over_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the local index of each label, whether it is on this rank, its loss, and exp(L - G)."""
     count, width = logits.shape
-    highest = F.pad(
-        share, (0, 1), value=width
-    )  # the maximum is the width of rank 0, from which each rank computes where its vocabulary begins
+    # The maximum is the width of rank 0, from which each rank computes where its vocabulary begins.
+    highest = F.pad(share, (0, 1), value=width)
     async_collectives.all_reduce(highest, group, use_max=True).wait()
     local = labels - group.index * highest[count].to(labels.dtype)  # read on the device, without synchronisation
     mine = valid & (local >= 0) & (local < width)

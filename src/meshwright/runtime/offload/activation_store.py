@@ -114,9 +114,8 @@ class ActivationStore:
         """Returns page-aligned host memory of `size` bytes, whose last page is complete."""
         if self.pinned:
             return torch.empty(round_up_to_pages(size), dtype=torch.uint8, pin_memory=True)[:size]
-        storage = torch.empty(
-            round_up_to_pages(size) + PAGE_BYTES, dtype=torch.uint8
-        )  # torch's allocator counts this memory and reuses it
+        # Torch's allocator counts this memory and reuses it.
+        storage = torch.empty(round_up_to_pages(size) + PAGE_BYTES, dtype=torch.uint8)
         first = -storage.data_ptr() % PAGE_BYTES
         buffer: Any = torch.empty(0, dtype=torch.uint8)
         return buffer.set_(storage.untyped_storage()[first : first + round_up_to_pages(size)], 0, (size,), (1,))  # type: ignore[no-any-return]

@@ -336,9 +336,8 @@ def make_full_tensor_steps(
     for layouts in parts.values():
         sharing = layouts[0][0].placement
         ranks = 1 if sharing.tensor_group is None else sharing.tensor_group.size
-        copies: dict[str, TensorLayout] = {
-            part.name: part for _, each in layouts for part in each
-        }  # a rank with the first and the last stage has two replicas of a tied weight
+        # A rank with the first and the last stage has two replicas of a tied weight.
+        copies: dict[str, TensorLayout] = {part.name: part for _, each in layouts for part in each}
         owners = assign_owners(list(copies.values()), sharing.shards, ranks)
         for unit, each in layouts:
             steps[id(unit)] = FullTensorStep(unit, each, owners, needs.in_block)

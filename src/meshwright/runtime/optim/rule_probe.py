@@ -186,9 +186,8 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
             cut, found = _run_probe(groups, samples, start, steps, flat)
         except Exception:  # a rule that needs matrices may raise any error
             continue
-        if (
-            _is_close(start, whole, cut) and len({found[at] for at in flat}) < 2
-        ):  # all parameters of a group have the same states
+        # All parameters of a group have the same states.
+        if _is_close(start, whole, cut) and len({found[at] for at in flat}) < 2:
             break
     else:
         rule = UpdateRule(True, True)

@@ -96,10 +96,8 @@ class Updater:
         self._has_updated, self.stateless = True, self.stateless & skipped
         for pending in [unit.weights.all_gather() for unit in reducer.trainable]:
             pending.wait()
-        if reducer.mesh.plan.zero in (
-            1,
-            2,
-        ):  # user code may write to the weights next, and other ranks may still read them
+        # User code may write to the weights next, and other ranks may still read them.
+        if reducer.mesh.plan.zero in (1, 2):
             reducer.quiesce()
 
     def _skip_params(self, unit: FlatParamGroup, names: Set[str], optimizer: torch.optim.Optimizer) -> None:
@@ -299,7 +297,6 @@ def global_indices(shards: ShardTable, unit: FlatParamGroup) -> Iterator[GlobalI
         shape, dim = spec.global_shape, spec.tp_split.dim
         rows = torch.cat([torch.arange(first, last) for first, last in spec.intervals()])
         if spec.is_expert:
-            before *= (
-                spec.tp_ranks
-            )  # the offset counts elements of one tensor rank's part, the global tensor has all parts
+            # The offset counts elements of one tensor rank's part, the global tensor has all parts.
+            before *= spec.tp_ranks
         yield GlobalIndex(name, at, start - offset, stop - start, before, rows, shape[dim], shape[dim + 1 :].numel())

@@ -175,9 +175,8 @@ class BlockWrapper:
                 entering = entering.view_as(entering)
                 args, kwargs = with_hidden(args, kwargs, entering)
                 entering.register_hook(self._end_of_backward)
-            if any(
-                unit.wgrad_queue or unit.frozen or gathered.is_tied for unit in units
-            ):  # the action W and the reductions, which come later, need no weights
+            # The action W and the reductions, which come later, need no weights.
+            if any(unit.wgrad_queue or unit.frozen or gathered.is_tied for unit in units):
                 entering.register_hook(self._close_behind_backward)
         self.called = self.run.passes
         if self.index is not None and torch.is_grad_enabled():

@@ -93,9 +93,8 @@ class BoundaryState:
         """Starts a pass with the tensors of the previous stage."""
         self.start, self.stop = start, stop
         self.arrived = dict(zip(self.spec.message(start), received, strict=True)) if received else {}
-        for key in (
-            self.spec.overwritten & self.arrived.keys()
-        ):  # blocks overwrite these tensors, and autograd forbids it for leaves
+        # Blocks overwrite these tensors, and autograd forbids it for leaves.
+        for key in self.spec.overwritten & self.arrived.keys():
             self.arrived[key] = self.arrived[key].clone()
         wanted = self.spec.message(stop) if stop < len(self.spec.needs) else ()
         self.leaving = {key: self.arrived[key] for key in wanted if key[0] != stop and key in self.arrived}

@@ -131,8 +131,8 @@ def _check_rows_independent(
             )
         raise PlanRefused(
             Message(
-                "plan {name}: rows of a batch see each other in this model or its loss ({why}): {shown}, and this "
-                "plan divides the batch into {pieces} parts: use dp1 with the batch as one micro-batch",
+                "plan {name}: rows of a batch depend on each other in this model or its loss ({why}): {shown}, and "
+                "this plan divides the batch into {pieces} parts: use dp1 with the batch as one micro-batch",
                 name=name,
                 why=why,
                 shown=shown,
@@ -226,9 +226,8 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
     plan, whole = engine.mesh.plan, joint_rows(batches)
     first = _total_loss(engine, [whole], True)
     after = _total_loss(engine, [whole], True, behind=whole)
-    near = (
-        abs(first) * 1e-2 * _loss_tolerance(engine)
-    )  # the tolerance of equality with one device, since kernels may differ in the last bit
+    # The tolerance of equality with one device, since kernels may differ in the last bit.
+    near = abs(first) * 1e-2 * _loss_tolerance(engine)
     if abs(after - first) > near:
         near = max(near, 10 * abs(_total_loss(engine, [whole], True) - first))
     if not abs(after - first) > near:

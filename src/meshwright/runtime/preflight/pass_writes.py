@@ -176,9 +176,8 @@ def _check_max_norm(engine: Engine) -> set[str]:
     found = [
         path for path, each in engine.model.named_modules() if isinstance(each, kinds) and each.max_norm is not None
     ]
-    found = [
-        path for each in gather_objects(found) for path in each
-    ]  # one stage has the embedding, and all ranks refuse
+    # One stage has the embedding, and all ranks refuse.
+    found = [path for each in gather_objects(found) for path in each]
     if found and not (plan.world == 1 and _updates_in_place(engine)):
         raise PlanRefused(
             Message(

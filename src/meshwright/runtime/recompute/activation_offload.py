@@ -105,9 +105,8 @@ class BlockActivations:
         key = storage_id(tensor), tensor._version
         parcel = self._seen.get(key)
         if parcel is None:
-            parcel = self._seen[key] = self._sent(
-                tensor
-            )  # holds the storage, so that no later storage gets the same identity
+            # Holds the storage, so that no later storage gets the same identity.
+            parcel = self._seen[key] = self._sent(tensor)
         return parcel, TensorMeta.of(tensor)
 
     def _sent(self, tensor: torch.Tensor) -> OffloadedTensor:

@@ -142,9 +142,8 @@ class OffloadedChunk:
         if self._host_grads is None:  # the chunk was fetched before gradients were complete
             self._download_grads(self.gradients)
         grads, self._host_grads = self.gradients if self._host_grads is None else self._host_grads, None
-        grads = (
-            grads.to(self.part.device) if self.part.on_device else grads
-        )  # states on the device need gradients on the device
+        # States on the device need gradients on the device.
+        grads = grads.to(self.part.device) if self.part.on_device else grads
         scaled = (
             grads.to(self.part.dtype, copy=True).mul_(scale)
             if self.has_main_params
@@ -233,9 +232,8 @@ class OffloadedPart:
             self.allocate(MAIN_PARAM_KIND, dtype)
         elif self.nvme_shard is not None:
             self.extents[MAIN_PARAM_KIND] = FileExtent(self.nvme_shard.start, dtype)
-        at_once = (
-            on_device and not backend_of(self.device).memory_is_host and self.nvme_shard is None
-        )  # an accelerator updates its resident part as one chunk
+        # An accelerator updates its resident part as one chunk.
+        at_once = on_device and not backend_of(self.device).memory_is_host and self.nvme_shard is None
         size = self.numel if at_once else CHUNK_ELEMENTS
         self.chunks = [
             OffloadedChunk(self, first, min(first + size, self.numel)) for first in range(0, self.numel, size)
@@ -355,9 +353,8 @@ class OffloadedShard(OptimizerShard):
 
     def state_bytes(self) -> int:
         """Returns the bytes of states on the device that the optimizer does not count as its own."""
-        resident = [
-            part for part in self.splits if part.on_device and self.swapper.optimizer
-        ]  # if the plan does not offload states, the optimizer counts them
+        # If the plan does not offload states, the optimizer counts them.
+        resident = [part for part in self.splits if part.on_device and self.swapper.optimizer]
         return sum(part.bytes(*(kind for kind in part.dtypes if kind != MAIN_PARAM_KIND)) for part in resident)
 
     def offloaded_bytes(self) -> int:

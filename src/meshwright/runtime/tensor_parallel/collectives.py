@@ -30,9 +30,8 @@ def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor
     may use it."""
     if group is None:
         return x
-    return linear_map(
-        x, lambda x: all_reduce_sum(x, group).data, _identity
-    )  # not an autograd view: later code may add to it in place
+    # Not an autograd view: later code may add to it in place.
+    return linear_map(x, lambda x: all_reduce_sum(x, group).data, _identity)
 
 
 def reduce_scatter_from_region(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:

@@ -102,9 +102,8 @@ class _DeferredMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.sink, ctx.linear = sink, linear
         ctx.save_for_backward(x, weight)
-        return F.linear(
-            x, weight if linear else weight.t(), bias
-        ).data  # not an autograd view, as in tensor_parallel/column.py
+        # Not an autograd view, as in tensor_parallel/column.py.
+        return F.linear(x, weight if linear else weight.t(), bias).data
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:

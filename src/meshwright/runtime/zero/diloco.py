@@ -56,9 +56,8 @@ class OuterOptimizer:
     def sync(self) -> None:
         """Synchronises the replicas. All replicas call it after the same step."""
         self.reducer.quiesce()
-        for unit, anchor, velocity in zip(
-            self.units, self.anchors, self.velocity, strict=True
-        ):  # groups are reduced one after another to save memory
+        # Groups are reduced one after another to save memory.
+        for unit, anchor, velocity in zip(self.units, self.anchors, self.velocity, strict=True):
             moved = anchor - unit.optim_shard.flat
             all_reduce(moved, _replica_group(unit), inter_host=unit.compressors.replicas).wait()
             mean = moved.div_(self.config.replicas)

@@ -208,4 +208,4 @@ class GroupGradients:
 def _grad_dtype(recipe: Recipe) -> torch.dtype:
     """Returns the dtype of gradients by the bytes per element of the recipe's reductions."""
     compute: torch.dtype = getattr(torch, recipe.compute)
-    return {2: torch.bfloat16, 4: torch.float32}.get(recipe.reduced, compute)
+    return GRAD_DTYPES.get(recipe.reduced, compute)

@@ -326,10 +326,8 @@ class GradReducer:
             if id(unit) in uncounted:
                 continue
             length, replicas, replica = unit.gradients.shard.numel(), unit.placement.replicas, unit.placement.replica
-            first, last = (
-                length * replica // replicas,
-                length * (replica + 1) // replicas,
-            )  # identical replicas share the work of the norm
+            # Identical replicas share the work of the norm.
+            first, last = (length * replica // replicas, length * (replica + 1) // replicas)
             tensor_ranks = 1 if unit.placement.tensor_group is None else unit.placement.tensor_group.size
             border = min(max(unit.layout.bucket.split_end - unit.shard_range.start, first), last)
             for run, holders in ((slice(first, border), 1), (slice(border, last), tensor_ranks)):

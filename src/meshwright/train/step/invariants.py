@@ -220,8 +220,8 @@ class StepInvariants:
             raise PlanRefused(
                 Message(
                     "plan {plan}: in step {step} values lead through code that no check could repeat ({place}), so "
-                    "that it is not known whether rows see each other there: use one device, or branches that do not "
-                    "depend on values",
+                    "that it is not known whether rows depend on each other there: use one device, or branches that do "
+                    "not depend on values",
                     plan=plan.name,
                     step=step,
                     place=place,

@@ -136,9 +136,8 @@ class SharedMemory:
         memory."""
         base = tensor.untyped_storage().data_ptr()
         mapped = self._own.get(base)
-        return (
-            None if mapped is None else (mapped, int(tensor.storage_offset()) * tensor.element_size())
-        )  # storages are compared, since an empty tensor has no address
+        # Storages are compared, since an empty tensor has no address.
+        return None if mapped is None else (mapped, int(tensor.storage_offset()) * tensor.element_size())
 
     def map_segment(self, rank: int, number: int, file: int) -> torch.Tensor:
         """Returns the bytes of segment `number` of `rank`, mapped once."""
