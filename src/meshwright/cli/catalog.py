@@ -13,11 +13,11 @@ from meshwright.core.messages import Message
 def catalog(
     kind: Annotated[
         Literal["models", "devices", "clusters", "links"],
-        Parameter(name="KIND", help="models, devices, clusters or links"),
+        Parameter(name="KIND", help="kind of entry: models, devices, clusters or links"),
     ],
     /,
     *,
-    like: Annotated[str, Parameter(help="only entries with this in their name, family or source")] = "",
+    like: Annotated[str, Parameter(help="list only entries whose name, family or source contains this text")] = "",
     json: AsJson = False,
 ) -> int:
     """List the models, devices, clusters or links that have a name.

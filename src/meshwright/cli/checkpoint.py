@@ -101,18 +101,20 @@ def verify(path: CheckpointPath, /, *, json: AsJson = False) -> int:
 def export(
     path: CheckpointPath,
     /,
-    to: Annotated[Path, Parameter(name="--to", help="where model.safetensors, config.json and the tokenizer go")],
+    to: Annotated[
+        Path, Parameter(name="--to", help="output folder for model.safetensors, config.json and the tokenizer")
+    ],
     *,
     config: Annotated[
         Path | None,
-        Parameter(help="a config.json to put run_extra_files the weights; else the run's own, where it is known"),
+        Parameter(help="a config.json to store with the weights; default: the run's own if known"),
     ] = None,
     dtype: Annotated[str | None, Parameter(help="round floating-point weights to float32, bfloat16 or float16")] = None,
     adapter: Annotated[
         bool,
         Parameter(
             negative="",
-            help="of a run with LoRA: the adapters alone, as peft reads them; else they are added to the weights",
+            help="export only the LoRA adapters, in the format of peft; otherwise they are merged into the weights",
         ),
     ] = False,
     json: AsJson = False,
@@ -160,8 +162,10 @@ def export(
 
 @checkpoint.command(name="import")
 def import_(
-    weights: Annotated[Path, Parameter(name="WEIGHTS", help="a safetensors file, or a Hugging Face folder of them")],
-    folder: Annotated[Path, Parameter(name="FOLDER", help="the folder of checkpoints that gets step 0")],
+    weights: Annotated[
+        Path, Parameter(name="WEIGHTS", help="a safetensors file, or a Hugging Face folder of safetensors files")
+    ],
+    folder: Annotated[Path, Parameter(name="FOLDER", help="folder of checkpoints in which step 0 is written")],
     /,
     *,
     json: AsJson = False,

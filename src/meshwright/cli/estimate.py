@@ -17,7 +17,8 @@ def estimate(
     *,
     shared: JobOptions = JobOptions(),  # noqa: B008
     layers: Annotated[
-        bool, Parameter(negative="", help="what the model was found to be, layer by layer, instead of a plan")
+        bool,
+        Parameter(negative="", help="show the model layer by layer as the planner describes it, instead of a plan"),
     ] = False,
     json: AsJson = False,
     lang: Language = None,

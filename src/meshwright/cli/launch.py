@@ -33,27 +33,33 @@ class NodeOptions:
 
     min_nodes: Annotated[
         int | None,
-        Parameter(help="least number of nodes to run with when others are lost or not there yet; default: all"),
+        Parameter(help="minimum number of nodes to run with if others are lost or not yet available; default: all"),
     ] = None
     interface: Annotated[
         str,
         Parameter(
-            help="network device between the nodes, such as eth0; else each takes that of its route to the one that "
-            "leads"
+            help=(
+                "network interface between the nodes, such as eth0; empty: the interface of each "
+                "node's route to the leader node"
+            )
         ),
     ] = ""
     memory: Annotated[
         str,
         Parameter(
-            help="host memory of each node, such as 512GiB; else slurm: all of it, kubernetes: four fifths of what the "
-            "cluster says"
+            help=(
+                "host memory per node, such as 512GiB; empty: all of it (slurm), 80 % of the cluster "
+                "description (kubernetes)"
+            )
         ),
     ] = ""
     select: Annotated[
         str,
         Parameter(
-            help="slurm: the type of GPU (h100), kubernetes: a label of the nodes (KEY=VALUE); of unlike nodes one for "
-            "each kind, joined by +"
+            help=(
+                "GPU type (slurm: h100) or node label (kubernetes: KEY=VALUE); for heterogeneous "
+                "nodes one per type, joined by +"
+            )
         ),
     ] = ""
 
@@ -65,27 +71,28 @@ class KubernetesOptions:
 
     image: Annotated[
         str,
-        Parameter(help="kubernetes: the container image, with meshwright in it; slurm: the same, where it has pyxis"),
+        Parameter(help="container image with meshwright; kubernetes: required; slurm: needs pyxis"),
     ] = ""
-    claim: Annotated[str, Parameter(help="kubernetes: the volume claim that all nodes share")] = ""
+    claim: Annotated[str, Parameter(help="kubernetes: the persistent volume claim that all nodes share")] = ""
     mount: Annotated[
-        str, Parameter(help="kubernetes: where that volume lies; relative paths of the job start there")
+        str, Parameter(help="kubernetes: mount path of the shared volume; relative paths of the job start there")
     ] = "/data"
-    resource: Annotated[str, Parameter(help="kubernetes: the resource of the devices; else that of their vendor")] = ""
+    resource: Annotated[
+        str, Parameter(help="kubernetes: resource name of the devices; empty: the name that their vendor uses")
+    ] = ""
     rdma: Annotated[
         str,
-        Parameter(
-            help="kubernetes: resource of the RDMA devices and how many a pod gets, such as rdma/hca=1; else pods have "
-            "TCP alone"
-        ),
+        Parameter(help="kubernetes: resource and number of RDMA devices per pod, such as rdma/hca=1; empty: TCP only"),
     ] = ""
     tolerate: Annotated[
         tuple[str, ...],
         Parameter(
             negative="",
             show_default=False,
-            help="kubernetes: a taint, KEY[=VALUE][:EFFECT], any number of times; that of the devices is tolerated "
-            "anyway",
+            help=(
+                "kubernetes: a tolerated taint, KEY[=VALUE][:EFFECT], repeatable; the taint of the "
+                "devices is always tolerated"
+            ),
         ),
     ] = ()
 
@@ -96,13 +103,13 @@ class SlurmOptions:
     """The settings for Slurm."""
 
     partition: Annotated[str, Parameter(help="slurm: the partition")] = ""
-    hours: Annotated[float, Parameter(help="slurm: the longest time; 0: what the partition allows")] = 0.0
-    account: Annotated[str, Parameter(help="slurm: the account that pays")] = ""
+    hours: Annotated[float, Parameter(help="slurm: time limit in hours; 0: the limit of the partition")] = 0.0
+    account: Annotated[str, Parameter(help="slurm: the account to charge")] = ""
     qos: Annotated[str, Parameter(help="slurm: the quality of service")] = ""
     mounts: Annotated[
         str,
         Parameter(
-            help="slurm: folders that the container sees, FROM:TO joined by commas; it sees that of the job in any case"
+            help="slurm: additional container mounts, FROM:TO joined by commas; the job's folder is always mounted"
         ),
     ] = ""
 
@@ -112,9 +119,11 @@ def launch(
     /,
     *,
     shared: JobOptions = JobOptions(),  # noqa: B008
-    on: Annotated[Literal["torchrun", "slurm", "kubernetes"], Parameter(help="what starts the processes")] = "torchrun",
+    on: Annotated[
+        Literal["torchrun", "slurm", "kubernetes"], Parameter(help="launcher that starts the processes")
+    ] = "torchrun",
     nodes: NodeOptions = NodeOptions(),
-    save: Annotated[Path | None, Parameter(help="folder for the files; without one the script is printed")] = None,
+    save: Annotated[Path | None, Parameter(help="output folder of the files; default: print the script")] = None,
     pods: KubernetesOptions = KubernetesOptions(),
     queue: SlurmOptions = SlurmOptions(),
     lang: Language = None,

@@ -42,10 +42,12 @@ def join_negative_values(tokens: Sequence[str]) -> Iterator[str]:
 
 JobPath = Annotated[
     Path | None,
-    Parameter(name="JOB", help="job file (YAML or JSON); without one the default job, llama-tiny on this machine"),
+    Parameter(name="JOB", help="job file (YAML or JSON); default: llama-tiny on this machine"),
 ]
-Language = Annotated[str | None, Parameter(name="--lang", help="en or zh; else the language of the locale")]
-AsJson = Annotated[bool, Parameter(negative="", help="one JSON object on standard output, nothing else there")]
+Language = Annotated[
+    str | None, Parameter(name="--lang", help="language of the output, en or zh; default: the language of the locale")
+]
+AsJson = Annotated[bool, Parameter(negative="", help="print one JSON object to standard output, and nothing else")]
 
 
 def _option(text: str) -> Parameter:
@@ -65,24 +67,27 @@ class JobOptions:
         str | None, _option("local, a file, or NODESxDEVICES:device[@LINK] joined by +, such as 8x8:a100-80gb")
     ] = None
     budget: Annotated[
-        str | None, _option("bytes that a rank may take of its device, such as 70GiB; else nearly all of it")
+        str | None, _option("bytes of device memory that a rank may use, such as 70GiB; default: nearly all")
     ] = None
     batch: Annotated[int | None, _option("sequences per optimizer step, over all devices")] = None
     seq: Annotated[int | None, _option("tokens per sequence")] = None
     precision: Annotated[
-        str | None, _option("fp64, fp32, tf32, bf16, bf16-pure, fp16 or fp8; else the fastest of the devices")
+        str | None,
+        _option("fp64, fp32, tf32, bf16, bf16-pure, fp16 or fp8; default: the fastest precision of the devices"),
     ] = None
     optimizer: Annotated[
         str | None, _option("adamw, adam, sgd, sgd-momentum, muon, adafactor or package.module:function")
     ] = None
     lora: Annotated[
         str | None,
-        _option("train adapters only: rank=8,alpha=16,target=q_proj+v_proj; parts left out take their default"),
+        _option("train LoRA adapters only: rank=8,alpha=16,target=q_proj+v_proj; omitted settings have their defaults"),
     ] = None
-    plan: Annotated[str | None, _option("a plan by name (dp8.tp2.pp4.z1), a file, or auto")] = None
+    plan: Annotated[str | None, _option("a plan by name (dp8.tp2.pp4.z1), a plan file, or auto")] = None
     set: Annotated[
         tuple[str, ...],
-        Parameter(negative="", show_default=False, help="section.key=value over the job file, any number of times"),
+        Parameter(
+            negative="", show_default=False, help="override an entry of the job file: section.key=value, repeatable"
+        ),
     ] = ()
 
     def overrides(self) -> dict[str, Any]:

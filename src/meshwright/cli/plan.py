@@ -37,20 +37,19 @@ if TYPE_CHECKING:
 class RankingOptions:
     """The options that select the plans of the search."""
 
-    pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=4")] = None
+    pin: Annotated[str | None, Parameter(help="plan fields to fix, such as tp=2,pp=4")] = None
     objective: Annotated[
         Literal["fastest", "fewest", "cheapest", "headroom"],
         Parameter(
-            help="the least time, the fewest devices, the least money (the cluster file has prices), or the least "
-            "memory"
+            help="minimize step time, number of devices, cost (needs prices in the cluster file), or device memory"
         ),
     ] = "fastest"
     runnable: Annotated[
-        bool, Parameter(negative="", help="only plans that this version runs; others are planned, not run")
+        bool, Parameter(negative="", help="rank only plans that this version can run; some plans are plan-only")
     ] = False
     trials: Annotated[
         int,
-        Parameter(help="run up to so many of the best plans here for a few steps each, refit the estimate, rank again"),
+        Parameter(help="run up to this many of the best plans for a few steps each, refit the estimate and rank again"),
     ] = 0
 
 
@@ -59,22 +58,36 @@ class RankingOptions:
 class OutputOptions:
     """The further output of the command, and the files to write."""
 
-    top: Annotated[int, Parameter(help="how many plans to show")] = 10
+    top: Annotated[int, Parameter(help="number of plans to show")] = 10
     why: Annotated[
-        bool, Parameter(negative="", help="every family of plans that lost: its best plan and what it lost by")
+        bool, Parameter(negative="", help="show the best plan of each rejected plan family, and why it lost")
     ] = False
     why_not: Annotated[
-        str | None, Parameter(help="a plan, or pins such as tp=8,pp=8: the limit that it breaks or the time it loses")
+        str | None,
+        Parameter(
+            help=(
+                "explain why a plan, or pins such as tp=8,pp=8, was not chosen: the violated limit or "
+                "the additional time"
+            )
+        ),
     ] = None
     advice: Annotated[
-        bool, Parameter(negative="", help="six questions answered for this job, and what an improvement would bring")
+        bool,
+        Parameter(
+            negative="",
+            help=(
+                "answer six questions about the job, and predict the effect of improvements of the cluster or workload"
+            ),
+        ),
     ] = False
     save: Annotated[Path | None, Parameter(help="write the best plan to this file, for --plan")] = None
     page: Annotated[
         Path | None,
         Parameter(
-            help="write an HTML page to this file: the plans here and for more or fewer devices, batch, sequence, "
-            "memory"
+            help=(
+                "write an HTML page to this file: plans for this job and for other numbers of "
+                "devices, batch, sequence, memory"
+            )
         ),
     ] = None
     lang: Language = None

@@ -39,7 +39,7 @@ def probe(
     *,
     cluster: Annotated[
         str,
-        Parameter(help="what is measured: local, local:N for N ranks, or a description whose names and memory stay"),
+        Parameter(help="cluster to measure: local, local:N (N ranks), or a description; it keeps its names and memory"),
     ] = "local",
     save: Annotated[Path | None, Parameter(help="write the measured cluster to this file, for --cluster")] = None,
     json: AsJson = False,

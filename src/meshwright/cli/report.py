@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 
 
 def report(
-    *runs: Annotated[Path, Parameter(name="RUN", help="folder that train wrote; several are shown side by side")],
+    *runs: Annotated[Path, Parameter(name="RUN", help="run folder that train wrote; several run folders are compared")],
     memory: Annotated[
         bool,
         Parameter(
-            negative="", help="the memory of one step over its time, by kind, and the module that ran at its peak"
+            negative="", help="show the memory of one step over time, by kind, and the module that ran at the peak"
         ),
     ] = False,
     page: Annotated[
         Path | None,
         Parameter(
-            help="write an HTML page of one run to this file: plan, losses, predicted beside measured, memory, what "
-            "broke"
+            help=(
+                "write an HTML page of one run to this file: plan, losses, predicted and measured "
+                "values, memory, faults"
+            )
         ),
     ] = None,
     json: AsJson = False,

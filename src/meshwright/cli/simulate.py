@@ -39,20 +39,28 @@ class FaultOptions:
 
     slow: Annotated[
         tuple[str, ...],
-        Parameter(negative="", show_default=False, help="RANK:FACTOR, a rank that computes so many times as long"),
+        Parameter(
+            negative="",
+            show_default=False,
+            help="RANK:FACTOR, a straggler that takes FACTOR times as long to compute; repeatable",
+        ),
     ] = ()
     link: Annotated[
         tuple[str, ...],
         Parameter(
             negative="",
             show_default=False,
-            help="RANK:SHARE[:SECONDS[:START]], a rank with this share of its bandwidth, for good or a while",
+            help=(
+                "RANK:SHARE[:SECONDS[:START]], limit a rank's bandwidth to fraction SHARE, "
+                "permanently or for SECONDS from START"
+            ),
         ),
     ] = ()
     kill: Annotated[
-        tuple[str, ...], Parameter(negative="", show_default=False, help="RANK:STEP, a rank that dies in this step")
+        tuple[str, ...],
+        Parameter(negative="", show_default=False, help="RANK:STEP, a rank that dies in this step; repeatable"),
     ] = ()
-    steps: Annotated[int, Parameter(help="how many steps, where ranks die; 0: up to the last death")] = 0
+    steps: Annotated[int, Parameter(help="number of steps to simulate if ranks die; 0: up to the last death")] = 0
 
 
 @Parameter(name="*")
@@ -61,24 +69,30 @@ class FleetOptions:
     """The cluster over several days, and how a run recovers from failures. Times are written as '90 s' or '10 min'."""
 
     days: Annotated[
-        float | None, Parameter(help="play so many days of the cluster, with failures, instead of one step")
+        float | None, Parameter(help="simulate the cluster with failures for this many days, instead of one step")
     ] = None
     failures: Annotated[
         str | None,
         Parameter(
-            help="llama3, rsc-1, rsc-2, failures per device hour (2e-5), or the time between two of one device ('5 y')"
+            help=(
+                "llama3, rsc-1, rsc-2, failures per device hour (2e-5), or mean time between failures "
+                "of a device ('5 y')"
+            )
         ),
     ] = None
-    save: Annotated[str | None, Parameter(help="how long a save stops training")] = None
-    durable: Annotated[str | None, Parameter(help="how long after that it can be restored from")] = None
-    interval: Annotated[str | None, Parameter(help="training between two saves; else Daly's optimum")] = None
-    detect: Annotated[str | None, Parameter(help="to notice a failure")] = None
-    rebuild: Annotated[str | None, Parameter(help="to start processes and groups again")] = None
-    restore: Annotated[str | None, Parameter(help="to load the state")] = None
-    spares: Annotated[int | None, Parameter(help="nodes in reserve; else there is always one")] = None
-    repair: Annotated[str | None, Parameter(help="until a failed node is in reserve again")] = None
+    save: Annotated[str | None, Parameter(help="time that a save blocks training")] = None
+    durable: Annotated[
+        str | None,
+        Parameter(help="time from the end of the blocking part of a save until the checkpoint can be restored"),
+    ] = None
+    interval: Annotated[str | None, Parameter(help="training time between two saves; default: Daly's optimum")] = None
+    detect: Annotated[str | None, Parameter(help="time to detect a failure")] = None
+    rebuild: Annotated[str | None, Parameter(help="time to restart processes and process groups")] = None
+    restore: Annotated[str | None, Parameter(help="time to load the state")] = None
+    spares: Annotated[int | None, Parameter(help="number of spare nodes; default: always one available")] = None
+    repair: Annotated[str | None, Parameter(help="time until a failed node is a spare node again")] = None
     fleet_table: Annotated[
-        bool, Parameter(negative="", help="seven policies on 16,384 to 100,000 devices, 54 days each")
+        bool, Parameter(negative="", help="print a table of seven policies on 16,384 to 100,000 devices, 54 days each")
     ] = False
 
 
@@ -89,7 +103,7 @@ def simulate(
     shared: JobOptions = JobOptions(),  # noqa: B008
     wrong: FaultOptions = FaultOptions(),
     long: FleetOptions = FleetOptions(),
-    trace: Annotated[Path | None, Parameter(help="write the step to this file, for ui.perfetto.dev")] = None,
+    trace: Annotated[Path | None, Parameter(help="write a trace of the step to this file, for ui.perfetto.dev")] = None,
     json: AsJson = False,
     lang: Language = None,
 ) -> int:

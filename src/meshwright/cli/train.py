@@ -43,31 +43,42 @@ class RunOptions:
         str | None,
         Parameter(
             name=("--run", "--folder"),
-            help="run folder, or its name under runs/; the same folder goes on where it stopped (torchrun takes --run "
-            "for its own: use --folder)",
+            help=(
+                "run folder, or its name under runs/; an existing run is resumed (under torchrun, "
+                "which has its own --run: --folder)"
+            ),
         ),
     ] = None
     steps: Annotated[
-        int | None, Parameter(help="optimizer steps in all; more than a run was begun with train it on")
+        int | None, Parameter(help="total number of optimizer steps; a larger number extends an existing run")
     ] = None
-    pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None
+    pin: Annotated[str | None, Parameter(help="plan fields to fix, such as tp=2,pp=2")] = None
     offload_to: Annotated[
         Path | None,
         Parameter(
-            help="folder on a local disk for what the plan keeps in files (off-optimizer-disk, off-activations-disk); "
-            "else the run's own"
+            help=(
+                "folder on a local disk for offloaded tensors (off-optimizer-disk, ...); default: a "
+                "folder in the run folder"
+            )
         ),
     ] = None
     prove: Annotated[
         bool | None,
         Parameter(
-            help="prove the plan on the run's own ranks and weights: loss and every gradient are compared with one "
-            "device; without either flag, where that is cheap"
+            help=(
+                "compare loss and all gradients with one device, on the run's own ranks and weights; "
+                "default: if it is cheap"
+            )
         ),
     ] = None
     trials: Annotated[
         int,
-        Parameter(help="before: run up to so many of the best plans for a few steps each, and train with the fastest"),
+        Parameter(
+            help=(
+                "before training, run up to this many of the best plans for a few steps each, and "
+                "train with the fastest"
+            )
+        ),
     ] = 0
     lang: Language = None
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 def validate(
     *,
-    family: Annotated[str, Parameter(help="only families with this in their name")] = "",
+    family: Annotated[str, Parameter(help="score only families whose name contains this text")] = "",
     table: Annotated[
-        Path | None, Parameter(help="another table of measurements (CSV, the columns of the one that comes along)")
+        Path | None, Parameter(help="another table of measurements: a CSV file with the columns of the built-in table")
     ] = None,
     json: AsJson = False,
 ) -> int:

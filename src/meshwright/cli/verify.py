@@ -35,8 +35,8 @@ def verify(
     /,
     *,
     shared: JobOptions = JobOptions(),  # noqa: B008
-    pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None,
-    dtype: Annotated[Literal["float64", "float32", "both"], Parameter(help="in which precision to compare")] = "both",
+    pin: Annotated[str | None, Parameter(help="plan fields to fix, such as tp=2,pp=2")] = None,
+    dtype: Annotated[Literal["float64", "float32", "both"], Parameter(help="precision of the comparison")] = "both",
     json: AsJson = False,
     lang: Language = None,
 ) -> int:

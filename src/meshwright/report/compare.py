@@ -30,7 +30,7 @@ class RunComparison(StrictModel):
     shared_steps: tuple[int, ...]
     loss_difference: tuple[float | None, ...]
     another_job: tuple[str | None, ...] = Field(
-        description="what differs from the first run's job, empty where nothing does"
+        description="difference from the first run's job; empty if the jobs are identical"
     )
 
 

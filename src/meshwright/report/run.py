@@ -44,7 +44,9 @@ class SampleBalance(StrictModel):
     proven: int
     samples: int
     left_out: int = 0
-    missing: int = Field(default=0, description="steps that ended and of which no record says what they read")
+    missing: int = Field(
+        default=0, description="number of completed steps without a record of the samples that they read"
+    )
     problems: tuple[TranslatableText, ...] = ()
 
 
@@ -228,12 +230,16 @@ class RunSummary(StrictModel):
     held_out: LossCurve | None
     tokens_per_second: PredictedMeasured
     time: tuple[PredictedMeasured, ...]
-    memory: tuple[PredictedMeasured, ...] = Field(description="bytes of each kind, of the rank that holds most of it")
-    skipped: tuple[int, ...] = Field(description="steps at which no rank updated")
+    memory: tuple[PredictedMeasured, ...] = Field(
+        description="bytes of each kind on the rank with the most bytes of this kind"
+    )
+    skipped: tuple[int, ...] = Field(description="steps without an update on any rank")
     checkpoints: tuple[int, ...]
     goodput: Goodput | None = None
-    events: tuple[RunEvent, ...] = Field(default=(), description="what broke and how the run went on")
-    ledger: SampleBalance | None = Field(default=None, description="whether every sample was read once")
+    events: tuple[RunEvent, ...] = Field(default=(), description="faults and the reactions to them")
+    ledger: SampleBalance | None = Field(
+        default=None, description="sample accounting: whether every sample was read exactly once"
+    )
 
     def pair(self, kind: str, name: str) -> PredictedMeasured:
         """Returns the row `name` of `time` or `memory`, or an empty row if there is none."""

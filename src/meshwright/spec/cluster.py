@@ -17,23 +17,30 @@ class Device(StrictModel):
 
     name: OneLine
     memory: Bytes = Field(gt=0)
-    bandwidth: BytesPerSecond = Field(description="of its memory")
+    bandwidth: BytesPerSecond = Field(description="bytes/s of device memory")
     peak: dict[str, FlopsPerSecond] = Field(
-        description="dense matrix products by precision: fp32, tf32, fp16, bf16, fp8, fp64"
+        description="FLOP/s of dense matrix products by precision: fp32, tf32, fp16, bf16, fp8, fp64"
     )
-    efficiency: float = Field(default=0.8, ge=1e-3, le=1, description="share of peak that large matrix products reach")
+    efficiency: float = Field(
+        default=0.8, ge=1e-3, le=1, description="fraction of peak that large matrix products reach"
+    )
     sustained: dict[str, float] = Field(
-        default_factory=dict, description="by precision, the part of that which a warm device keeps up for days"
+        default_factory=dict,
+        description="by precision, fraction of peak x efficiency that a warm device sustains for days",
     )
     attention: float = Field(
-        default=0.75, gt=0, description="rate of FlashAttention-2 over that of large matrix products"
+        default=0.75, gt=0, description="rate of FlashAttention-2 relative to large matrix products"
     )
     processors: int = Field(
-        default=0, ge=0, description="that share the tiles of a product; 0: products lose nothing to tiles"
+        default=0,
+        ge=0,
+        description="processors (SMs) that compute the tiles of a matrix product; 0: tiling is not modelled",
     )
-    launch: Seconds = Field(default=0.0, description="of its host for one small operation, forward; 0: what is usual")
-    context: Bytes = Field(default=0.0, description="memory that the driver and its libraries take")
-    price: float | None = Field(default=None, ge=0, description="per device hour")
+    launch: Seconds = Field(
+        default=0.0, description="seconds of host time per small forward operation; 0: a default value"
+    )
+    context: Bytes = Field(default=0.0, description="bytes of device memory that the driver and its libraries use")
+    price: float | None = Field(default=None, ge=0, description="price per device hour")
     source: str = ""
 
 
@@ -42,18 +49,25 @@ class Link(StrictModel):
 
     name: OneLine
     span: int = Field(default=0, ge=0)
-    bandwidth: BytesPerSecond = Field(ge=1, description="of one device, one direction")
+    bandwidth: BytesPerSecond = Field(ge=1, description="bytes/s per device in one direction")
     latency: Seconds = Field(default=5e-6)
     efficiency: float = Field(
-        default=0.85, ge=1e-3, le=1, description="share of bandwidth that large collectives reach"
+        default=0.85, ge=1e-3, le=1, description="fraction of bandwidth that large collectives reach"
     )
     adding: float = Field(
-        default=1.0, ge=1, description="rate of all-reduces over that of rings, where the switch adds"
+        default=1.0,
+        ge=1,
+        description=(
+            "bandwidth of an all-reduce in the switch (NVLink SHARP) relative to a ring; 1: the switch does not reduce"
+        ),
     )
     meeting: Seconds = Field(
         default=0.0,
         ge=0,
-        description="that two ranks lose besides where they compute before they meet; four twice as much",
+        description=(
+            "seconds of synchronization overhead per collective and doubling of the ranks, if ranks compute in "
+            "between; all-reduces take twice as long"
+        ),
     )
 
 
@@ -61,22 +75,23 @@ class NodeGroup(StrictModel):
     """Identical nodes. Heterogeneous nodes form several groups."""
 
     nodes: int = Field(ge=1, le=MAX_CLUSTER_NODES)
-    devices: int = Field(ge=1, le=MAX_CLUSTER_NODES, description="per node")
+    devices: int = Field(ge=1, le=MAX_CLUSTER_NODES, description="devices per node")
     device: Device
-    link: Link = Field(description="between the devices of a node")
+    link: Link = Field(description="link between the devices of a node")
     host_memory: Bytes = 0.0
     storage_bandwidth: BytesPerSecond = Field(
-        default=0.0, description="of the local disk of a node, which its devices share"
+        default=0.0, description="bytes/s of a node's local disk, shared by all devices of the node"
     )
     host_bandwidth: BytesPerSecond = Field(
-        default=0.0, description="between a device and its host, one direction, while its neighbours use theirs"
+        default=0.0,
+        description=(
+            "bytes/s between a device and its host in one direction, while the node's other devices transfer too"
+        ),
     )
     host_update: float = Field(
         default=0.0,
         ge=0,
-        description=(
-            "parameters that the processors of a node update in a second, for all of its devices; 0: not measured"
-        ),
+        description="parameters per second that the CPUs of a node update for all devices of the node; 0: not measured",
     )
 
 
@@ -85,9 +100,9 @@ class Cluster(StrictModel):
 
     name: OneLine
     groups: tuple[NodeGroup, ...] = Field(min_length=1)
-    network: Link = Field(description="between nodes")
+    network: Link = Field(description="network between nodes")
     failures_per_device_hour: float = Field(default=0.0, ge=0)
-    budget: Bytes = Field(default=0.0, ge=0, description="that a rank may take of its device; 0: nearly all of it")
+    budget: Bytes = Field(default=0.0, ge=0, description="bytes of device memory that a rank may use; 0: nearly all")
 
     @property
     def devices(self) -> int:

@@ -61,19 +61,23 @@ class Estimate(StrictModel):
     mfu: float
     fits: bool
     verdict: FitStatus = FitStatus.fits
-    limit: float = Field(default=0.0, description="bytes that a rank can take of its device")
+    limit: float = Field(default=0.0, description="bytes of device memory that a rank can use")
     offloaded: float = Field(
-        default=0.0, description="bytes of the fullest rank that wait in host memory or in files, no part of `memory`"
+        default=0.0,
+        description="bytes offloaded to host memory and disk on the rank with the most; not included in `memory`",
     )
-    in_files: float = Field(default=0.0, description="bytes of these that are in files")
+    in_files: float = Field(
+        default=0.0, description="bytes offloaded to disk on the rank with the most; included in `offloaded`"
+    )
     crowded: float = Field(
-        default=0.0, description="bytes of what is to wait on the host that the fullest rank's host has no room for"
+        default=0.0,
+        description="bytes of offloaded tensors that exceed host memory, on the rank with the largest excess",
     )
     first: float = Field(
-        default=0.0, description="seconds that the first step of a launch takes besides: blocks are compiled"
+        default=0.0, description="additional seconds of the first step after a launch, to compile the blocks"
     )
     notes: tuple[TranslatableText, ...] = Field(
-        default=(), description="what the estimate leaves out or assumes for this plan"
+        default=(), description="assumptions of the estimate for this plan, and effects that it leaves out"
     )
 
     def over(self, steps: int) -> float:

@@ -40,38 +40,40 @@ class RunEvent(StrictModel):
         "device_readmitted",
         "run_extended",
     ]
-    at: float = Field(description="when it was noticed, in seconds since 1970")
+    at: float = Field(description="time of detection, in seconds since 1970")
     generation: int = 0
     rank: int | None = Field(default=None, description="the failed or slow rank")
     cause: TranslatableText = ""
-    phase: str = Field(default="", description="what that rank was doing")
-    step: int = Field(default=0, description="the step in progress; of a recovery: the last step that was not lost")
-    detection: float = Field(
-        default=0.0, description="seconds between the last heartbeat of that rank and the decision"
-    )
+    phase: str = Field(default="", description="phase of the step that the rank was in")
+    step: int = Field(default=0, description="step in progress; of a recovery: the last step that was not lost")
+    detection: float = Field(default=0.0, description="seconds between the last heartbeat of the rank and the decision")
     decision: TranslatableText = ""
     batches: tuple[int, int] | None = Field(
-        default=None, description="of a spike: the skipped range [first, stop) in the order of the data"
+        default=None, description="of a loss spike: range [first, stop) of skipped batches in data order"
     )
-    source: str = Field(default="", description="of a recovery: memory, disk, or empty for the beginning")
-    lost: int = Field(default=0, description="finished steps that run a second time")
+    source: str = Field(
+        default="", description="of a recovery: where the state came from: memory, disk, or empty for the initial state"
+    )
+    lost: int = Field(default=0, description="completed steps that are executed again")
     seconds: float = Field(
         default=0.0,
-        description="of a recovery: from the decision to the end of the next new step; of a save, done or failed: "
-        "the time that training waited",
+        description=(
+            "of a recovery: seconds from the decision to the end of the next new step; of a "
+            "complete or failed save: seconds that training waited"
+        ),
     )
     parts: dict[str, float] = Field(
-        default_factory=dict, description="of `seconds`: end, start, join, build, restore, step"
+        default_factory=dict, description="seconds of each part of `seconds`: end, start, join, build, restore, step"
     )
     plan: str = ""
-    ranks: tuple[int, ...] = Field(default=(), description="of slow: the ranks that compute longer than their peers")
+    ranks: tuple[int, ...] = Field(
+        default=(), description="of slow: ranks that take longer to compute than other ranks"
+    )
     slots: tuple[int, ...] = Field(
         default=(), description="devices of the machine, counted from 0, that are excluded or readmitted"
     )
-    predicted: float = Field(
-        default=0.0, description="of a change because of a slow rank: the predicted speed-up of a step"
-    )
-    measured: float = Field(default=0.0, description="of rebalance_result: the measured speed-up")
+    predicted: float = Field(default=0.0, description="of a reaction to a slow rank: predicted speedup of a step")
+    measured: float = Field(default=0.0, description="of rebalance_result: measured speedup of a step")
     node: str = Field(default="", description="the node that joined, was lost, or leaves")
 
     def to_line(self) -> str:

@@ -66,7 +66,7 @@ class SlowLink(_RankFault):
     """A rank whose link to the other ranks has the fraction `share` of its bandwidth. The fault is permanent, or it
     lasts from `start` for `seconds` of a step."""
 
-    share: float = Field(ge=0, le=1, description="of its bandwidth that is left; 0: down")
+    share: float = Field(ge=0, le=1, description="fraction of the bandwidth that remains; 0: the link is down")
     seconds: Seconds | None = None
     start: Seconds = 0.0
 

@@ -41,22 +41,29 @@ class DeviceProfile(StrictModel):
     the fraction of a processor that the device gets while the other ranks run."""
 
     rank: int
-    host: str = Field(description="ranks of equal name read each other's memory, or are devices of one machine")
+    host: str = Field(description="host ID; ranks with the same ID share memory, or use devices of the same machine")
     name: str
     products: tuple[MatmulSample, ...]
     trained: FlopsPerSecond = Field(
-        default=0.0, description="rate of a layer's products forward and backward, fp32 on cores; 0: not measured"
+        default=0.0,
+        description=(
+            "FLOP/s of a layer's matrix products in forward and backward (CPU: fp32, GPU: bf16); 0: not measured"
+        ),
     )
-    bandwidth: BytesPerSecond = Field(description="of its memory, read and written by element-wise work")
-    attention: FlopsPerSecond = Field(default=0.0, description="rate of fused attention in fp32; 0: not measured")
+    bandwidth: BytesPerSecond = Field(
+        description="bytes/s of device memory in element-wise operations, reads plus writes"
+    )
+    attention: FlopsPerSecond = Field(
+        default=0.0, description="FLOP/s of fused attention (CPU: fp32, GPU: bf16); 0: not measured"
+    )
     launch: Seconds = Field(
-        default=0.0, description="of the processor for one small operation with autograd, forward; 0: not measured"
+        default=0.0, description="processor seconds of a small forward operation with autograd; 0: not measured"
     )
     share: float = Field(default=1.0, gt=0)
     own: float = Field(
         default=0.0,
         ge=0,
-        description="the part that is its own by the number of processors, ranks and quotas; 0: not known",
+        description="fraction of a processor that ranks per processor and CPU quota allow; 0: unknown",
     )
     memory: Bytes
     host_memory: Bytes = 0.0
@@ -65,7 +72,7 @@ class DeviceProfile(StrictModel):
     update: float = Field(
         default=0.0,
         ge=0,
-        description="parameters that its processors update in a second, AdamW in fp32; 0: not measured",
+        description="parameters per second of an AdamW update in fp32 on the host; 0: not measured",
     )
 
     def peak(self, precision: str) -> float:
@@ -101,10 +108,13 @@ class ClusterProfile(StrictModel):
     pairs: tuple[LinkSample, ...] = ()
     timings: tuple[CollectiveSample, ...] = ()
     meetings: tuple[CollectiveSample, ...] = Field(
-        default=(), description="the same, of ranks that compute in between: by how much each lengthens that"
+        default=(),
+        description="collectives between matrix products: seconds by which each collective lengthens the computation",
     )
-    seconds: Seconds = Field(default=0.0, description="that it took")
-    busy: float = Field(default=0.0, ge=0, description="processors that others kept busy meanwhile")
+    seconds: Seconds = Field(default=0.0, description="seconds of the whole measurement")
+    busy: float = Field(
+        default=0.0, ge=0, description="mean number of processors that other programs used during the measurement"
+    )
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:

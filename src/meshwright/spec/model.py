@@ -27,19 +27,21 @@ class ParameterSpec(StrictModel):
     shape: tuple[int, ...]
     split: int | None = None
     parts: tuple[int, ...] = Field(
-        default=(), description="fused projections: sizes along `split`, each sharded by itself"
+        default=(), description="fused projections: sizes of the parts along `split`; each part is sharded separately"
     )
     ways: tuple[int, ...] = Field(
         default=(),
         description=(
-            "into how many shares each part can be cut (key-value heads), 0 for any; more tensor ranks hold all of it"
+            "maximum shards per part (key-value heads), 0: any; with more tensor ranks each stores the full tensor"
         ),
     )
-    frozen: bool = Field(default=False, description="not trained: no gradient, no optimizer state")
+    frozen: bool = Field(
+        default=False, description="whether the parameter is not trained and has neither gradient nor optimizer state"
+    )
     experts: int = Field(
         default=0,
         ge=0,
-        description="how many experts are stacked in it along its first dimension; 0 in an ordinary weight",
+        description="number of experts stacked along the first dimension; 0: not an expert weight",
     )
 
     @property
@@ -81,76 +83,102 @@ class SavedActivations(StrictModel):
     """
 
     saved_split: float = Field(
-        default=0.0, ge=0, description="elements per token kept for backward that tensor parallelism divides"
+        default=0.0, ge=0, description="elements per token saved for backward and sharded by tensor parallelism"
     )
     saved_whole: float = Field(
-        default=0.0, ge=0, description="elements per token kept for backward that only sequence parallelism divides"
+        default=0.0, ge=0, description="elements per token saved for backward and sharded only by sequence parallelism"
     )
     fixed_split: float = Field(
-        default=0.0, ge=0, description="bytes per token kept in a fixed type that tensor parallelism divides"
+        default=0.0, ge=0, description="bytes per token saved in a fixed dtype and sharded by tensor parallelism"
     )
     fixed_whole: float = Field(
-        default=0.0, ge=0, description="bytes per token kept in a fixed type that only sequence parallelism divides"
+        default=0.0, ge=0, description="bytes per token saved in a fixed dtype and sharded only by sequence parallelism"
     )
     core_fixed: float = Field(
-        default=0.0, ge=0, description="of fixed_split, what the attention core keeps and selective recompute drops"
+        default=0.0,
+        ge=0,
+        description="bytes per token of fixed_split that the attention core saves, unless it is recomputed (attn)",
     )
     core_context: float = Field(
         default=0.0,
         ge=0,
-        description="bytes per token and token of context that attention without a fused kernel keeps, divided by tp",
+        description="bytes per token and context token that unfused attention saves, before division by tp",
     )
-    derived_split: float = Field(default=0.0, description="of saved_split, what recompute by operation drops")
+    derived_split: float = Field(
+        default=0.0, description="elements per token of saved_split that selective recompute (sac) does not save"
+    )
     derived_whole: float = Field(
-        default=0.0, description="of saved_whole; below 0 where more of it is held for what else is dropped"
+        default=0.0,
+        description=(
+            "elements per token of saved_whole that selective recompute does not save; negative if it saves more"
+        ),
     )
-    derived_fixed_split: float = Field(default=0.0, description="of fixed_split, what recompute by operation drops")
-    derived_fixed_whole: float = Field(default=0.0, description="of fixed_whole, what recompute by operation drops")
+    derived_fixed_split: float = Field(
+        default=0.0, description="bytes per token of fixed_split that selective recompute does not save"
+    )
+    derived_fixed_whole: float = Field(
+        default=0.0, description="bytes per token of fixed_whole that selective recompute does not save"
+    )
     derived_moved: float = Field(
-        default=0.0, ge=0, description="elements per token that this recompute reads or writes"
+        default=0.0, ge=0, description="elements per token that selective recompute reads and writes"
     )
-    fused_split: float = Field(default=0.0, description="of saved_split, what a compiled block does not keep")
+    fused_split: float = Field(
+        default=0.0, description="elements per token of saved_split that a compiled block does not save"
+    )
     fused_whole: float = Field(
-        default=0.0, description="of saved_whole; below 0 where more of it is kept for what else is not"
+        default=0.0,
+        description="elements per token of saved_whole that a compiled block does not save; negative if it saves more",
     )
     fused_gates: float = Field(
         default=0.0,
         ge=0,
-        description="of fused_split, what stays where other products run between what makes it and what reads it",
+        description="elements per token of fused_split (activated gates) that a block compiled in several pieces saves",
     )
-    fused_fixed_split: float = Field(default=0.0, description="of fixed_split, what a compiled block does not keep")
-    fused_fixed_whole: float = Field(default=0.0, description="of fixed_whole, what a compiled block does not keep")
+    fused_fixed_split: float = Field(
+        default=0.0, description="bytes per token of fixed_split that a compiled block does not save"
+    )
+    fused_fixed_whole: float = Field(
+        default=0.0, description="bytes per token of fixed_whole that a compiled block does not save"
+    )
 
 
 class LayerSpec(SavedActivations):
     """`repeat` consecutive equal layers. Pipeline stages, recompute and ZeRO-3 all-gathers divide a model between
     layers."""
 
-    name: str = Field(description="'embedding', 'block', 'norm', 'head', ...: the role; blocks are what pipelines cut")
+    name: str = Field(
+        description=(
+            "role of the layer: 'embedding', 'block', 'norm', 'head', ...; pipeline stages consist of whole blocks"
+        )
+    )
     repeat: int = Field(default=1, ge=1)
     parameters: tuple[ParameterSpec, ...]
     flops: float = Field(default=0.0, ge=0, description="forward FLOPs of matrix products per token, on one device")
     attention_flops: float = Field(
-        default=0.0, ge=0, description="forward FLOPs of attention per token and token of context"
+        default=0.0, ge=0, description="forward FLOPs of attention per token and context token"
     )
     moved: float = Field(
-        default=0.0, ge=0, description="elements per token read or written by memory-bound operations, forward"
+        default=0.0, ge=0, description="elements per token that memory-bound forward operations read and write"
     )
     context_moved: float = Field(
         default=0.0,
         ge=0,
-        description="elements per token and token of context that such attention moves forward, divided by tp",
+        description=(
+            "elements per token and context token that unfused attention moves in forward, before division by tp"
+        ),
     )
-    query_width: float = Field(default=0.0, ge=0, description="elements per token of queries, divided by tp")
+    query_width: float = Field(default=0.0, ge=0, description="elements per token of queries, before division by tp")
     key_value_width: float = Field(
-        default=0.0, ge=0, description="elements per token of keys and values together, divided by tp"
+        default=0.0, ge=0, description="elements per token of keys and values together, before division by tp"
     )
     routed: float = Field(default=0.0, ge=0, description="elements per token sent to experts: top_k x hidden")
-    routed_saved: float = Field(default=0.0, ge=0, description="of saved_split, what lies inside the routed experts")
-    transient: float = Field(
-        default=0.0, ge=0, description="elements per token alive only while the layer runs, beyond what it keeps"
+    routed_saved: float = Field(
+        default=0.0, ge=0, description="elements per token of saved_split inside the routed experts"
     )
-    output: float = Field(default=0.0, ge=0, description="elements per token that the layer hands on")
+    transient: float = Field(
+        default=0.0, ge=0, description="peak elements per token that the layer's backward adds to the saved activations"
+    )
+    output: float = Field(default=0.0, ge=0, description="elements per token of the layer's output")
     tied: str | None = Field(default=None, description="name of the layer whose first parameter this layer shares")
 
     @property
@@ -171,25 +199,26 @@ class ModelSpec(StrictModel):
     name: str
     layers: tuple[LayerSpec, ...]
     hidden: int = Field(gt=0)
-    context: int = Field(default=0, ge=0, description="longest sequence, 0 when unbounded")
+    context: int = Field(default=0, ge=0, description="maximum sequence length in tokens; 0: unlimited")
     divisible: dict[str, int] = Field(
         default_factory=dict, description="sizes that tp must divide: heads, kv_heads, ffn"
     )
     tensor_parallel: bool = Field(
-        default=True, description="False when no rule shards its layers (a convolutional network)"
+        default=True, description="whether tensor parallelism can shard the layers; false for a convolutional network"
     )
     against_sequence: str = Field(
-        default="", description="why sequence parallelism would be wrong; empty where it is right"
+        default="", description="why sequence parallelism would give a wrong result; empty: it is supported"
     )
     against_division: str = Field(
-        default="", description="why a batch must pass whole; empty where its rows do not see each other"
+        default="", description="why a batch must not be split; empty: its rows are independent"
     )
     against_stages: str = Field(
-        default="", description="why stages cannot be cut between its blocks; empty where they can"
+        default="",
+        description="why the model must not be cut into pipeline stages; empty: it can be cut between blocks",
     )
     vocabulary: int = Field(default=0, ge=0)
     notes: tuple[TranslatableText, ...] = Field(
-        default=(), description="what was found of a traced model, and what was not understood"
+        default=(), description="results of tracing the model, including code that was not understood"
     )
 
     @property
@@ -231,7 +260,12 @@ class TpRule(StrictModel):
     """A tensor-parallel rule with paths inside a block. The outputs of `columns` are sharded, the inputs of `rows`
     are sharded in the same way, and the outputs of `rows` are summed."""
 
-    columns: tuple[str, ...] = Field(min_length=1, description="linear layers cut by their outputs")
+    columns: tuple[str, ...] = Field(
+        min_length=1, description="column-parallel linear layers, sharded by output features"
+    )
     rows: tuple[str, ...] = Field(
-        min_length=1, description="linear layers behind them, cut by their inputs; their outputs are summed"
+        min_length=1,
+        description=(
+            "row-parallel linear layers after the column-parallel ones, sharded by input features; outputs are summed"
+        ),
     )

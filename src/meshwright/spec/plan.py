@@ -59,63 +59,70 @@ class Plan(StrictModel):
     cp: int = Field(default=1, ge=1)
     ep: int = Field(default=1, ge=1)
     zero: int = Field(default=0, ge=0, le=3)
-    micro_batch: int = Field(default=1, ge=1, description="sequences per pass of one replica; of unlike ones the most")
+    micro_batch: int = Field(
+        default=1, ge=1, description="sequences per micro-batch of a replica; the maximum if replicas differ"
+    )
     micro_batch_sizes: tuple[int, ...] = Field(
-        default=(), description="sequences per pass of each data replica; empty: micro_batch on every one"
+        default=(), description="sequences per micro-batch of each data replica; empty: micro_batch for all"
     )
     shares: tuple[int, ...] = Field(
-        default=(), description="micro-batches of each data replica in a step; empty: equally many"
+        default=(), description="micro-batches per step of each data replica; empty: equal numbers"
     )
     recompute: Recompute = Recompute.none
     recompute_layers: int = Field(
-        default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them"
+        default=0, ge=0, description="number of first blocks of each virtual stage that recompute; 0: all"
     )
     recompute_rest: Recompute = Field(
-        default=Recompute.none, description="of the blocks behind these: none, or operations"
+        default=Recompute.none, description="recompute of the blocks after recompute_layers: none or sac"
     )
     offload: tuple[Offload, ...] = ()
     offload_share: int = Field(
-        default=100, ge=1, le=100, description="of each rank's optimizer states the hundredths that wait elsewhere"
+        default=100, ge=1, le=100, description="percent of each rank's optimizer states that are offloaded"
     )
     weights_share: int = Field(
-        default=100, ge=1, le=100, description="of each rank's weights the hundredths that wait elsewhere"
+        default=100, ge=1, le=100, description="percent of each rank's weights that are offloaded"
     )
     offload_layers: int = Field(
-        default=0, ge=0, description="the first blocks of each virtual stage whose activations wait; 0: all of them"
+        default=0,
+        ge=0,
+        description="number of first blocks of each virtual stage whose activations are offloaded; 0: all",
     )
     schedule: ScheduleName = DEFAULT_SCHEDULE
     virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank")
     actions: tuple[str, ...] = Field(
-        default=(), description="schedule actions: what each pipeline rank does, such as '0F0 0F1 0B0 0B1'"
+        default=(), description="actions of each pipeline rank in a custom schedule, such as '0F0 0F1 0B0 0B1'"
     )
     layers_per_stage: tuple[int, ...] = Field(
-        default=(), description="blocks of each virtual stage; empty: as even as can be"
+        default=(), description="number of blocks of each virtual stage; empty: as even as possible"
     )
     context: ContextParallelMethod = Field(
-        default=ContextParallelMethod.ring, description="how context ranks exchange keys and values"
+        default=ContextParallelMethod.ring,
+        description="method by which context-parallel ranks exchange keys and values",
     )
     ulysses: int = Field(
-        default=0, ge=0, description="context ranks that exchange heads, with rings over the others; 0: all of them"
+        default=0,
+        ge=0,
+        description="context-parallel ranks per Ulysses group, with rings between groups; 0: all ranks in one group",
     )
     placement: tuple[int, ...] = Field(
         default=(),
         description=(
-            "of unlike groups of nodes: the group that holds each pipeline rank; empty: all devices, in their order"
+            "heterogeneous node groups: index of the node group of each pipeline rank; empty: all devices in order"
         ),
     )
     shard_weights: tuple[int, ...] = Field(
-        default=(), description="parts of the states that each rank of a shard group holds; empty: equal parts"
+        default=(), description="relative shard sizes of states on the ranks of a shard group; empty: equal shards"
     )
     loss_chunks: int = Field(
-        default=1, ge=1, description="parts of a micro-batch's labels whose logits are made by themselves"
+        default=1,
+        ge=1,
+        description="number of chunks of a micro-batch's labels; the logits of each chunk are computed separately",
     )
     axes: tuple[MeshAxis, ...] = Field(
-        default=MESH_AXES, description="from the outermost to the innermost; cp lies inside of dp"
+        default=MESH_AXES, description="mesh axes from outermost to innermost; dp includes cp"
     )
-    compile: bool = Field(default=False, description="blocks go through torch.compile")
-    bucket: int = Field(
-        default=DEFAULT_BUCKET_BYTES, ge=1, description="bytes of gradients that one collective carries at least"
-    )
+    compile: bool = Field(default=False, description="compile blocks with torch.compile")
+    bucket: int = Field(default=DEFAULT_BUCKET_BYTES, ge=1, description="minimum bytes of gradients per collective")
 
     @model_validator(mode="before")
     @classmethod

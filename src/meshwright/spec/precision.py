@@ -50,7 +50,7 @@ class GradientCompression(StrictModel):
     """
 
     kind: Literal["bf16", "int8", "low-rank"]
-    rank: int = Field(default=4, ge=1, description="columns of the factors of low-rank")
+    rank: int = Field(default=4, ge=1, description="columns of the factors in low-rank compression")
 
     @property
     def bytes_per_element(self) -> float:
@@ -66,9 +66,9 @@ class DilocoConfig(StrictModel):
     replicas: int = Field(ge=2)
     steps: int = Field(default=50, ge=1)
     lr: float = Field(
-        default=0.7, gt=0, description="of the outer optimizer: 1 without momentum is the mean of the replicas"
+        default=0.7, gt=0, description="learning rate of the outer optimizer; 1 without momentum averages the replicas"
     )
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="of the outer optimizer, Nesterov's")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Nesterov momentum of the outer optimizer")
 
 
 class Recipe(StrictModel):
@@ -78,19 +78,23 @@ class Recipe(StrictModel):
     name: str
     compute: str
     size: int
-    rate: str = Field(description="which of a device's rates of matrix products it reaches")
+    rate: str = Field(description="precision of the matrix products, a key of the device's peak rates")
     master: int = 0
     loss_scaling: bool = False
     exact: bool = False
     """Gradients are added as integers, which gives the same bits for any number of data-parallel ranks."""
     compression: GradientCompression | None = None
     """The compression of gradients between hosts."""
-    products: str = Field(default="", description="another rate, of the linear layers of blocks")
-    rounds: bool = Field(
-        default=False, description="weights and states are kept in the compute type, rounded stochastically"
+    products: str = Field(
+        default="", description="precision of matrix products in the linear layers of blocks; empty: that of `rate`"
     )
-    eight: bool = Field(default=False, description="states are kept in 8 bits")
-    reduced: int = Field(default=0, description="bytes of a gradient that is held and summed; 0: of the compute type")
+    rounds: bool = Field(
+        default=False, description="store weights and states in the compute dtype with stochastic rounding"
+    )
+    eight: bool = Field(default=False, description="store optimizer states in 8 bits")
+    reduced: int = Field(
+        default=0, description="bytes per element of stored and summed gradients; 0: bytes of the compute dtype"
+    )
     local: DilocoConfig | None = None
     """The DiLoCo settings; None if replicas synchronize in every step."""
 

@@ -35,7 +35,7 @@ class ProofCost(StrictModel):
 
     seconds: float = 0.0
     step: float = Field(default=0.0, description="seconds of a training step")
-    length: int = Field(default=0, description="tokens of a row that the proof reads; 0: all")
+    length: int = Field(default=0, description="tokens of each row that the proof reads; 0: all")
 
 
 class ProofResult(StrictModel):
@@ -45,23 +45,27 @@ class ProofResult(StrictModel):
     plan: str
     precision: str
     equal: bool
-    step: int = Field(description="updates before the proof")
+    step: int = Field(description="number of updates before the proof")
     loss: float = Field(description="relative difference of the loss")
-    losses: tuple[float, float] = Field(description="of one device, under the plan")
+    losses: tuple[float, float] = Field(description="loss on one device, and loss under the plan")
     gradient: float = Field(description="largest relative difference of a gradient")
-    where: str = Field(description="the parameter of that gradient")
-    tolerance: tuple[float, float] = Field(description="of the loss, and of that gradient")
-    parameters: int = Field(description="gradients that were compared")
-    rounding: int = Field(default=0, description="of these, gradients that are rounding alone on both sides")
-    labels: tuple[int, int] = Field(description="valid labels: of one device, under the plan")
-    missing: tuple[str, ...] = Field(default=(), description="parameters that a loss reaches on one device alone")
-    extra: tuple[str, ...] = Field(default=(), description="parameters that a loss reaches under the plan alone")
-    first: str = Field(default="", description="where it is not equal: the first module that differs, and in what")
-    contents: tuple[str, ...] = Field(default=(), description="the batches that were compared")
-    notes: tuple[TranslatableText, ...] = Field(default=(), description="what was not proven, and why")
+    where: str = Field(description="parameter with the largest relative difference of a gradient")
+    tolerance: tuple[float, float] = Field(
+        description="tolerances of the loss, and of the gradient of parameter `where`"
+    )
+    parameters: int = Field(description="number of compared gradients")
+    rounding: int = Field(
+        default=0, description="number of compared gradients that consist only of rounding errors on both sides"
+    )
+    labels: tuple[int, int] = Field(description="number of valid labels on one device, and under the plan")
+    missing: tuple[str, ...] = Field(default=(), description="parameters that receive a gradient on one device only")
+    extra: tuple[str, ...] = Field(default=(), description="parameters that receive a gradient under the plan only")
+    first: str = Field(default="", description="first module that differs, and in what; empty if all modules are equal")
+    contents: tuple[str, ...] = Field(default=(), description="the compared batches")
+    notes: tuple[TranslatableText, ...] = Field(default=(), description="statements that were not proven, with reasons")
     rows: int = 0
     seconds: float = 0.0
-    bytes: int = Field(default=0, description="gathered on rank 0 for one device's side")
+    bytes: int = Field(default=0, description="bytes gathered on rank 0 for the computation on one device")
 
     @property
     def line(self) -> str:

@@ -35,13 +35,15 @@ class MoeStats(StrictModel):
 
     loads: tuple[tuple[float, ...], ...] = Field(
         description=(
-            "of each mixture and each expert its pairs over the mean; of more than 1,024 experts the "
-            "idlest and the busiest of each mixture"
+            "(token, expert) pairs of each expert of each MoE layer over the mean; minimum and "
+            "maximum above 1,024 experts"
         )
     )
-    dropped: float = Field(default=0.0, description="share of the pairs that was beyond the capacity of its expert")
+    dropped: float = Field(
+        default=0.0, description="fraction of (token, expert) pairs dropped because they exceed the expert capacity"
+    )
     balance_loss: float | None = Field(
-        default=None, description="the part of the loss that balances experts, where the model has one"
+        default=None, description="load-balancing part of the loss; null if the model has none"
     )
 
 
@@ -51,38 +53,40 @@ class StepRecord(StrictModel):
 
     step: int
     loss: float
-    tokens: int = Field(description="labels that counted in the loss, over all ranks")
+    tokens: int = Field(description="number of labels in the loss, over all ranks")
     gradient_norm: float
     lr: float
-    seconds: float = Field(description="of the step, between two ends")
-    data_seconds: float = Field(default=0.0, description="waiting for the batch")
+    seconds: float = Field(description="seconds from the end of the previous step to the end of this step")
+    data_seconds: float = Field(default=0.0, description="seconds of waiting for the batch")
     exposed: dict[str, float] = Field(
-        default_factory=dict, description="seconds waiting for communication, by kind: data, tensor, pipeline"
+        default_factory=dict, description="seconds of waiting for communication, by kind: data, tensor, pipeline, ..."
     )
     sent: dict[str, float] = Field(
         default_factory=dict,
-        description="bytes that a rank sent over the network, by kind; ranks of one host send none",
+        description="bytes that a rank sent over the network, by kind; ranks that share a host's memory send none",
     )
     tokens_per_second: float = 0.0
     memory: dict[str, float] = Field(
         default_factory=dict,
         description=(
-            "parameters, gradients, optimizer bytes; total: peak allocated, where measured; reserved: "
-            "the most that was taken of the device, or by "
-            "a process that shares no memory with other ranks; resident: that of the process behind the step"
+            "bytes by kind (parameters, ...); total: peak allocated; reserved: peak reserved on "
+            "the device (CPU, one rank per host: peak RSS); resident: RSS after the step"
         ),
     )
     loss_scale: float = 1.0
-    skipped: bool = Field(default=False, description="a non-finite gradient: no rank updated")
+    skipped: bool = Field(default=False, description="whether a non-finite gradient prevented the update on all ranks")
     expert_load: float | None = Field(
         default=None,
-        description="pairs of token and expert of the busiest expert over the mean, in the mixture where that is most",
+        description=(
+            "(token, expert) pairs of the busiest expert over the mean, in the MoE layer with the largest ratio"
+        ),
     )
-    experts: MoeStats | None = Field(default=None, description="of a model with experts")
+    experts: MoeStats | None = Field(default=None, description="expert statistics; null if the model has no experts")
     held_out_loss: float | None = None
-    batch: int | None = Field(default=None, description="number in the order of the data, from 0")
+    batch: int | None = Field(default=None, description="index of the batch in data order, from 0")
     samples: str = Field(
-        default="", description="what all ranks read of it: how many samples, and their numbers squared and added"
+        default="",
+        description="digest of the samples that all ranks read: their count, and the sum of the squares of (index + 1)",
     )
     content: str = Field(default="", description="digest of the bytes that all ranks read")
 
@@ -91,11 +95,11 @@ class RunState(StrictModel):
     """The state of a training run after a step. Each checkpoint contains it."""
 
     step: int = 0
-    samples: int = Field(default=0, description="sequences consumed since the start")
+    samples: int = Field(default=0, description="number of sequences read since the start of the run")
     seed: int = 1
     plan: str = ""
     loss_scale: float = 1.0
-    good_steps: int = Field(default=0, description="steps since the loss scale last changed")
+    good_steps: int = Field(default=0, description="steps since the last change of the loss scale")
 
 
 def last_recorded_step(end: bytes) -> int:
@@ -148,7 +152,7 @@ def _sum_of_squares(number: int) -> int:
 class AllocationEvent(StrictModel):
     """The bytes of dynamic memory from the time `at` on."""
 
-    at: Seconds = Field(description="since the step began")
+    at: Seconds = Field(description="seconds since the start of the step")
     activations: Bytes
     buffers: Bytes
 
@@ -163,7 +167,7 @@ class MemoryTimeline(StrictModel):
     resident: dict[str, Bytes]
     moments: tuple[AllocationEvent, ...]
     peak: AllocationEvent
-    place: str = Field(default="", description="what ran at the peak: forward or backward of which module")
+    place: str = Field(default="", description="operation at the peak: forward or backward, and the module")
 
     @property
     def total(self) -> float:

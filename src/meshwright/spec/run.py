@@ -27,12 +27,13 @@ class RunConfig(StrictModel):
     faults."""
 
     folder: OneLine = Field(
-        default="", description="where records, checkpoints and the plan go; empty: runs/ and the name of the model"
+        default="", description="folder of records, checkpoints and the plan; empty: runs/ plus the name of the model"
     )
     offload_to: OneLine = Field(
         default="",
-        description="folder of the files of off-optimizer-disk and off-parameters-disk, on a local disk; "
-        "empty: in the run's folder",
+        description=(
+            "folder on a local disk for tensors offloaded to disk (off-*-disk); empty: a folder in the run folder"
+        ),
     )
     checkpoint_every: StepInterval = Field(
         default=100,
@@ -42,63 +43,68 @@ class RunConfig(StrictModel):
         default=24.0, gt=0, description="mean hours between failures of the machine, for checkpoint_every: auto"
     )
     restart: bool = Field(
-        default=False, description="begin at step 0 although the folder has records of steps and no checkpoint"
+        default=False, description="start at step 0 even if the run folder has step records but no checkpoint"
     )
-    keep: int = Field(default=3, ge=1, description="checkpoints to keep; older ones are removed")
-    evaluate_every: int = Field(default=50, ge=0, description="steps between validation losses; 0: only at the end")
-    tensorboard: bool = Field(default=True, description="write TensorBoard events too, where tensorboard is installed")
+    keep: int = Field(default=3, ge=1, description="number of checkpoints to keep; older ones are deleted")
+    evaluate_every: int = Field(
+        default=50, ge=0, description="steps between computations of the validation loss; 0: only at the end"
+    )
+    tensorboard: bool = Field(default=True, description="also write TensorBoard events, if tensorboard is installed")
     balance: bool = Field(
         default=False,
-        description="move micro-batches between replicas as their speeds change, and exclude a slow device; "
-        "the run is then not reproducible bit for bit",
+        description=(
+            "move micro-batches between replicas as their speeds change, and exclude stragglers; "
+            "not bitwise reproducible"
+        ),
     )
     grace_period: float = Field(
-        default=25.0, gt=0, description="seconds that a run has to end its step and save after a signal to stop"
+        default=25.0,
+        gt=0,
+        description="seconds that a run has to complete the step and save a checkpoint after a stop signal",
     )
     hang_timeout: float = Field(
         default=1.8,
         ge=0,
-        description=(
-            "seconds without progress after which a rank counts as hung, if that is more than 5 steps; 0: never"
-        ),
+        description="minimum seconds without progress before a rank counts as hung (at least 5 steps); 0: never",
     )
     memory_checkpoints: bool = Field(
         default=True,
-        description="save each step in memory that outlives the ranks, so that a failed rank costs no step",
+        description=(
+            "store an in-memory checkpoint of each step that survives the ranks, so that a failed rank loses no step"
+        ),
     )
     retries: int = Field(
         default=5,
         ge=0,
-        description=(
-            "restarts in a row, without a step between them, after which the run ends; 0: it ends at the first failure"
-        ),
+        description="maximum number of consecutive restarts without a completed step; 0: end at the first failure",
     )
     replica_check_every: int = Field(
-        default=50, ge=0, description="steps between comparisons of the states that several ranks replicate; 0: never"
+        default=50, ge=0, description="steps between comparisons of replicated states across ranks; 0: never"
     )
     sdc_check_every: int = Field(
         default=0,
         ge=0,
-        description="steps between checks for silent data corruption, which compute gradients twice; "
-        "0: only where gradients look wrong",
+        description=(
+            "steps between checks for silent data corruption (gradients computed twice); 0: only "
+            "if gradients are suspicious"
+        ),
     )
     prove: ProofMode = Field(
         default="auto",
         description=(
-            "when to prove the plan equal to one device, on the run's own ranks and weights: start (before the first "
-            "update); a number of steps between proofs; never; auto: at the start, where the estimated time is under "
-            "1 % of the first 1,000 steps"
+            "when to prove the plan equal to one device: start, a number of steps between proofs, "
+            "never; auto: start if it takes at most 5 s or 1 % of 1,000 steps"
         ),
     )
     min_ranks: int = Field(
         default=0,
         ge=0,
-        description="least number of ranks to continue with when a rank keeps failing; 0: as many as at the start",
+        description="minimum number of ranks to continue with if a rank keeps failing; 0: the initial number",
     )
     rejoin_timeout: float = Field(
         default=10.0,
         ge=0,
-        description=("seconds that a lost node has to come back before the others continue without it"),
+        description="seconds to wait for a lost node before the others continue without it",
     )
 
     @property

@@ -49,27 +49,35 @@ class OptimizerConfig(StrictModel):
 
     name: str = Field(
         default="adamw",
-        description=f"{', '.join(OPTIMIZER_STATES)}, or package.module:function, which makes one of parameters",
+        description=f"{', '.join(OPTIMIZER_STATES)}, or package.module:function (parameters -> optimizer)",
     )
     lr: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     decay: Literal["matrices", "all"] = Field(
-        default="matrices", description="what weight decay falls on; biases and norms are vectors"
+        default="matrices", description="parameters with weight decay: matrices only (no biases and norms), or all"
     )
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd-momentum and muon")
-    matrix_lr: float | None = Field(default=None, gt=0, description="muon: of the matrices of blocks; null: lr")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd-momentum and muon")
+    matrix_lr: float | None = Field(
+        default=None, gt=0, description="muon: learning rate of the matrices of blocks; null: lr"
+    )
     state: Literal["8bit"] | None = Field(
-        default=None, description="8bit: states in a byte an element; null: as the precision says"
+        default=None,
+        description="8bit: store optimizer states in 1 byte per element; null: in the dtype of the precision",
     )
     warmup: int = Field(default=0, ge=0)
     final_lr: float = Field(default=0.1, ge=0, le=1)
     schedule: Literal["constant", "cosine", "linear", "warmup-stable-decay"] = "cosine"
     cooldown: float = Field(
-        default=0.2, gt=0, le=1, description="of warmup-stable-decay: the part of all steps in which the rate falls"
+        default=0.2,
+        gt=0,
+        le=1,
+        description="warmup-stable-decay: fraction of all steps in which the learning rate decays",
     )
-    clip: float | None = Field(default=1.0, gt=0, description="largest norm of the whole gradient; null: no clipping")
+    clip: float | None = Field(
+        default=1.0, gt=0, description="maximum norm of the whole gradient (clipping); null: no clipping"
+    )
 
     @field_validator("name")
     @classmethod
@@ -162,7 +170,8 @@ class LoraConfig(StrictModel):
     rank: int = Field(default=8, ge=1)
     alpha: float = Field(default=16.0, gt=0)
     target: tuple[str, ...] = Field(
-        default=(), description="layers by the last part of their names; empty: every linear layer of the blocks"
+        default=(),
+        description="names of the adapted layers, last component only; empty: every linear layer of the blocks",
     )
 
 
@@ -174,45 +183,45 @@ class Workload(StrictModel):
     steps: int = Field(default=200, ge=1)
     precision: Literal["fp64", "fp32", "tf32", "bf16", "bf16-pure", "fp16", "fp8"] = "fp32"
     reduce: Literal["fp32", "bf16"] | None = Field(
-        default=None, description="type in which gradients are held, summed and sent; null: the precision's own"
+        default=None, description="dtype of stored, summed and sent gradients; null: the dtype of the precision"
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     seed: int = Field(default=1, ge=0)
     spikes: Literal["skip", "keep"] = Field(
         default="skip",
-        description="when the loss rises and stays: skip: go back and leave the batches out; keep: train on",
+        description="action on a persistent loss spike: skip: roll back and skip the batches; keep: continue",
     )
     exact: int = Field(
         default=0,
         ge=0,
         description=(
-            "sequences of a micro-batch whose gradients are added as integers: the same bits for any "
-            "number of data-parallel ranks; "
-            "0: floating-point sums"
+            "sequences per micro-batch with exact integer gradient sums, bitwise equal for any "
+            "data-parallel size; 0: floating-point sums"
         ),
     )
     compression: GradientCompression | None = Field(
-        default=None, description="gradients in fewer bytes between hosts, which changes the result; null: as they are"
+        default=None, description="gradient compression between hosts, which changes the result; null: no compression"
     )
     local: DilocoConfig | None = Field(
         default=None,
         description=(
-            "replicas that update by themselves and meet every so many steps, which changes the result; null: none"
+            "DiLoCo: replicas update locally and synchronize every few steps, which changes the result; null: off"
         ),
     )
     expert_capacity: float | None = Field(
         default=None,
         gt=0,
         description=(
-            "tokens of a sequence that an expert takes, over the mean; what is beyond is dropped; null: nothing is"
+            "capacity factor: maximum (token, expert) pairs of an expert per sequence over the "
+            "mean; excess pairs are dropped; null: unlimited"
         ),
     )
     expert_bias_rate: float | None = Field(
         default=None,
         gt=0,
-        description="how far a router's bias moves after a step against the load of each expert; null: it stays",
+        description="change of a router's bias per step against the load of each expert; null: no change",
     )
-    lora: LoraConfig | None = Field(default=None, description="train adapters only; null: all weights")
+    lora: LoraConfig | None = Field(default=None, description="train LoRA adapters only; null: train all weights")
 
     @model_validator(mode="after")
     def _agrees(self) -> Workload:
@@ -315,15 +324,18 @@ class DataConfig(StrictModel):
     """
 
     source: str | tuple[str, ...] = "stdlib"
-    field: str = Field(default="text", min_length=1, description="of a JSON line or a Parquet table: where its text is")
+    field: str = Field(
+        default="text", min_length=1, description="field with the text in each JSON line, or column in a Parquet table"
+    )
     tokenizer: str = Field(
         default="auto", min_length=1, description="auto, bytes, bpe, or a folder with a tokenizer.json"
     )
     documents: Literal["joined", "apart"] = Field(
-        default="joined", description="of one row: joined, each is read on from the one before; apart, each by itself"
+        default="joined",
+        description="documents that share a row: joined: one continuous text; apart: separate attention and positions",
     )
     held_out: float = Field(
-        default=0.01, ge=0, le=0.5, description="share of the tokens that is never trained on; 0: none"
+        default=0.01, ge=0, le=0.5, description="fraction of the tokens reserved for validation; 0: none"
     )
 
     @field_validator("source")

@@ -91,13 +91,15 @@ class VerifyResult(StrictModel):
     where: str
     weight: float
     weight_where: str
-    parameters: tuple[int, int] = Field(description="of one device, of the plan")
-    labels: tuple[int, int] = Field(description="of the first batch: on one device, under the plan")
+    parameters: tuple[int, int] = Field(description="number of parameters on one device, and under the plan")
+    labels: tuple[int, int] = Field(
+        description="number of valid labels of the first batch on one device, and under the plan"
+    )
     labels_by_replica: tuple[int, ...]
     steps: int = VERIFY_STEPS
-    rounding: int = Field(default=0, description="gradients that are rounding alone")
+    rounding: int = Field(default=0, description="number of gradients that consist only of rounding errors")
     missing: tuple[str, ...] = ()
-    first: str = Field(default="", description="where it is not equal: the module that differs first, and in what")
+    first: str = Field(default="", description="first module that differs, and in what; empty if all modules are equal")
 
     @property
     def equal(self) -> bool:

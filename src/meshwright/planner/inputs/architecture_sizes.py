@@ -42,7 +42,9 @@ class ArchitectureSizes(StrictModel):
     heads: int = Field(default=1, ge=1, le=MAX_SIZE)
     kv_heads: int = Field(default=1, ge=1, le=MAX_SIZE)
     head_dim: float = Field(
-        default=0.0, ge=0, description="0: hidden / heads. Two rows of the literature have fractions"
+        default=0.0,
+        ge=0,
+        description="features per attention head; 0: hidden / heads; a fraction in two published models",
     )
     ffn: int = Field(default=1, ge=1, le=MAX_SIZE)
     vocab: int = Field(default=0, ge=0, le=MAX_SIZE)
@@ -54,7 +56,7 @@ class ArchitectureSizes(StrictModel):
         default=2,
         ge=1,
         le=4,
-        description="per block: 1 where attention and feed-forward stand side by side, 4 in Gemma 2",
+        description="norms per block: 1 if attention and feed-forward are parallel, 4 in Gemma 2",
     )
     embedding_norm: bool = False
     final_norm: bool = True
@@ -63,18 +65,20 @@ class ArchitectureSizes(StrictModel):
     qk_norm: bool = False
     pos: Literal["rope", "learned", "alibi"] = "rope"
     pos_rows: int = Field(default=0, ge=0, le=MAX_SIZE)
-    types: int = Field(default=0, ge=0, le=MAX_SIZE, description="kinds of segment, each a row")
+    types: int = Field(default=0, ge=0, le=MAX_SIZE, description="number of token types (segment embeddings)")
     experts: int = Field(default=0, ge=0, le=MAX_SIZE)
     top_k: int = Field(default=0, ge=0, le=MAX_SIZE)
     moe_ffn: int = Field(default=0, ge=0, le=MAX_SIZE)
     shared_experts: int = Field(default=0, ge=0, le=MAX_SIZE)
     shared_gate: bool = Field(
-        default=False, description="a number for each token weighs the shared experts, as in Qwen2-MoE"
+        default=False, description="whether a per-token gate scales the output of the shared experts, as in Qwen2-MoE"
     )
     router_bias: bool = False
     dense_first_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
     mla: LatentAttention | None = None
-    transposed: bool = Field(default=False, description="weights stored (in, out), as Hugging Face's GPT-2 does")
+    transposed: bool = Field(
+        default=False, description="whether weights are stored as (in, out), as in Hugging Face's GPT-2"
+    )
     rope_base: float = Field(default=10_000.0, gt=0)
     classes: int = Field(default=0, ge=0, le=MAX_SIZE)
     channels: int = Field(default=0, ge=0, le=MAX_SIZE)

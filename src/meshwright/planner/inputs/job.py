@@ -71,9 +71,11 @@ class ClusterChoice(StrictModel):
     path: OneLine = ""
     groups: tuple[dict[str, Any], ...] = ()
     network: dict[str, Any] | None = None
-    memory: Bytes | None = Field(default=None, description="of every device, instead of what it has")
+    memory: Bytes | None = Field(
+        default=None, description="bytes of memory of every device; null: the memory of the cluster description"
+    )
     budget: Bytes | None = Field(
-        default=None, gt=0, description="that a rank may take of its device; else nearly all of it"
+        default=None, gt=0, description="bytes of device memory that a rank may use; null: nearly all"
     )
     failures_per_device_hour: float = Field(default=0.0, ge=0)
 
@@ -85,12 +87,12 @@ class JobFile(StrictModel):
     workload: Workload = Workload()
     data: DataConfig = DataConfig()
     cluster: ClusterChoice = ClusterChoice()
-    plan: dict[str, Any] = Field(default_factory=dict, description="fields of the plan that are fixed, or its name")
+    plan: dict[str, Any] = Field(default_factory=dict, description="fixed fields of the plan, or the name of the plan")
     run: RunConfig = RunConfig()
     described: SkipJsonSchema[ModelSpec | str | None] = Field(
         default=None,
         exclude=True,
-        description="not written: what the model was found to be where no formula says it, or why nothing was",
+        description="not serialized: the traced description of a model without closed formulas, or why tracing failed",
     )
 
     def given_plan(self) -> Plan | None:

@@ -46,7 +46,7 @@ class LargestModel(StrictModel):
     devices: int
     parameters: int
     plan: str
-    reserved: float = Field(description="bytes on the peak rank")
+    reserved: float = Field(description="bytes of memory reserved on the peak rank")
 
 
 class SmallestCluster(StrictModel):
@@ -57,7 +57,7 @@ class SmallestCluster(StrictModel):
     nodes: int
     plan: str = ""
     reserved: float = 0.0
-    floor: float = Field(default=0.0, description="bytes that every rank stores on any number of devices")
+    floor: float = Field(default=0.0, description="bytes that every rank stores for any number of devices")
 
 
 def split_by_node_type(cluster: Cluster) -> list[Cluster]:

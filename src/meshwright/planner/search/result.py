@@ -30,7 +30,7 @@ class RankedPlan(StrictModel):
 
     plan: Plan
     estimate: Estimate
-    runs: bool = Field(default=True, description="whether this version runs the plan; else it only plans it")
+    runs: bool = Field(default=True, description="whether this version can run the plan; otherwise it is plan-only")
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class PlanRejection(StrictModel):
 
     reason: str
     count: int
-    example: TranslatableText = Field(description="the line for one of them")
+    example: TranslatableText = Field(description="description of one rejected plan")
 
 
 class PlanFamily(StrictModel):
@@ -53,8 +53,8 @@ class PlanFamily(StrictModel):
     name: str
     plan: Plan
     fits: bool
-    seconds: float = Field(description="of a step of `plan`")
-    reserved: float = Field(description="bytes on its peak rank")
+    seconds: float = Field(description="seconds per step of `plan`")
+    reserved: float = Field(description="bytes of memory reserved on the peak rank of `plan`")
 
 
 class SearchResult(StrictModel):
@@ -62,10 +62,15 @@ class SearchResult(StrictModel):
 
     plans: tuple[RankedPlan, ...] = Field(min_length=1)
     families: tuple[PlanFamily, ...] = ()
-    considered: int = Field(description="all plans of the space, legal or not")
+    considered: int = Field(description="number of plans in the search space, including invalid plans")
     rejected: tuple[PlanRejection, ...] = ()
-    seconds: float = Field(description="that the search took")
-    devices: int = Field(default=0, description="that the plans use; fewer than the job has where fewer are wanted")
+    seconds: float = Field(description="seconds of the search")
+    devices: int = Field(
+        default=0,
+        description=(
+            "number of devices that the plans use; objectives fewest and cheapest may use fewer than the job has"
+        ),
+    )
 
     @property
     def chosen(self) -> RankedPlan:

@@ -47,7 +47,9 @@ class Trial(StrictModel):
     predicted: Seconds
     measured: Seconds | None = None
     why: TranslatableText = ""
-    busy: float = Field(default=0.0, ge=0, description="processors that other programs kept busy meanwhile")
+    busy: float = Field(
+        default=0.0, ge=0, description="mean number of processors that other programs used during the trial"
+    )
 
 
 def next_trial(job: Job, trials: Sequence[Trial], most: int) -> tuple[Plan, float] | None:

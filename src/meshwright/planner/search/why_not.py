@@ -118,7 +118,7 @@ class PlanComparison(StrictModel):
     outcome: ComparisonOutcome
     plan: Plan | None = None
     estimate: Estimate | None = None
-    terms: tuple[TimeDelta, ...] = Field(default=(), description="largest first")
+    terms: tuple[TimeDelta, ...] = Field(default=(), description="time differences by kind, largest first")
     faults: tuple[TranslatableText, ...] = ()
 
     @property

@@ -48,12 +48,19 @@ class RecoveryPolicy(StrictModel):
     """The parameters of saves and recovery. The defaults are those of a careful training run: asynchronous saves, and
     ten minutes to recover."""
 
-    save: Seconds = Field(default=1.0, description="that a save stops training")
-    durable: Seconds = Field(default=60.0, description="from then until it can be restored")
-    interval: Seconds | None = Field(default=None, description="of training between saves; without one Daly's optimum")
-    detect: Seconds = Field(default=60.0, description="until a failure is noticed")
-    rebuild: Seconds = Field(default=420.0, description="until processes, groups and devices are there again")
-    restore: Seconds = Field(default=120.0, description="until the state is loaded")
+    save: Seconds = Field(default=1.0, description="seconds that a save blocks training")
+    durable: Seconds = Field(
+        default=60.0,
+        description="seconds from the end of the blocking part of a save until the checkpoint can be restored",
+    )
+    interval: Seconds | None = Field(
+        default=None, description="seconds of training between saves; null: Daly's optimum"
+    )
+    detect: Seconds = Field(default=60.0, description="seconds until a failure is detected")
+    rebuild: Seconds = Field(
+        default=420.0, description="seconds until processes, process groups and devices are ready again"
+    )
+    restore: Seconds = Field(default=120.0, description="seconds until the state is loaded")
 
     @property
     def recovery(self) -> float:
@@ -68,7 +75,9 @@ class FleetSpec(StrictModel):
     devices_per_node: int = Field(default=8, ge=1)
     failures_per_device_hour: float = Field(gt=0, allow_inf_nan=False)
     spares: int | None = Field(default=None, ge=0)
-    repair: Seconds = Field(default=24 * SECONDS_PER_HOUR, description="until a failed node is back in reserve")
+    repair: Seconds = Field(
+        default=24 * SECONDS_PER_HOUR, description="seconds until a failed node is a spare node again"
+    )
 
     @property
     def mean_between_failures(self) -> float:
