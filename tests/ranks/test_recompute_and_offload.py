@@ -172,7 +172,7 @@ def refusal() -> str:
 @pytest.mark.parametrize("way", ["rc-full999", "rc-sac9", "off-activations9"])
 def test_more_blocks_than_a_stage_has_are_refused_in_one_line(ranks: Any, way: str) -> None:
     assert ranks.run(1, refused, way)[0].startswith(
-        f"plan dp1.{way}: {way} counts blocks of a stage, which has 4 at most"
+        f"plan dp1.{way}: {way} counts the blocks of one stage, which has at most 4"
     )
 
 

@@ -52,7 +52,7 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
         (["plan", "--budget", "-1GiB"], "$.cluster.budget: input should be greater than or equal to 0, got '-1GiB'"),
         (
             ["estimate", *SMALL, "--plan", "dp4.rc-full999"],
-            "plan dp4.rc-full999: rc-full999 counts blocks of a stage, which has 4 at most",
+            "plan dp4.rc-full999: rc-full999 counts the blocks of one stage, which has at most 4",
         ),
         (["plan", *SMALL, "--pin", "rc=full,recompute_layers=7"], "no plan is legal: "),
         (["plan", "--batch", "0"], "meshwright: $.workload.batch: input should be greater than or equal to 1, got 0"),

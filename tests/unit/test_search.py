@@ -279,7 +279,7 @@ def test_every_tensor_rank_has_some_of_a_small_vocabulary() -> None:
     job = small_job(decoder(heads=8, vocabulary=12), cluster(1, 8), batch=8)
     assert all(entry.plan.tp < 8 for entry in search_plans(job, top=200).plans)
     assert [fault.message for fault in plan_violations(job, Plan(tp=8, micro_batch=8))] == [
-        "tp(8) leaves the last tensor rank none of the vocabulary(12): use a smaller tp"
+        "tp(8) leaves no part of the vocabulary(12) to the last tensor rank: use a smaller tp"
     ]
     assert not [*plan_violations(job, Plan(tp=4, dp_replicate=2))]
 
@@ -357,7 +357,7 @@ def test_more_blocks_than_a_stage_has_can_not_be_pinned_to_send_their_activation
     job = small_job(on=on, pins=pins)
     assert not [fault for entry in search_plans(job, top=50).plans for fault in plan_violations(job, entry.plan)]
     with pytest.raises(
-        InputError, match=r"no plan is legal: .*off-activations5 counts blocks of a stage, which has 4 at most"
+        InputError, match=r"no plan is legal: .*off-activations5 counts the blocks of one stage, which has at most 4"
     ):
         search_plans(small_job(on=on, pins={**pins, "offload_layers": 5}))
 
