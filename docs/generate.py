@@ -24,7 +24,7 @@ WORDS = {
         "title": "# The command line",
         "made": "*Made from `--help` by `docs/generate.py`; a test keeps it true.*",
         "intro": (
-            "One command is one deed. Results go to standard output, progress and remarks to standard error; "
+            "Each command does one thing. Results go to standard output, progress and remarks to standard error; "
             "`--json` prints one JSON object and nothing else. `NO_COLOR` is obeyed. `--debug` shows the traceback "
             "of an error."
         ),
@@ -107,7 +107,7 @@ def signature_of(name: str, value: Any) -> str:
 def api_page(language: str) -> str:
     """One section for each public name; classes of the runtime with their public methods."""
     parts = [API_WORDS[language]]
-    for name in sorted(set(meshwright.__all__) - {"__version__"}, key=str.lower):
+    for name in sorted(set(meshwright.__all__) - {"__version__"}, key=lambda name: (name.lower(), name)):
         value = getattr(meshwright, name)
         fields = getattr(value, "model_fields", None)
         header = None if fields else f"```text\n{signature_of(f'mw.{name}', value)}\n```"
