@@ -11,6 +11,7 @@ blocks are replicated. `ModelGraph.findings` describes the result, including wha
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -28,8 +29,8 @@ from meshwright.analysis.block_lists import (
 from meshwright.analysis.dataflow_recorder import fixed_seeds
 from meshwright.analysis.declared_regions import check_user_rules, hf_plan_regions, propose_user_regions
 from meshwright.analysis.dry_run import dry_run, in_eval_mode
-from meshwright.analysis.example_inputs import DOES_NOT_RUN_PREFIX, ExampleInputs, describe_inputs, make_example
-from meshwright.analysis.experts import NOT_SHARDED_SUFFIX, add_experts
+from meshwright.analysis.example_inputs import ExampleInputs, describe_inputs, make_example
+from meshwright.analysis.experts import add_experts
 from meshwright.analysis.graph import ModelGraph, TpSplit
 from meshwright.analysis.lora import add_lora_to_graph, lora_layers, without_lora
 from meshwright.analysis.op_trace import trace_ops
@@ -81,7 +82,8 @@ def analyze_model(
         new = next((path for path, module in model.named_modules() if modules.get(path) != id(module)), None)
         if new is not None:
             state.candidates = {block: [] for block in state.candidates}
-            state.findings.append(f"all stay whole: it replaces parts of itself when it runs ({new})")
+            state.whole.append(f"all stay whole: it replaces parts of itself when it runs ({new})")
+            state.findings += state.whole
         state.stacks = block_stacks(lists, state.trace)
         blocks = main_block_list(model, state.stacks, state.trace)
         outer = (
@@ -119,7 +121,8 @@ def _trace_with_fallback(state: AnalysisState) -> None:
         except Exception:
             state.trace = None
             state.candidates.clear()
-            state.findings.append(f"{DOES_NOT_RUN_PREFIX} {describe_inputs(state.example)} ({reason})")
+            state.failed_run = f"it does not run with {describe_inputs(state.example)} ({reason})"
+            state.findings.append(state.failed_run)
 
 
 def _trace_until_stable(state: AnalysisState, dtype: torch.dtype | None) -> None:
@@ -262,7 +265,8 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
     tied = bool(head and embedding) and model.get_parameter(f"{head}.weight") is model.get_parameter(
         f"{embedding}.weight"
     )
-    findings += _region_summary(state)
+    regions, whole = _region_summary(state)
+    findings += [*regions, *whole]
     findings += [
         f"stages begin at no block of {path}: "
         + (
@@ -283,7 +287,8 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
         if head
         else [Message("no vocabulary head")]
     )
-    findings += [Message("{path} stays whole: {why}", path=path, why=why) for path, why in outer.unsharded.items()]
+    outer_whole = [Message("{path} stays whole: {why}", path=path, why=why) for path, why in outer.unsharded.items()]
+    findings += outer_whole
     if state.trace and state.trace.batch_coupling.found:
         findings.append(
             f"{state.trace.batch_coupling.found} gives tokens a place among those of other rows: exact where it "
@@ -302,7 +307,7 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
         partial=tuple(dict.fromkeys(name for one in found for name in one.partial if name not in splits)),
         sequence_sliced=state.sequence_sliced,
         after_blocks=outer.after_blocks,
-        unsupported=_unsupported_reasons(state, blocks, shapes, splits),
+        unsupported=_unsupported_reasons(state, _whole_matrix(blocks, shapes, splits), [*whole, *outer_whole]),
         findings=tuple(findings),
         replicated=tuple(name for name in shapes if name not in splits),
         extra_block_args=_extra_block_inputs(state),
@@ -331,24 +336,27 @@ def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
     return result
 
 
-def _region_summary(state: AnalysisState) -> list[str]:
-    """Describes each kind of region once, and names what stays unsharded with the reason."""
+def _region_summary(state: AnalysisState) -> tuple[list[str], list[str]]:
+    """Returns a line for each kind of region, and a line for each reason why columns stay whole."""
     findings = dict.fromkeys(one.summary(block) for block, regions in state.candidates.items() for one in regions)
     left: dict[str, dict[str, None]] = {}
     for weight, why in state.unsharded.items():
         block = next((block for block in state.candidates if weight.startswith(block + ".")), "")
         left.setdefault(why, {})[weight.removeprefix(block + ".").rpartition(".")[0]] = None
-    return [
-        *findings,
-        *(Message("{names} stay whole: {why}", names=", ".join(names), why=why) for why, names in left.items()),
+    whole: list[str] = [
+        Message("{names} stay whole: {why}", names=", ".join(names), why=why) for why, names in left.items()
     ]
+    return list(findings), whole
 
 
-def _unsupported_reasons(
-    state: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]
-) -> dict[str, str]:
+def _unsupported_reasons(state: AnalysisState, matrix: str, whole: list[str]) -> dict[str, str]:
+    """Returns the reasons of ModelGraph.unsupported. `matrix` stays whole inside the blocks, '' where none does."""
+    against_sequence = _no_sequence_parallel_reason(state)
     found = {
-        "sequence": _no_sequence_parallel_reason(state, blocks, shapes, splits) or state.sequence_error,
+        "sequence": against_sequence or (f"{matrix} stays whole" if matrix else state.sequence_error),
+        "matrix": "" if against_sequence else matrix,
+        "run": state.failed_run,
+        "tensors": "; ".join((*state.whole, *whole)),
         "slices": state.sequence_error,
         "proof": state.unverified_reason,
     }
@@ -362,14 +370,8 @@ def _unsupported_reasons(
     return {what: why for what, why in found.items() if why}
 
 
-def _no_sequence_parallel_reason(
-    state: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]
-) -> str:
-    """Returns why sequence parallelism would be wrong, '' where no reason is known.
-
-    A matrix that stays unsharded inside the blocks may mix positions of the sequence, or would read only a slice of
-    them.
-    """
+def _no_sequence_parallel_reason(state: AnalysisState) -> str:
+    """Returns why the calls of the blocks and the shapes of the regions refuse sequence parallelism, '' otherwise."""
     if len(state.lists) > 1:
         return f"blocks stand in several lists ({', '.join(state.lists)})"
     if state.trace and state.trace.repeated:
@@ -378,15 +380,14 @@ def _no_sequence_parallel_reason(
     flat = next((one.region.columns[0] for one in found if not one.has_sequence_dim), None)
     if flat:
         return f"{flat} reads batch and sequence as one"
-    whole = next(
-        (
-            name
-            for name, shape in shapes.items()
-            if name.startswith(blocks + ".") and len(shape) > 1 and name not in splits
-        ),
-        None,
-    )
-    return f"{whole}{NOT_SHARDED_SUFFIX}" if whole else ""
+    return ""
+
+
+def _whole_matrix(blocks: str, shapes: Mapping[str, torch.Size], splits: Mapping[str, TpSplit]) -> str:
+    """Returns a matrix inside the blocks that stays whole, '' where there is none. It may mix positions of the
+    sequence, or would read only a slice of them."""
+    names = (name for name, shape in shapes.items() if len(shape) > 1 and name not in splits)
+    return next((name for name in names if name.startswith(f"{blocks}.")), "")
 
 
 def _with_aliases(model: nn.Module, splits: dict[str, TpSplit]) -> dict[str, TpSplit]:

@@ -33,8 +33,6 @@ IMAGE_INPUT_NAMES = ("pixel_values", "images", "image")
 TOKEN_INPUT_NAMES = ("input_ids", "decoder_input_ids")
 KNOWN_INPUT_NAMES = (*TOKEN_INPUT_NAMES, *IMAGE_INPUT_NAMES, "input_features", "input_values", "past_values")
 MAX_EXAMPLE_ATTEMPTS = 24
-DOES_NOT_RUN_PREFIX = "it does not run with"
-"""The first words of the finding about a model that does not run."""
 
 ExampleInputs = Mapping[str, Any]
 """Arguments of forward by name. The first dimension of tensors is rows. The argument named '' is passed by position. Of

@@ -30,9 +30,6 @@ from meshwright.analysis.graph import ModelGraph, StackedExperts, TpSplit
 from meshwright.analysis.run_conditions import module_signature, training_modes
 from meshwright.analysis.verify_experts import ExpertTpSplit, verify_expert_splits
 
-NOT_SHARDED_SUFFIX = " stays whole"
-"""The end of a message: a matrix stays unsharded, so it may mix positions of the sequence."""
-
 MAX_SPLIT_CANDIDATES = 64
 """Maximum number of splits of an expert that are tried."""
 
@@ -63,15 +60,20 @@ def add_experts(
     divisible = {"moe_ffn": math.gcd(*widths_shared)} if widths_shared else {}
     names = tuple(name for name in graph.replicated if name not in splits)
     against = graph.against_sequence
-    if against.endswith(NOT_SHARDED_SUFFIX):
+    matrix = graph.unsupported.get("matrix", "")
+    if matrix:
         around = tuple(f"{experts.path.rpartition('.')[0]}." for experts in found)  # the block check verifies this code
         names_left = (name for name in names if name.startswith(f"{graph.blocks}.") and not name.startswith(around))
-        left = next((name for name in names_left if model.get_parameter(name).ndim > 1), None)
-        against = f"{left}{NOT_SHARDED_SUFFIX}" if left else graph.unsupported.get("slices", "")
+        matrix = next((name for name in names_left if model.get_parameter(name).ndim > 1), "")
+        against = f"{matrix} stays whole" if matrix else graph.unsupported.get("slices", "")
+    unsupported = {**graph.unsupported, "sequence": against, "matrix": matrix}
+    if undivided:
+        unsupported["experts"] = undivided[0]
+        unsupported["tensors"] = "; ".join(filter(None, (graph.unsupported.get("tensors"), *undivided)))
     return replace(
         graph,
         experts=found,
-        unsupported={**graph.unsupported, "sequence": against} | ({"experts": undivided[0]} if undivided else {}),
+        unsupported=unsupported,
         splits={**graph.splits, **splits},
         divisible={**graph.divisible, **divisible},
         partial=(*graph.partial, *(f"{experts.path}.{name}" for experts in found for name in experts.replicated)),

@@ -308,6 +308,10 @@ class AnalysisState:
     example: ExampleInputs
     modes: dict[nn.Module, bool]
     """The training mode of each module (run_conditions.py)."""
+    whole: list[str] = field(default_factory=list)
+    """Those of `findings` that say what every tensor rank keeps whole, each with the reason."""
+    failed_run: str = ""
+    """The finding that the model does not run with the example, '' where it runs."""
     trace: TraceLog | None = None
     candidates: dict[str, list[RegionCandidate]] = field(default_factory=dict)
     """Candidate regions by block, with blocks in forward order."""

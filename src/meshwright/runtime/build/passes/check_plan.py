@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from textwrap import shorten
+
 import torch
 from torch import nn
 
 from meshwright.analysis.batch_coupling import find_batch_norm
-from meshwright.analysis.example_inputs import DOES_NOT_RUN_PREFIX
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
-from meshwright.core.messages import Message, join_messages, mark_msgid
+from meshwright.core.messages import Message, mark_msgid
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.compile import check_compiler
 from meshwright.runtime.engine import check_batch_norm
@@ -78,11 +79,10 @@ def _check_graph(graph: ModelGraph, plan: Plan) -> None:
 def _check_tensor_parallel(graph: ModelGraph, plan: Plan) -> None:
     """Checks that tensor ranks have something to shard."""
     if plan.tp > 1 and not (graph.regions or graph.experts):
-        unseen = next((line for line in graph.findings if DOES_NOT_RUN_PREFIX in line), "")
-        lines = [line for line in graph.findings if "whole" in line]
-        some = [line for at, line in enumerate(lines, 1) if at == 1 or sum(map(len, lines[:at])) <= 200]
-        why = join_messages("", [Message(" ({line})", line=line) for line in ([unseen] if unseen else some)])
-        way = Message("give parallelize an example of its batch, or use tp1") if unseen else Message("use tp1")
+        failed = graph.unsupported.get("run", "")
+        reason = failed or graph.unsupported.get("tensors", "")
+        why = Message(" ({line})", line=shorten(reason, 240, placeholder=" ...")) if reason else ""
+        way = Message("give parallelize an example of its batch, or use tp1") if failed else Message("use tp1")
         raise InputError(
             Message(
                 "plan {plan}: tp({tp}) needs a model with attention or feed-forward pairs to shard; this one has "
