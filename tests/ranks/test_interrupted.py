@@ -185,7 +185,7 @@ def test_a_stop_before_the_first_step_is_one_line_that_states_its_cost(
         "verify": ("verify", "job.yaml"),
     }[command]
     if command == "train":
-        (place / "job.yaml").write_text(JOB.replace("plan: {name: dp2.z1}\n", ""))
+        (place / "job.yaml").write_text(JOB.replace("plan: {name: dp2.z1.mb2}\n", ""))
     process = start(place, *words, hold="start")
     wait_for_hold(place, "start", process)
     process.send_signal(request_)

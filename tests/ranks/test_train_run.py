@@ -31,8 +31,8 @@ model: {name: llama-tiny, sizes: {layers: 2, hidden: 32, heads: 4, kv_heads: 4, 
 workload: {sequence: 32, batch: 8, steps: 40, precision: fp32, optimizer: {lr: 1.0e-2, warmup: 5}}
 data: {source: text.txt, tokenizer: bytes, held_out: 0.1}
 cluster: {name: "local:2"}
-plan: {name: dp2.z1}
-run: {checkpoint_every: 4, evaluate_every: 20, tensorboard: false}
+plan: {name: dp2.z1.mb2}
+run: {checkpoint_every: 4, evaluate_every: 20, tensorboard: false, prove: never}
 """
 
 
