@@ -1,31 +1,31 @@
-"""Analyses the structure of any `nn.Module`: its blocks, embedding and head, what tensor parallelism can shard, and
-what pipeline stages need.
+"""Analyses the structure of any `nn.Module`: its blocks, embedding and head, the parts that tensor parallelism can
+shard, and the tensors that pipeline stages need.
 
 The model is called as in training: each module in its own train or eval mode, with gradients enabled, on the example
 inputs. No analysis changes the model (dry_run.py).
 
 The structure comes from three kinds of forward:
 - `trace_ops` (op_trace.py) runs one forward on the meta device and follows sharded features through every torch
-  function. It finds blocks, regions, per-head arguments and parameter order. Keeping a column-parallel weight unsharded
-  changes the sharding of all later operations. So the forward repeats, up to MAX_TRACE_PASSES times, until no further
-  weight must stay unsharded. A forward that fails in the model's own types runs in bfloat16, which some kernels
-  require. One forward in eval mode finds weights that only evaluation writes to.
+  function. It finds blocks, regions, per-head arguments and parameter order. If a weight must stay unsharded, the
+  sharding of all later operations changes. So the forward repeats, up to MAX_TRACE_PASSES times, until no further
+  weight must stay unsharded. If a forward fails in the model's own dtypes, it runs in bfloat16, which some kernels
+  require. One more forward, in eval mode, finds weights that only evaluation writes to.
 - `record_dataflow` (dataflow_recorder.py) runs one forward on the meta device and records which storages every torch
   function reads and writes. The record gives the modules that use each parameter, the tensors that cross stage
-  boundaries, and the parameters of each stage. The forward repeats with real tensors where it reads values, and with
-  several seeds where it draws random numbers outside of dropout.
+  boundaries, and the parameters of each stage. If the forward reads tensor values, it is repeated with real tensors. If
+  it draws random numbers outside of dropout, it is repeated with several seeds.
 - `analysis.profile` runs two training steps on fake tensors, the second with twice as many rows. The difference gives
   FLOPs and activation bytes per token.
 
 Shapes cannot show that a sharded block computes the same values. So three numeric checks repeat parts of the forward
-with real values, in float64 where the model is small enough:
+with real values. If the model is small enough, they use float64:
 - `ShardingCheck` (verify_sharding.py, simulated_ranks.py) runs each kind of block as simulated tensor-parallel ranks on
   two texts of different lengths, and compares outputs and gradients. It finds the integers, such as head counts, that
   each rank must divide. It also finds code that runs only in training or only for some lengths.
-- `sequence_parallel_objection` (verified_regions.py) runs the code between blocks on slices of the sequence, since that
-  code belongs to no block.
+- `sequence_parallel_objection` (verified_regions.py) runs the code between blocks on slices of the sequence. This code
+  belongs to no block, so `ShardingCheck` does not run it.
 - `ExpertCheck` (verify_experts.py) runs each expert module separately as expert-parallel and tensor-parallel ranks,
-  since routing depends on values.
+  because routing depends on values.
 """
 
 from meshwright.analysis.analyze import analyze_model

@@ -1,11 +1,11 @@
 """Analyses the structure of a model: repeated blocks, vocabulary embedding and head, and regions for tensor
 parallelism.
 
-Blocks are lists of modules of the same kind (block_lists.py). Everything else comes from forwards on the meta device in
-the training modes of the model (op_trace.py). Regions are then verified numerically (verify_sharding.py). When a trace
-finds columns that must stay unsharded, the next trace treats them as unsharded. A model that cannot run on the meta
-device uses the tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`). Without such a plan its
-blocks are replicated. `ModelGraph.findings` describes the result, including what was not found.
+Blocks are lists of modules of the same kind (block_lists.py). Everything else comes from forwards on the meta device,
+with each module in its training mode (op_trace.py). Regions are then verified numerically (verify_sharding.py). If a
+trace finds column layers that must stay unsharded, the next trace treats them as unsharded. For a model that cannot run
+on the meta device, the analysis uses the tensor-parallel plan of Hugging Face models (`base_model_tp_plan`). Without
+such a plan the blocks are replicated. `ModelGraph.findings` describes the result, including what was not found.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from meshwright.core.messages import Message
 
 FORM_CHANGED_REASON = "they change the form of what they are given"
 MAX_TRACE_PASSES = 24
-"""Maximum number of traces. In each block, a trace finds only the earliest columns that must stay unsharded."""
+"""Maximum number of traces. In each block, one trace finds only the earliest columns that must stay unsharded."""
 
 
 @limit_analysis_time()
 def analyze_model(
     model: nn.Module, use_random_weights: bool = False, example: ExampleInputs | None = None, splits: bool = True
 ) -> ModelGraph:
-    """Returns the structure of `model`, which stays unchanged.
+    """Returns the structure of `model`. The model does not change.
 
-    `use_random_weights`: meta parameters get random values, but only those that the check needs (the first block of
-    each kind, and everything outside of the blocks). `example`: a batch to call the model with, where the model does
-    not describe its own inputs (example_inputs.py). `splits`: False where there is no tensor parallelism, so that no
-    region has to be verified.
+    `use_random_weights`: meta parameters that the check needs get random values. These are the parameters of the first
+    block of each kind and all parameters outside of the blocks. `example`: a batch to call the model with, if the model
+    does not describe its own inputs (example_inputs.py). `splits`: False without tensor parallelism, so that no region
+    is verified.
 
     Raises:
         InputError: a block occurs twice in a list, a user's rule is wrong, or the time limit is exceeded.
@@ -108,8 +108,8 @@ def analyze_model(
 
 # --- traces
 def _trace_with_fallback(state: AnalysisState) -> None:
-    """Traces until no further columns must stay unsharded. Uses the model's own types, or bfloat16 where a kernel
-    requires it.
+    """Repeats the trace until it finds no more columns that must stay unsharded. The model runs in its own dtypes, or
+    in bfloat16 if a kernel requires it.
     """
     try:
         _trace_until_stable(state, None)
@@ -128,7 +128,7 @@ def _trace_with_fallback(state: AnalysisState) -> None:
 def _trace_until_stable(state: AnalysisState, dtype: torch.dtype | None) -> None:
     for _ in range(MAX_TRACE_PASSES):
         seen = trace_ops(state.model, state.lists, frozenset(state.unsharded), state.example, dtype)
-        # Some forwards write to their weights in their first call only.
+        # Obstacles of earlier traces are kept, because some forwards write to their weights only in their first call.
         seen.obstacles |= state.trace.obstacles if state.trace else {}
         both = {block: find_block_regions(state.model, block, seen) for block in seen.blocks}
         left = {weight: why for _, more in both.values() for weight, why in more.items()}
@@ -137,16 +137,16 @@ def _trace_until_stable(state: AnalysisState, dtype: torch.dtype | None) -> None
             break
         state.unsharded |= left
     else:
-        state.candidates = {block: [] for block in state.candidates}  # traces do not converge: nothing is sharded
+        state.candidates = {block: [] for block in state.candidates}  # if traces do not converge, nothing is sharded
     _record_eval_writes(state, dtype)
 
 
 def _record_eval_writes(state: AnalysisState, dtype: torch.dtype | None) -> None:
-    """Records a parameter that the forward writes to in eval mode only, since evaluation gathers weights too."""
+    """Records whether the forward writes to a parameter in eval mode only. Evaluation gathers weights too."""
     assert state.trace is not None
     if "writes" in state.trace.obstacles:
         return
-    # A model that fails in eval mode raises later, when it is evaluated.
+    # Errors in eval mode are ignored here. The user sees them when the model is evaluated.
     with suppress(Exception), in_eval_mode(state.model):
         written = trace_ops(state.model, state.lists, frozenset(state.unsharded), state.example, dtype).obstacles.get(
             "writes"
@@ -185,8 +185,8 @@ def _traced_outer_layers(model: nn.Module, blocks: str, seen: TraceLog) -> Outer
 
 
 def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
-    """Returns the outer layers without running the model, from its own getters and from the order in which modules were
-    registered.
+    """Returns the outer layers without a run of the model, from its getters and from the registration order of its
+    modules.
     """
     names = [name for name, _ in model.named_parameters()]
     last = max(index for index, name in enumerate(names) if name.startswith(blocks + "."))
@@ -205,8 +205,8 @@ def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
 
 
 def _module_from_getter(model: nn.Module, method: str) -> Any:
-    """Returns what the model's getter returns, None where the model (an audio model, for example) does not implement
-    it.
+    """Returns the result of the model's getter `method`, None if the model (for example an audio model) has no such
+    getter.
     """
     try:
         return getattr(model, method, lambda: None)()
@@ -215,7 +215,9 @@ def _module_from_getter(model: nn.Module, method: str) -> Any:
 
 
 def _weight_owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str | None:
-    """Returns the path of the module of type `kind` that owns the parameter `weight`, including a tied one."""
+    """Returns the path of the module of type `kind` that owns the parameter `weight`, also under another name of a tied
+    parameter.
+    """
     wanted = model.get_parameter(weight)
     return next(
         (
@@ -228,8 +230,8 @@ def _weight_owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str |
 
 
 def _lookup_layer(model: nn.Module, weight: str) -> str | None:
-    """Returns the path of the layer that looks up rows of `weight`: an embedding, or a module whose own forward is a
-    lookup.
+    """Returns the path of the layer that looks up rows of `weight`: an embedding, or a module whose forward is
+    a lookup.
     """
     wanted = model.get_parameter(weight)
     own = (
@@ -317,9 +319,9 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
 
 
 def _extra_block_inputs(state: AnalysisState) -> tuple[str, ...]:
-    """Returns the block arguments that depend on parameters, other than the hidden state.
+    """Returns the names of the block arguments that depend on parameters, other than the hidden state.
 
-    The result is empty for a model with several stacks, where boundary_tensors.py finds what each stage needs.
+    The result is empty for a model with several stacks. There boundary_tensors.py finds the inputs of each stage.
     """
     seen = state.trace
     if seen is None or len(state.stacks) > 1:
@@ -328,7 +330,7 @@ def _extra_block_inputs(state: AnalysisState) -> tuple[str, ...]:
 
 
 def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
-    """Returns the greatest common divisor of the sizes under each name, since tp must divide all of them."""
+    """Returns for each name the greatest common divisor of its sizes in all regions. tp must divide all of them."""
     result: dict[str, int] = {}
     for one in found:
         for name, size in one.sizes.items():
@@ -391,7 +393,7 @@ def _whole_matrix(blocks: str, shapes: Mapping[str, torch.Size], splits: Mapping
 
 
 def _with_aliases(model: nn.Module, splits: dict[str, TpSplit]) -> dict[str, TpSplit]:
-    """Returns `splits` under every name of a shared parameter. Entries of buffers do not change."""
+    """Returns `splits` with an entry for every name of a shared parameter. Entries of buffers do not change."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     known = {id(parameters[name]): split for name, split in splits.items() if name in parameters}
     buffers = {name: split for name, split in splits.items() if name not in parameters}

@@ -1,15 +1,15 @@
-"""Finds modules whose result for one row or token depends on the rest of the batch. Their loss depends on how the batch
-is divided.
+"""Finds modules whose result for one row or token depends on the rest of the batch. Then the loss depends on how the
+batch is divided.
 
 There are two kinds. `find_batch_norm` finds norms with batch statistics. `BatchCouplingDetector` finds modules that
 rank a token among all tokens of the batch. Such a module computes a running sum or a top-k along a dimension of all
-tokens. It then compares the result with a number, such as the capacity of an expert (GShard, arXiv 2006.16668,
+tokens. Then it compares the result with a number, such as the capacity of an expert (GShard, arXiv 2006.16668,
 algorithm 1), or uses the result as the routing (experts choose tokens: arXiv 2202.09368). A sort that only reorders
-rows is undone later and does not count.
+rows, and is undone later, does not count.
 
-The number of tokens follows from the input of the block. For an input (rows, positions, features) it is rows x
-positions. For images it is rows x pixels. A dimension of that size does not count where the dimensions before it
-already contain the tokens. The detector sees only shapes. Whether the dependence changes values is checked at run time.
+The number of tokens follows from the input of the block: rows x positions for (rows, positions, features), and rows x
+pixels for images. A dimension of this size does not count if the dimensions before it already contain the tokens. The
+detector sees only shapes. A check at run time determines whether the dependence changes values.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from meshwright.analysis.propagation import OpCall
 
 
 def find_batch_norm(model: nn.Module) -> str:
-    """Returns the path of the first module that uses batch statistics in its current mode, '' where there is none.
+    """Returns the path of the first module that uses batch statistics in its current mode, '' if there is none.
 
-    A norm in eval mode uses its running statistics, which are the same for every row.
+    A norm in eval mode uses its running statistics, which are equal for every row.
     """
     return next((path for path, module in model.named_modules() if _couples_samples(module)), "")
 
@@ -50,8 +50,8 @@ COMPARISON_OPS = frozenset(
 
 @dataclass
 class BatchCouplingDetector:
-    """Follows the operations of one forward. `found` is the module that ranks tokens of the batch, '' where there is
-    none.
+    """Follows the operations of one forward. `found` is the path of the module that ranks tokens of the batch, '' if
+    there is none.
     """
 
     found: str = ""
@@ -60,7 +60,7 @@ class BatchCouplingDetector:
     """Possible numbers of tokens of the model's inputs."""
 
     def begin(self, inputs: Iterable[torch.Tensor]) -> None:
-        """Records the inputs of the model."""
+        """Records the possible numbers of tokens of `inputs`, the inputs of the model."""
         for tensor in inputs:
             self.tokens |= possible_token_counts(tensor.shape) if tensor.is_floating_point() else {tensor.numel()}
 
@@ -74,7 +74,8 @@ class BatchCouplingDetector:
     ) -> None:
         """Follows one operation.
 
-        `where` is the innermost running module; `block` is the input of the running block, None outside of all blocks.
+        `where` is the path of the innermost running module. `block` is the input of the running block, None outside of
+        all blocks.
         """
         tokens = self.tokens if block is None else possible_token_counts(block.shape)
         name = call.name.strip("_")
@@ -92,7 +93,8 @@ class BatchCouplingDetector:
 
 
 def possible_token_counts(shape: torch.Size | tuple[int, ...]) -> set[int]:
-    """Returns the possible numbers of tokens in a block's input: the feature dimension is last, or second for images.
+    """Returns the possible numbers of tokens in a block's input of `shape`. The feature dimension is the last one, or
+    the second one for images.
 
     >>> [sorted(possible_token_counts(shape)) for shape in ((2, 64, 16), (128, 16), (2, 8, 4, 4))]
     [[128], [128], [32, 64]]

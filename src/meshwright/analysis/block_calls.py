@@ -9,7 +9,7 @@ import torch
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the hidden state: the argument `hidden_states` if it is named, else the first argument."""
+    """Returns the hidden state: the keyword argument `hidden_states` if there is one, otherwise the first argument."""
     return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
@@ -24,5 +24,5 @@ def with_hidden(
 
 
 def map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    """Applies `function` to the hidden state in a block's output: the output itself, or its first element."""
+    """Returns `output` with `function` applied to its hidden state: the output itself, or its first element."""
     return type(output)([function(output[0]), *output[1:]]) if isinstance(output, tuple | list) else function(output)

@@ -1,12 +1,13 @@
-"""Finds the lists of blocks of a model, which of them are stacks that pipeline stages cut, and the parameters of each
-layer.
+"""Finds the lists of blocks of a model. Determines which lists are stacks, which pipeline stages cut. Assigns
+parameters to layers.
 
-A block is one of several modules of the same kind in a list. Stages begin where a hidden state is passed on. So a list
-is a stack where its blocks return the shape that they receive. For example, the encoder of an audio model is a stack.
-The convolutions before it shorten their input, so they run with the embedding before all blocks. Lists that pass hidden
-states directly to each other form one group. An example are the parts of a residual network, each of which begins with
-a block that changes the shape. Where no list preserves the shape, all lists are stacks. A list none of whose weights is
-read is not a stack (the vision encoder of a model that is given only text). It belongs to the layers before the blocks.
+A block is one of several modules of the same kind in a list. Stages begin where one block passes a hidden state to the
+next. So a list is a stack if its blocks return the shape that they receive. For example, the encoder of an audio model
+is a stack. The convolutions before it shorten their input, so they count as layers before all blocks, like the
+embedding. Lists that pass hidden states directly to each other form one group. An example is a residual network, whose
+parts each begin with a block that changes the shape. If no list preserves the shape, all lists are stacks. If no weight
+of a list is read, the list is not a stack but counts as a layer before the blocks. An example is the vision encoder of
+a model that receives only text.
 
 Guarantees:
 - Every parameter is in exactly one layer. A tied parameter is in the layer that uses it first (the embedding).
@@ -28,9 +29,10 @@ from meshwright.core.messages import Message
 def params_by_layer(model: nn.Module, graph: ModelGraph) -> list[tuple[str, list[str]]]:
     """Returns (layer, parameter names) in forward order. Layers without parameters are omitted.
 
-    'embedding' is the vocabulary embedding, 'front' is everything else before the blocks, 'back' is everything after
-    them except 'head', the vocabulary head. Where blocks are numbered over several stacks, 'between.N' follows block N,
-    the last of its stack. In a model without a list of blocks, each child with parameters is a block.
+    'embedding' is the vocabulary embedding. 'front' has all other parameters before the blocks. 'head' is the
+    vocabulary head, and 'back' has all other parameters after the blocks. If blocks are numbered over several stacks,
+    'between.N' follows the last block of stack N. In a model without a list of blocks, each child with parameters is a
+    block.
     """
     named = dict(model.named_parameters())
     if graph.blocks is None:
@@ -104,7 +106,7 @@ def check_distinct_blocks(model: nn.Module, lists: list[str]) -> None:
 def find_block_lists(model: nn.Module) -> list[str]:
     """Returns the paths of the outermost lists of blocks.
 
-    A list with modules of several kinds counts if it contains only blocks. A list of lists does not count, since an
+    A list with modules of several kinds counts if it contains only blocks. A list of lists does not count, because an
     inner list is never called.
     """
     found: list[str] = []
@@ -128,9 +130,9 @@ def _may_be_block(module: nn.Module) -> bool:
 
 
 def main_block_list(model: nn.Module, stacks: Sequence[str], seen: TraceLog | None) -> str:
-    """Returns the stack with most parameters among those that ran.
+    """Returns the path of the stack with most parameters among those that ran.
 
-    A multimodal model may be given only text, so its largest stack need not run.
+    If a multimodal model receives only text, its largest stack may not run.
     """
     ran = [path for path in stacks if seen is not None and any(block.startswith(f"{path}.") for block in seen.blocks)]
     return max(
@@ -139,8 +141,8 @@ def main_block_list(model: nn.Module, stacks: Sequence[str], seen: TraceLog | No
 
 
 def is_list_used(path: str, seen: TraceLog | None) -> bool:
-    """Returns whether the forward read any weight in the list at `path`. A vision encoder is unused where the model is
-    given only text.
+    """Returns whether the forward read any weight in the list at `path`. For example, no weight of a vision encoder is
+    read if the model receives only text.
     """
     return seen is None or any(name.startswith(f"{path}.") for name in seen.order)
 
@@ -148,7 +150,7 @@ def is_list_used(path: str, seen: TraceLog | None) -> bool:
 def block_stacks(lists: Sequence[str], seen: TraceLog | None) -> list[str]:
     """Returns those of `lists` that are stacks, in the order in which they run.
 
-    A list comes last where its weights were read but its blocks were not seen to run.
+    A list whose weights were read, but none of whose blocks ran, comes last.
     """
     if seen is None:
         return list(lists)
@@ -169,8 +171,8 @@ def block_stacks(lists: Sequence[str], seen: TraceLog | None) -> list[str]:
 
 
 def params_between_stacks(stacks: Sequence[str], order: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """Returns the parameters first used after a stack's last block and before the next stack. `stacks` are in the order
-    in which they run.
+    """Returns for each stack except the last the parameters that are first used between this stack and the next.
+    `stacks` are in the order in which they run.
 
     >>> order = {"table": 0, "one.0.weight": 1, "norm.weight": 2, "two.0.weight": 3, "last": 4}
     >>> params_between_stacks(["one", "two"], order)

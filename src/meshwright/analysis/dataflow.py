@@ -1,17 +1,17 @@
 """The recorded dataflow of one run, and what each pipeline stage can compute from it.
 
 dataflow_recorder.py makes a `DataflowRecord`. runtime/pipeline/boundary_tensors.py, runtime/layout/partition.py and
-runtime/build read it. A weight may be read by a module that does not own it. MobileBERT concatenates its vocabulary
-table with another matrix, and many models use `self.table.weight` in their own forward. So the record also names the
-modules that read each parameter, where the runtime must gather it.
+runtime/build read it. A module may read a weight that it does not own. For example, MobileBERT concatenates its
+vocabulary table with another matrix, and many models use `self.table.weight` in their own forward. So the record also
+contains the modules that read each parameter, because the runtime must gather the parameter there.
 
-[Note: stage dataflow] Every stage runs the code of the whole model. Blocks of other stages return placeholders. When
-the first block of the stage is called, received tensors replace its arguments that depend on parameters. When the first
-block of the next stage is called, the stage sends the arguments of that block and ends. So code between two blocks
-belongs to the stage of the earlier block. A stage is correct if nothing that it sends comes from a placeholder, and
-nothing that the loss reads on the last stage does. `StageDataflow` checks this operation by operation. For each storage
-it tracks the placeholders, and the parameters outside of the stage's blocks, that the values come from. Such parameters
-are replicated on each stage that needs them.
+[Note: stage dataflow] Every stage runs the code of the whole model. Blocks of other stages return placeholders. At the
+call of its first block, a stage replaces the arguments that depend on parameters by received tensors. At the call of
+the first block of the next stage, it sends the arguments of this block and ends. So code between two blocks belongs to
+the stage of the earlier block. A stage is correct if no tensor that it sends comes from a placeholder. On the last
+stage, no tensor that the loss reads may come from a placeholder. `StageDataflow` checks this operation by operation.
+For each storage it tracks two kinds of sources: placeholders, and parameters outside of the stage's blocks. Such
+parameters are replicated on each stage that needs them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from meshwright.analysis.example_inputs import DATA_DEPENDENT_OPS
 
 
 class WeightUse(NamedTuple):
-    """The innermost module that was running at the use, and how many blocks had begun."""
+    """One use of a weight: the path of the innermost running module, and the number of blocks that had begun."""
 
     path: str
     blocks_begun: int
 
 
 WeightUses = Mapping[str, set[WeightUse]]
-"""The uses of each parameter by its name."""
+"""The uses of each parameter, by parameter name."""
 
 
 def is_within(path: str, paths: Iterable[str]) -> bool:
@@ -55,15 +55,15 @@ VALUE_EXTRACTING_OPS = DATA_DEPENDENT_OPS | {
     "unique_consecutive",
     "masked_select",
 }
-"""Functions that return values of tensors to Python, or whose result shape depends on values."""
+"""Functions that return tensor values to Python, or whose result shape depends on values."""
 
 
 class TracedOp(NamedTuple):
     """One call of a torch function.
 
-    `reads` and `writes` are storages. `changed` are those that it changed in place. `block` is the block that called
-    it, -1 outside of all blocks. `blocks_begun` counts the blocks that had begun. `path` is the innermost running
-    module.
+    `reads` and `writes` are storages. `changed` are the storages that it changed in place. `block` is the index of the
+    calling block, -1 outside of all blocks. `blocks_begun` is the number of blocks that had begun. `path` is the path
+    of the innermost running module.
     """
 
     name: str
@@ -74,14 +74,14 @@ class TracedOp(NamedTuple):
     path: str
     changed: tuple[int, ...] = ()
     is_unknown: bool = False
-    """The result was not made by any recorded function."""
+    """Whether no recorded function made the result."""
 
 
 class BlockInput(NamedTuple):
     """A block argument that depends on parameters or comes from another block.
 
-    `tensor` is the identity of the argument. `copied` is the storage of the copy that the block received. `made_from`
-    has one bit for each parameter that the argument depends on. `is_sent`: messages between stages support its type.
+    `tensor` is the id of the argument. `copied` is the storage of the copy that the block received. `made_from` has one
+    bit for each parameter that the argument depends on. `is_sent`: messages between stages support its type.
     """
 
     tensor: int
@@ -92,14 +92,14 @@ class BlockInput(NamedTuple):
 
 
 class BlockEntry(NamedTuple):
-    """A call of a block. `leaves` maps positions in its flattened arguments to the inputs there."""
+    """A call of a block. `leaves` maps positions in the flattened arguments to their `BlockInput`."""
 
     block: int
     leaves: Mapping[int, BlockInput]
 
 
 class BlockExit(NamedTuple):
-    """The return of a block. `values` is the number of values returned, 0 for a bare tensor."""
+    """The return of a block. `values` is the number of returned values, 0 for a bare tensor."""
 
     block: int
     writes: tuple[int, ...]
@@ -114,36 +114,36 @@ class DataflowRecord:
     """Names of the inputs of the model."""
     is_training: bool
     names: tuple[str, ...]
-    """Parameter names by index. Storage n is that of parameter n, for every n below the number of parameters."""
+    """Parameter names by index. For every index n, storage n is that of parameter n."""
     events: list[TracedOp | BlockEntry | BlockExit] = field(default_factory=list)
     reads: WeightUses = field(default_factory=dict)
     buffer_names: dict[int, str] = field(default_factory=dict)
-    """Buffer names by storage."""
+    """Names of buffers by storage."""
     outputs: tuple[int, ...] = ()
     """Storages of the outputs of the model, the logits first."""
     made_from: dict[int, int] = field(default_factory=dict)
-    """For each storage the parameters that its values depend on, as one bit per parameter."""
+    """For each storage, the parameters that its values depend on, as one bit per parameter."""
     params_without_grad: frozenset[str] = frozenset()
-    """Parameters that no gradient reaches."""
+    """Names of parameters that get no gradient."""
     obstacle: tuple[str, int] | None = None
-    """Why stages cannot begin and end at calls of blocks, and the block where the reason was seen.
+    """Why stages cannot begin and end at calls of blocks, and the block at which the reason was detected.
 
-    'again': the model checkpoints activations itself; 'no_grad': no gradient is recorded; 'random': other seeds call
-    other blocks.
+    'again': the model itself checkpoints activations; 'no_grad': no gradient is recorded; 'random': with other seeds
+    the model calls other blocks.
     """
 
     @property
     def calls(self) -> tuple[int, ...]:
-        """Blocks in the order of their calls."""
+        """Indices of the blocks in the order of their calls."""
         return tuple(event.block for event in self.events if isinstance(event, BlockEntry))
 
     replaced: frozenset[str] = frozenset()
-    """Buffers that the forward replaced by another tensor."""
+    """Names of buffers that the forward replaced by another tensor."""
 
     @property
     def written_buffers(self) -> dict[str, set[int]]:
-        """The buffers that the forward writes to in place. For each, the blocks during or after which it writes; -1
-        before the first block.
+        """Names of the buffers that the forward writes to in place. For each, the blocks during or after which it
+        writes; -1 means before the first block.
         """
         found: dict[str, set[int]] = {}
         last = -1
@@ -177,13 +177,13 @@ def names_from_bits(names: Sequence[str], made: int) -> set[str]:
 
 
 BlockArgument = tuple[int, int]
-"""A block, and the position of one of its arguments."""
+"""(block, position): an argument of a block."""
 
 
 @dataclass(frozen=True)
 class StageInterface:
-    """The blocks [start, stop) of one stage. `receives` and `sends` are the block arguments that arrive from the
-    previous stage and leave for the next.
+    """The blocks [start, stop) of one stage. `receives` are the block arguments that arrive from the previous stage.
+    `sends` are those that go to the next stage.
     """
 
     start: int
@@ -191,7 +191,7 @@ class StageInterface:
     receives: tuple[BlockArgument, ...]
     sends: tuple[BlockArgument, ...]
     stack_starts: tuple[int, ...] = (0,)
-    """The first block of each stack."""
+    """Index of the first block of each stack."""
 
     def stack(self, block: int) -> int:
         """Returns the index of the stack of a block."""
@@ -202,32 +202,33 @@ class StageInterface:
 class StageDataflow:
     """Follows one stage through a record ([Note: stage dataflow]).
 
-    After `run`, `needed` has one bit for each parameter that the stage must have in addition to those of its blocks.
-    `missing` describes the first tensor that the stage needs and cannot compute, '' where there is none.
+    After `run`, `needed` has one bit for each parameter that the stage needs in addition to those of its blocks.
+    `missing` describes the first tensor that the stage needs and cannot compute, '' if there is none.
     """
 
     record: DataflowRecord
     stage: StageInterface
     own: int
-    """Bits of the parameters of the stage's blocks."""
+    """One bit for each parameter of the stage's blocks."""
     any_output: bool
-    """Whether the loss is the user's own. Such a loss may read all outputs of the model."""
+    """Whether the user supplies the loss. Such a loss may read all outputs of the model."""
     is_present: Callable[[str], bool]
-    """Whether the module at a path exists on this stage. A module without parameters of this stage is a placeholder,
-    whose code does not run.
+    """Returns whether the module at a path exists on this stage. A module without parameters of this stage is a
+    placeholder, whose code does not run.
     """
     sources: dict[int, int] = field(default_factory=dict)
     arrived: set[tuple[int, int, int]] = field(default_factory=set)
-    """Stack, position and identity of received tensors. Later blocks of the same stack that get the tensor at this
-    position read it too.
+    """Received tensors as (stack, argument position, tensor id). Later blocks of this stack read the tensor too if they
+    get it at this position.
     """
     needed: int = 0
     missing: str = ""
 
     def run(self) -> StageDataflow:
-        """Follows all events and returns the object itself."""
+        """Follows all events of the record. Returns this object."""
         record, stage = self.record, self.stage
-        # One bit for each block's output, and one for tensors that no function made.
+        # `stand_in << n` is the bit of the output of block n. `unseen` is the bit of tensors that no recorded function
+        # made.
         self.stand_in = 1 << len(record.names)
         self.unseen = self.stand_in << (1 + max(record.calls, default=0))
         self.sources = {number: 1 << number & ~self.own for number in range(len(record.names))}
@@ -243,7 +244,8 @@ class StageDataflow:
                 self.sources.update(dict.fromkeys(event.writes, self.stand_in << event.block))
         for storage in record.outputs if self.any_output else record.outputs[:1]:
             found = self.sources.get(storage, 0)
-            # A dry run of the stages checks outputs of blocks where the loss reads them.
+            # A user's loss may ignore outputs that come from placeholders. The dry run of the stages checks the outputs
+            # that it reads.
             if not self.any_output or found < self.stand_in:
                 self._need(found, "what the model returns")
         return self
@@ -267,7 +269,9 @@ class StageDataflow:
                 self._write(op, storage, found)
 
     def _write(self, op: TracedOp, storage: int, found: int) -> None:
-        """Handles a write to a buffer of a module without parameters: this module runs on every stage."""
+        """Requires the values that are written to a buffer, if its module has no parameters. Such a module runs on
+        every stage.
+        """
         name = self.record.buffer_names[storage]
         owner = name.rpartition(".")[0]
         if not any(parameter.rpartition(".")[0] == owner for parameter in self.record.names) or not owner:
@@ -297,10 +301,10 @@ class StageDataflow:
 def trace_stage_parameters(
     record: DataflowRecord, stage: StageInterface, blocks: Sequence[str], any_output: bool
 ) -> tuple[set[str], str]:
-    """Returns the names of the parameters that `stage` must have in addition to those of its blocks, and a description
-    of what it cannot compute.
+    """Returns the names of the parameters that `stage` needs in addition to those of its blocks; and a description of
+    what it cannot compute, '' if nothing is missing.
 
-    `blocks` are the paths of all blocks. The description is '' where nothing is missing.
+    `blocks` are the paths of all blocks.
     """
     here = tuple(f"{path}." for path in blocks[stage.start : stage.stop])
     mine = {name for name in record.names if name.startswith(here)}
@@ -313,7 +317,9 @@ def trace_stage_parameters(
     assigned: set[str] = set()
 
     def is_present(path: str) -> bool:
-        """Returns whether each ancestor leads to blocks, has a parameter of this stage, or has none at all."""
+        """Returns whether every module that contains `path` contains blocks, has a parameter of this stage, or has no
+        parameters.
+        """
         parts = path.split(".")
         ancestors = [".".join(parts[: count + 1]) for count in range(len(parts))]
         return all(one in leading or not owners[one] or owners[one] & (assigned | mine) for one in ancestors if one)

@@ -1,15 +1,16 @@
 """Records the dataflow of one training forward, on the meta device or with small real tensors.
 
-[Note: recording] The model runs one forward in the modes of its modules, with gradients enabled, on its example. The
-record has two kinds of entries. For every torch function: the storages that it reads and writes, the module that called
-it, and the number of blocks that had begun. For every block: its arguments and results. From this one record follow the
-modules that read each parameter, what blocks receive (runtime/pipeline/boundary_tensors.py) and what each pipeline
-stage computes (dataflow.py).
+[Note: recording] The model runs one forward on its example, with gradients enabled and with each module in its train or
+eval mode. For every torch function the record contains the storages that it reads and writes, the module that called
+it, and the number of blocks that had begun. For every block it contains the arguments and results. Three results follow
+from the record: the modules that read each parameter, the tensors that blocks receive
+(runtime/pipeline/boundary_tensors.py), and what each pipeline stage computes (dataflow.py).
 
-[Note: real tensors] The model runs on the meta device first. A forward that needs values there (`tolist`, `nonzero`,
-numpy) runs again with real tensors, where the model is small enough to be copied. A model that runs in neither way is
-not analysed, and plans that depend on the analysis are refused. A forward that draws random numbers outside of dropout,
-or from Python's or numpy's generator, runs with several seeds. All of them must call the same blocks in the same order.
+[Note: real tensors] The model runs on the meta device first. If the forward reads tensor values (`tolist`, `nonzero`,
+numpy), it runs again with real tensors, provided the model is small enough to be copied. If neither run succeeds, the
+model is not analysed, and plans that depend on the analysis are refused. A forward that draws random numbers outside of
+dropout, or from Python's or numpy's generator, runs with several seeds. All seeds must call the same blocks in the same
+order.
 
 The record follows storages, not tensors. So it covers views, in-place operations and functions with a custom backward.
 """
@@ -57,10 +58,12 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 MAX_PARAMS_REAL_TENSORS = 1 << 24
-"""Parameters of the largest model that is recorded with real tensors, which takes a second or two."""
+"""Maximum number of parameter elements of a model that is recorded with real tensors. The largest takes a
+second or two.
+"""
 
 SEEDED_RUNS = 4
-"""Number of recordings of a forward that draws random numbers outside of dropout."""
+"""Number of recordings, each with another seed, of a forward that draws random numbers outside of dropout."""
 
 RANDOM_OPS = frozenset(
     {
@@ -105,9 +108,11 @@ class DataflowRecorder(TorchFunctionMode):
             record.made_from[number] = 1 << number
         record.buffer_names = {self.storage_id(tensor): name for name, tensor in buffers.items()}
 
-    # --- storages
+    # --- storage ids
     def storage_id(self, tensor: torch.Tensor) -> int:
-        """Returns the index of the storage of `tensor`. This object keeps storages alive, so no index is reused."""
+        """Returns the index of the storage of `tensor`. The recorder keeps all storages alive, so that no index is
+        reused.
+        """
         try:
             place = tensor.untyped_storage()._cdata
         except (RuntimeError, NotImplementedError):  # tensors inside torch.func, or without a single storage
@@ -118,14 +123,14 @@ class DataflowRecorder(TorchFunctionMode):
         return self.numbers[place]
 
     def _register(self, tensor: torch.Tensor) -> None:
-        """Registers a tensor. If no recorded function made it and it requires a gradient, it may depend on all
+        """Registers a tensor. If no recorded function made it and it requires a gradient, it counts as dependent on all
         parameters read so far.
         """
         before = len(self.numbers)
         if self.storage_id(tensor) == before and tensor.requires_grad:
             self._record("unknown", [], [tensor], is_unknown=True)
 
-    # --- functions
+    # --- torch functions
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         given = tensors_of((args, kwargs))
@@ -183,10 +188,10 @@ class DataflowRecorder(TorchFunctionMode):
 
     # --- modules
     def attach(self, model: nn.Module, blocks: Sequence[str]) -> list[Any]:
-        """Registers hooks that follow the running modules. Each block gets copies of its arguments that depend on
-        parameters.
+        """Registers hooks that track the running modules. Returns the hooks.
 
-        The block computes with the copies, while the code around it continues to use the originals.
+        Each block receives copies of its arguments that depend on parameters. The block computes with the copies. The
+        code around the block continues to use the originals.
         """
         numbers = {path: number for number, path in enumerate(blocks)}
         handles = []
@@ -253,8 +258,8 @@ def record_dataflow(model: nn.Module, blocks: Sequence[str], example: ExampleInp
     model does not change.
 
     Raises:
-        InputError: the model runs neither on the meta device nor with real tensors; the message says why and what to
-            do.
+        InputError: the model runs neither on the meta device nor with real tensors. The message gives reason and
+            remedy.
     """
     found = make_example(model, example)
     record: DataflowRecord | None = None
@@ -285,10 +290,10 @@ def record_dataflow(model: nn.Module, blocks: Sequence[str], example: ExampleInp
 def _record_over_seeds(
     model: nn.Module, blocks: Sequence[str], example: ExampleInputs, on_meta: bool
 ) -> tuple[DataflowRecord, bool]:
-    """Returns the record, and whether the forward read values of tensors.
+    """Returns the record, and whether the forward read tensor values.
 
-    Where the forward draws random numbers, it runs with other seeds too. If the blocks or their order then differ, the
-    first block that only one seed calls is recorded as an obstacle.
+    A forward that draws random numbers also runs with other seeds. If the blocks or their order then differ, the first
+    block that only one seed calls is recorded as an obstacle.
     """
     record, watch = _record_once(model, blocks, example, on_meta, 0)
     for seed in range(1, SEEDED_RUNS) if watch.is_random else ():
@@ -340,7 +345,7 @@ def _replaced_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> 
 
 
 def _params_without_gradient(parameters: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]) -> frozenset[str]:
-    """Returns the parameters that no gradient reaches from any output."""
+    """Returns the parameters that get no gradient from any output."""
     weights = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
     nodes = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
     reached = {id(leaf) for leaf in leaves}
@@ -359,7 +364,7 @@ def _params_without_gradient(parameters: Mapping[str, torch.Tensor], leaves: Seq
 def fixed_seeds(seed: int) -> Iterator[Callable[[], bool]]:
     """Seeds all generators of the host with `seed` and restores their states on exit.
 
-    The yielded function returns whether Python's or numpy's generator was used.
+    Yields a function that returns whether Python's or numpy's generator was used.
     """
     numpy: Any = sys.modules.get("numpy")
     python, others = random.getstate(), numpy.random.get_state() if numpy else None
@@ -387,7 +392,9 @@ def fixed_seeds(seed: int) -> Iterator[Callable[[], bool]]:
 
 
 def _draw_with_value(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns a random tensor. A tensor of one element is drawn on the CPU, so that it has a value."""
+    """Returns the random tensor that `function` draws. A tensor of one element is drawn on the CPU, so that it has a
+    value.
+    """
     found = function(*args, **kwargs)
     return (
         function(*args, **{**kwargs, "device": "cpu"})

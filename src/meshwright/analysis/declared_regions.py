@@ -1,12 +1,13 @@
-"""Tensor-parallel regions that are declared rather than traced: by the Hugging Face plan of the model, or by rules of
-the user (`model.rules` of a job).
+"""Tensor-parallel regions that are declared, not traced: by the Hugging Face plan of the model, or by rules of the user
+(`model.rules` of a job).
 
 The plan maps patterns such as 'layers.*.self_attn.q_proj' to 'colwise'. Source: transformers,
-`PretrainedConfig.base_model_tp_plan`. Only its plain styles are read; any other style leaves the region unsharded.
+`PretrainedConfig.base_model_tp_plan`. Only the plain styles 'colwise' and 'rowwise' are used. With any other style the
+region stays unsharded.
 
-A user's rule is a proposal that is verified numerically like any other region. It applies to every block that has its
-layers: `columns` are split by output features and `rows` by input features. A rule that names unknown layers, has sizes
-that do not fit, or fails verification raises one InputError. Source of the split: Shoeybi et al., Megatron-LM (2019),
+A user's rule is verified numerically like any other region. It applies to every block with the layers that it names:
+`columns` are split by output features, and `rows` by input features. A rule that names unknown layers, has sizes that
+do not fit, or fails verification raises one InputError. Source of the split: Shoeybi et al., Megatron-LM (2019),
 section 3.
 """
 
@@ -27,7 +28,9 @@ from meshwright.spec.model import TpRule
 
 
 def hf_plan_regions(model: nn.Module, blocks: str) -> dict[str, list[RegionCandidate]]:
-    """Returns the regions of every block by the Hugging Face plan; empty lists where the model has no plan."""
+    """Returns for every block its regions according to the Hugging Face plan. The lists are empty if the model has no
+    plan.
+    """
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     patterns = {
         re.compile(re.escape(pattern.partition("*.")[2]).replace(r"\*", "[^.]+") + "$"): style
@@ -84,7 +87,7 @@ def _divisible_sizes(config: object, block: nn.Module, columns: tuple[str, ...])
 
 
 USER_RULES_ATTRIBUTE = "_meshwright_rules"
-"""The name of the model attribute that holds the user's rules."""
+"""Name of the model attribute that contains the user's rules."""
 
 
 def user_rules_of(model: nn.Module) -> Sequence[TpRule]:
@@ -95,11 +98,11 @@ def user_rules_of(model: nn.Module) -> Sequence[TpRule]:
 def propose_user_regions(
     model: nn.Module, blocks: Sequence[str], found: dict[str, list[RegionCandidate]]
 ) -> dict[str, int]:
-    """For each rule, adds a region to `found` in each block that has its layers. Returns the index of the rule by
-    column weight.
+    """For each rule, adds a region to `found` in each block with the layers of the rule. Returns the index of the rule
+    for each weight of a column layer.
 
     Raises:
-        InputError: a rule names unknown layers, does not fit, or repeats a region that was found.
+        InputError: a rule names unknown layers, has sizes that do not fit, or repeats a region in `found`.
     """
     made: dict[str, int] = {}
     for number, rule in enumerate(user_rules_of(model)):
@@ -141,10 +144,11 @@ def propose_user_regions(
 
 
 def check_user_rules(made: Mapping[str, int], whole: Mapping[str, str]) -> None:
-    """Checks that verification accepted every rule.
+    """Checks that numeric verification accepted every rule. `made` has the rule of each column weight, `whole` the
+    reasons for unsharded weights.
 
     Raises:
-        InputError: verification refused a rule.
+        InputError: verification rejected a rule.
     """
     for weight, number in made.items():
         if weight in whole:

@@ -1,19 +1,18 @@
-"""Dry runs: calls a model, and a user's loss, and restores everything that the call changed.
+"""Dry runs: call a model and a user's loss, and restore everything that the call changed.
 
-An analysis must leave no trace. For example, a counter that a forward increments would otherwise be ahead by one from
-the first training step on. These are restored:
+An analysis must not change the training. For example, without restoring, a counter that a forward increments would be
+ahead by one from the first training step on. A dry run restores:
 - the mode of each module (some modules may be frozen in eval mode);
-- attributes of modules and of the loss, with the elements of lists, dictionaries and sets among them, but nothing
-  nested deeper (NLLB-MoE stores an expert capacity, RWKV the layout of its weights, and position caches are plain
-  tensors);
-- hooks that the forward registers (transformers does, where a class requests hidden states);
+- attributes of modules and of the loss, with the elements of lists, dictionaries and sets, but nothing nested deeper
+  (NLLB-MoE stores an expert capacity, RWKV the layout of its weights, and position caches are plain tensors);
+- hooks that the forward registers (transformers does, if a class requests hidden states);
 - values of buffers;
 - parameters that the forward writes to.
 
 Forwards that write to parameters are, for example, an EMA teacher, `nn.Embedding(max_norm=)`, and weights that are
-normalised in the forward. Every in-place operation goes through torch's dispatcher, whatever the code uses (`no_grad`,
-`.data`, `_foreach_mul_`, an autograd hook). There `ParamWriteRecorder` saves the value of a parameter before the first
-write to it. Parameters that nothing writes to are not copied.
+normalised in the forward. Every in-place operation goes through torch's dispatcher, regardless of the code that starts
+it (`no_grad`, `.data`, `_foreach_mul_`, an autograd hook). In the dispatcher `ParamWriteRecorder` saves the value of a
+parameter before the first write to it. Parameters without a write are not copied.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ CONTAINER_TYPES = (list, dict, set, deque, OrderedDict)
 
 
 class AttributeSnapshot:
-    """A snapshot of the items of `state` (an object's `__dict__`) whose keys are not in `others`."""
+    """Stores the items of `state` (an object's `__dict__`) whose keys are not in `others`."""
 
     def __init__(self, state: dict[str, Any], others: Collection[str] = ()) -> None:
         self.state, self.others = state, frozenset(others)
@@ -53,7 +52,7 @@ class AttributeSnapshot:
 
 
 class ClosureSnapshot:
-    """A snapshot of the closure variables of a function."""
+    """Stores the closure variables of a function."""
 
     def __init__(self, cells: Collection[CellType]) -> None:
         self.before: list[tuple[CellType, Any]] = []
@@ -63,17 +62,15 @@ class ClosureSnapshot:
         self.inside = AttributeSnapshot({str(number): value for number, (_, value) in enumerate(self.before)})
 
     def restore(self) -> None:
-        """Restores the variables and the elements of their containers."""
+        """Restores the closure variables and the elements of their containers."""
         for cell, value in self.before:
             cell.cell_contents = value
         self.inside.restore()
 
 
 def snapshot_callable(function: Callable[..., Any] | None) -> Iterator[AttributeSnapshot | ClosureSnapshot]:
-    """Yields snapshots of the state of `function`: attributes, closure variables, mutable defaults, and the object it
-    is bound to.
-
-    Modules are omitted.
+    """Yields snapshots of the state of `function`: its attributes, closure variables, mutable defaults, and the object
+    that it is bound to. Modules are excluded.
     """
     if isinstance(function, partial):
         yield from snapshot_callable(function.func)
@@ -104,9 +101,7 @@ R = TypeVar("R")
 
 
 class StorageSpan(NamedTuple):
-    """A range of elements in the storage of the tensor `of`. The memory of this storage may be freed and allocated
-    again.
-    """
+    """A range of elements in the storage of the tensor `of`. This storage may be freed and allocated again."""
 
     of: torch.Tensor
     first: int
@@ -114,7 +109,7 @@ class StorageSpan(NamedTuple):
 
 
 def storage_spans(tensors: Mapping[str, torch.Tensor]) -> dict[str, StorageSpan]:
-    """Returns the storage range of each of `tensors`."""
+    """Returns the storage range of each of `tensors`, by name."""
     found = {}
     for name, each in tensors.items():
         if each.numel() and each.layout is torch.strided:
@@ -125,7 +120,7 @@ def storage_spans(tensors: Mapping[str, torch.Tensor]) -> dict[str, StorageSpan]
 
 
 class ParamWriteRecorder(TorchDispatchMode):
-    """A mode that saves the values of `spans` before the first write to each of them. `restore` undoes the writes.
+    """A mode that saves the values of each of `spans` before the first write to it. `restore` undoes the writes.
 
     Meta tensors are ignored.
     """
@@ -135,22 +130,22 @@ class ParamWriteRecorder(TorchDispatchMode):
     def __init__(self, spans: Mapping[str, StorageSpan]) -> None:
         super().__init__()
         self.before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By name: the elements that were written, and their values before the first write."""
+        """For each written parameter: a view of the written elements, and their values before the first write."""
         self._spans_by_storage: dict[int, list[tuple[str, StorageSpan]]] = defaultdict(list)
         for name, span in spans.items():
-            # Resharded parameters of ZeRO-3 refuse to report their storage.
+            # Torch functions are disabled because, at ZeRO 3, sharded parameters refuse access to their storage.
             with torch._C.DisableTorchFunctionSubclass():
                 if not span.of.is_meta:
                     self._spans_by_storage[span.of.untyped_storage()._cdata].append((name, span))
 
     @property
     def has_spans(self) -> bool:
-        """Whether there is anything to record."""
+        """Whether there are parameters to record."""
         return bool(self._spans_by_storage)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Returns the current value of each tensor that was written to, or its earlier value where its memory has been
-        freed since.
+        """Returns the current value of each parameter that was written to. If its memory has been freed since, returns
+        the value before the first write.
         """
         return {
             name: (tensor if tensor.untyped_storage().nbytes() else value).detach().clone()
@@ -158,8 +153,8 @@ class ParamWriteRecorder(TorchDispatchMode):
         }
 
     def restore(self) -> None:
-        """Restores the values from before the first write. Weights that ZeRO-3 has freed since then need not be
-        restored.
+        """Restores the values from before the first write. Does not restore weights that ZeRO 3 has freed since,
+        because they are gathered again.
         """
         for tensor, value in self.before.values():
             if tensor.untyped_storage().nbytes():
@@ -194,7 +189,7 @@ def _written_arguments(schema: Any, args: Iterable[Any], kwargs: Mapping[str, An
 
 
 def without_write_recording(function: Callable[P, R]) -> Callable[P, R]:
-    """Wraps `function` so that no `ParamWriteRecorder` records its writes, since they are not writes by the model."""
+    """Wraps `function` so that no `ParamWriteRecorder` records its writes. These are not writes by the model."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -205,7 +200,7 @@ def without_write_recording(function: Callable[P, R]) -> Callable[P, R]:
 
 
 MODULE_DICT_KEYS = frozenset({"_parameters", "_buffers", "_modules"})
-"""Dictionaries of tensors and submodules. Code that replaces their items restores them itself."""
+"""Dictionaries of tensors and submodules in a module. Code that replaces items of these restores them itself."""
 
 
 @contextmanager
@@ -215,10 +210,10 @@ def dry_run(
     as_it_trains: bool = False,
     loss: Callable[..., Any] | None = None,
 ) -> Iterator[ParamWriteRecorder]:
-    """Prepares `model` for a call in eval mode, or in its own modes where `as_it_trains`. On exit restores the model
-    and the state of the user's `loss`.
+    """Prepares `model` for a call in eval mode, or in its own modes if `as_it_trains`. On exit restores the model and
+    the state of the user's `loss`.
 
-    Yields the recorder of writes to `parameters`, whose storages may differ from those of the model.
+    Yields the recorder of writes to `parameters`. Their storages may differ from those of the model.
     """
     states = [
         *(AttributeSnapshot(vars(module), MODULE_DICT_KEYS) for module in _all_modules(model, loss)),
@@ -247,7 +242,7 @@ def dry_run(
 
 
 def _all_modules(model: nn.Module, loss: Any) -> list[nn.Module]:
-    """Returns the modules of the model, and those of the loss where it is a module."""
+    """Returns the modules of the model, and those of the loss if it is a module."""
     own = list(model.modules())
     return (
         [*own, *(module for module in loss.modules() if module not in set(own))] if isinstance(loss, nn.Module) else own
@@ -257,10 +252,10 @@ def _all_modules(model: nn.Module, loss: Any) -> list[nn.Module]:
 def call_with_tensors(
     model: nn.Module, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs `model` with `tensors`, by name, in place of its parameters and buffers. Returns its output.
+    """Runs `model` with `tensors` (by name) in place of its parameters and buffers. Returns its output.
 
     torch's functional_call would leave these tensors in a module that has several parents. This function restores the
-    module's own tensors.
+    module's original tensors.
     """
     slots: list[dict[str, Any]] = [
         entries for module in model.modules() for entries in (module._parameters, module._buffers)
@@ -275,8 +270,8 @@ def call_with_tensors(
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Sets eval mode and restores the mode of each module on exit. `model.train()` would instead put modules that the
-    user has frozen into training mode.
+    """Sets eval mode inside the context. On exit restores the mode of each module. `model.train()` would instead put
+    modules that the user has frozen into training mode.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

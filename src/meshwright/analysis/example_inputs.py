@@ -1,11 +1,11 @@
-"""Example inputs of a model: given by the user, or made from the model's signature, configuration and layers.
+"""Example inputs of a model: those of the user, or inputs made from the model's signature, configuration and layers.
 
-An example that the user gives comes first, either as an argument or as the attribute `dummy_inputs` of the model.
-Otherwise the parameter names of forward give the kind of input: token ids, decoder token ids, images, videos, audio
-features, waveforms or time series. The configuration and its sub-configurations give the sizes. A model without known
-names gets a positional input that fits its first layers: token ids, pixels, a signal, or vectors. Where several shapes
-are possible, the first shape with which the model runs on the meta device is chosen. Generated examples are meta
-tensors until values are needed.
+An example of the user has priority: an argument, or the attribute `dummy_inputs` of the model. Otherwise the parameter
+names of forward determine the kind of input: token ids, decoder token ids, images, videos, audio features, waveforms or
+time series. The configuration and its sub-configurations determine the sizes. If no name is known, the model gets a
+positional input that fits its first layers: token ids, pixels, a signal, or vectors. If several shapes are possible,
+the first shape with which the model runs on the meta device is used. Generated examples are meta tensors until values
+are needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from meshwright.analysis.expert_modules import pass_through_experts
 
 EXAMPLE_BATCH, EXAMPLE_LENGTH, EXAMPLE_IMAGE_SIZE = 2, 7, 32
 EXAMPLE_AUDIO_FRAMES = 4 * EXAMPLE_LENGTH
-"""Number of audio frames, which is larger because audio models shorten the sequence in their first layers."""
+"""Number of audio frames. It is larger than the text length, because the first layers of audio models shorten the
+sequence.
+"""
 BOOLEAN_OPS = frozenset({"__bool__", "__contains__", "equal", "allclose", "is_nonzero"})
 """Functions with a Boolean result."""
 DATA_DEPENDENT_OPS = BOOLEAN_OPS | {"item", "__int__", "__index__", "__float__"}
@@ -35,17 +37,17 @@ KNOWN_INPUT_NAMES = (*TOKEN_INPUT_NAMES, *IMAGE_INPUT_NAMES, "input_features", "
 MAX_EXAMPLE_ATTEMPTS = 24
 
 ExampleInputs = Mapping[str, Any]
-"""Arguments of forward by name. The first dimension of tensors is rows. The argument named '' is passed by position. Of
-meta tensors only the shapes are used.
+"""Arguments of forward by name. The first dimension of tensors is rows. The argument named '' is passed by position.
+Only the shapes of meta tensors are used.
 """
 InputForm = tuple[tuple[int, ...], torch.dtype]
-"""The shape and type of one row."""
+"""The shape and the dtype of one row of an input."""
 
 
 def answer_data_dependent_op(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns False or 0 for a function of DATA_DEPENDENT_OPS, since a meta tensor has no values.
+    """Returns False or 0 for a function in DATA_DEPENDENT_OPS, because a meta tensor has no values.
 
-    So a forward that asks 'is this batch packed?' or 'how many are masked?' takes its default path.
+    So a forward that checks 'is this batch packed?' or 'how many are masked?' takes its default branch.
     """
     if name == "__bool__":
         return False
@@ -58,7 +60,7 @@ def answer_data_dependent_op(name: str, function: Callable[..., Any], args: Any,
 
 
 class DataFreeMode(TorchFunctionMode):
-    """Runs a model whose tensors have no values (`answer_data_dependent_op`)."""
+    """Runs a model on meta tensors: functions that need values return defaults (`answer_data_dependent_op`)."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
@@ -82,9 +84,10 @@ def requires_input(model: nn.Module, name: str) -> bool:
 def make_example(
     model: nn.Module, given: ExampleInputs | None = None, length: int = EXAMPLE_LENGTH, side: int = EXAMPLE_IMAGE_SIZE
 ) -> ExampleInputs:
-    """Returns the inputs that `model` is analysed with: EXAMPLE_BATCH rows, in the model's own floating-point type.
+    """Returns the example inputs with which `model` is analysed. They have EXAMPLE_BATCH rows and the model's
+    floating-point dtype.
 
-    `length` is the number of token ids. `side` is the size of images where the model does not give one.
+    `length` is the number of token ids. `side` is the size of images, if the model does not specify one.
     """
     kind = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
     own = getattr(model, "dummy_inputs", None) if getattr(model, "main_input_name", None) is None else None
@@ -101,7 +104,7 @@ def make_example(
 
 
 def describe_inputs(example: ExampleInputs) -> str:
-    """Describes inputs by name and shape.
+    """Returns a description of inputs by name and shape.
 
     >>> describe_inputs({"input_ids": torch.zeros(2, 7), "": torch.zeros(2, 3)})
     'input_ids (2, 7), an input (2, 3)'
@@ -114,7 +117,7 @@ def describe_inputs(example: ExampleInputs) -> str:
 
 
 def name_positional_inputs(model: nn.Module, example: ExampleInputs) -> ExampleInputs:
-    """Returns `example` with the positional input under the name of forward's first argument."""
+    """Returns `example` with the positional input under the name of forward's first parameter."""
     first = next(iter(inspect.signature(model.forward).parameters), "")
     return {name or first: value for name, value in example.items()}
 
@@ -130,7 +133,7 @@ def extra_inputs(example: ExampleInputs) -> list[str]:
 
 
 def max_integer_value(example: ExampleInputs) -> int:
-    """Returns the largest integer in `example`, 0 where it has none."""
+    """Returns the largest integer in `example`, 0 if it has none."""
     numbers = [
         value
         for value in example.values()
@@ -144,7 +147,7 @@ def call_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns positional and keyword arguments to call a model with.
 
-    Inputs of `example` without values get small ids below `vocabulary`, or noise. The values depend on `text`.
+    Meta tensors in `example` become small ids below `vocabulary`, or noise. These values depend on `text`.
     """
     found = {
         name: _materialize_input(value, dtype, device, vocabulary, text) if isinstance(value, torch.Tensor) else value
@@ -166,9 +169,7 @@ def _materialize_input(
 
 
 def _with_batch_size(value: Any, kind: torch.dtype | None, cut: bool = False) -> Any:
-    """Returns `value` with floating-point values converted to `kind`. Where `cut`, it is resized to EXAMPLE_BATCH
-    rows.
-    """
+    """Returns `value` with floating-point values converted to `kind`. If `cut`, it is resized to EXAMPLE_BATCH rows."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach().to((kind or value.dtype) if value.is_floating_point() else value.dtype)
@@ -183,12 +184,12 @@ def _meta_input(form: InputForm) -> torch.Tensor:
     return torch.empty(EXAMPLE_BATCH, *form[0], dtype=form[1], device="meta")
 
 
-# --- inputs that a model may read
+# --- generated inputs
 
 
 def _input_candidates(model: nn.Module, length: int, side: int) -> Iterator[dict[str, InputForm]]:
-    """Yields inputs by name, likeliest first: the required inputs, then all known inputs for a model of several
-    parts.
+    """Yields candidates for the inputs by name, most likely first: the required inputs; then, for a model with several
+    components, all known inputs.
     """
     signature = inspect.signature(model.forward).parameters
     names = [name for name, parameter in signature.items() if parameter.kind < parameter.VAR_POSITIONAL]
@@ -209,15 +210,15 @@ def _input_candidates(model: nn.Module, length: int, side: int) -> Iterator[dict
 def _with_labels(
     model: nn.Module, length: int, candidates: Iterable[dict[str, InputForm]]
 ) -> Iterator[dict[str, InputForm]]:
-    """Yields `candidates` with labels where forward requires them: one for each position, or for each row."""
+    """Yields `candidates`, with labels added if forward requires them: one per position, or one per row."""
     forms: list[InputForm] = [((length,), torch.long), ((), torch.long)]
     for one in candidates:
         yield from [{**one, "labels": form} for form in forms] if requires_input(model, "labels") else [one]
 
 
 def _inputs_from_layers(model: nn.Module, length: int, side: int) -> list[InputForm]:
-    """Returns the inputs of layers that may run first: the vocabulary or the first convolution, then any other layer in
-    order of registration.
+    """Returns the inputs of layers that may run first: of the vocabulary or the first convolution, then of all other
+    layers in order of registration.
     """
     found: dict[InputForm, None] = {}
     kinds = (nn.Embedding, nn.Conv2d)
@@ -243,7 +244,7 @@ def _inputs_from_layers(model: nn.Module, length: int, side: int) -> list[InputF
 
 
 def _input_forms(model: nn.Module, name: str, length: int, side: int) -> list[InputForm]:
-    """Returns the shapes and types that the input `name` may have."""
+    """Returns the shapes and dtypes that the input `name` may have, most likely first."""
     configs = [config for config in (getattr(model, "config", None), *_sub_configs(model)) if config is not None]
 
     def tell(*names: str) -> Any:
@@ -280,13 +281,13 @@ def _input_forms(model: nn.Module, name: str, length: int, side: int) -> list[In
 
 
 def _sub_configs(model: nn.Module) -> list[Any]:
-    """Returns the configurations of a model's components, such as text and vision."""
+    """Returns the configurations of the model's components, such as text and vision."""
     config = getattr(model, "config", None)
     return [part for part in getattr(config, "__dict__", {}).values() if hasattr(part, "to_dict")]
 
 
 def _runs_with(model: nn.Module, example: ExampleInputs) -> bool:
-    """Returns whether the model runs, in its own types or in bfloat16, which some kernels require."""
+    """Returns whether the model runs on `example`, in its own dtype or in bfloat16, which some kernels require."""
     for dtype in (None, torch.bfloat16):
         state = {
             name: torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)

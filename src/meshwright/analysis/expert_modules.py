@@ -1,9 +1,8 @@
-"""Modules of stacked experts: finds them, counts their experts, and temporarily replaces their parameters or expert
+"""Modules of stacked experts. Finds them, counts their experts, and temporarily replaces their parameters or expert
 counts.
 
-The forward of such a module takes hidden states, the expert indices of each token, and the routing weights of each
-token. A second form takes only rows for each expert. All parameters of the module are stacked by expert along their
-first dimension.
+The forward of such a module takes hidden states, and for each token its expert indices and its routing weights. Another
+form takes only rows for each expert. All parameters of the module are stacked by expert along their first dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def num_experts_by_pairs(module: nn.Module) -> int:
-    """Returns how many experts are stacked in a module that takes (token, expert) pairs; 0 for any other module."""
+    """Returns the number of stacked experts of a module that takes (token, expert) pairs, 0 for any other module."""
     shapes = [parameter.shape for parameter in module.parameters()]
     takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     if len(shapes) < 2 or takes.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) != 3 or not all(shapes):
@@ -38,11 +37,10 @@ def num_experts_by_pairs(module: nn.Module) -> int:
 
 
 def num_experts_by_rows(module: nn.Module) -> int:
-    """Returns how many experts are stacked in a module that takes rows for each expert, in order of expert; 0 for any
-    other module.
+    """Returns the number of stacked experts of a module that takes rows sorted by expert, 0 for any other module.
 
-    In Llama 4 such a module gets a row of each token for every expert. The row is zero where the token did not choose
-    the expert.
+    In Llama 4 such a module gets a row of each token for every expert. The row is zero if the token did not choose the
+    expert.
     """
     shapes = [parameter.shape for parameter in module.parameters()]
     takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
@@ -58,7 +56,7 @@ def num_experts_by_rows(module: nn.Module) -> int:
 
 
 def expert_count_attributes(module: nn.Module) -> Iterator[tuple[str, str, int]]:
-    """Yields path, name and value of integer attributes of the module and its submodules that may count experts."""
+    """Yields path, name and value of the integer attributes of the module and its submodules that may count experts."""
     for path, inside in module.named_modules():
         for name, value in vars(inside).items():
             if type(value) is int and "expert" in name:
@@ -67,7 +65,7 @@ def expert_count_attributes(module: nn.Module) -> Iterator[tuple[str, str, int]]
 
 @contextmanager
 def replaced_parameters(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Replaces parameters of `module` by the tensors in `state`, by name, and restores them on exit."""
+    """Replaces parameters of `module` by the tensors in `state`, by name. Restores them on exit."""
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for name, tensor in state.items():
         path, _, short = name.rpartition(".")
@@ -84,7 +82,7 @@ def replaced_parameters(module: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 @contextmanager
 def local_expert_counts(module: nn.Module, experts: StackedExperts, ranks: int) -> Iterator[None]:
-    """Sets the expert counts of a rank that has 1 / `ranks` of the experts, and restores them on exit."""
+    """Sets the expert counts of a rank that has 1 / `ranks` of the experts. Restores them on exit."""
     set_expert_count(module, experts, experts.count // ranks)
     try:
         yield
@@ -100,8 +98,8 @@ def set_expert_count(module: nn.Module, experts: StackedExperts, count: int) -> 
 
 @contextmanager
 def pass_through_experts(model: nn.Module, weighed: bool = False) -> Iterator[None]:
-    """Makes expert modules return their input, since routing needs values and the model runs on shapes alone. Restores
-    them on exit.
+    """Makes expert modules return their input, because routing needs values and the model may run on shapes alone.
+    Restores the modules on exit.
 
     `weighed`: the output for a token is multiplied by its routing weights, so that the router gets a gradient.
     """

@@ -1,18 +1,19 @@
 """Finds the experts of a mixture: modules that take hidden states, the expert indices of each token, and its routing
 weights.
 
-A candidate is a module inside the blocks whose forward takes exactly these three (or only rows for each expert). All
-its parameters are stacked by expert along their first dimension. It computes each (token, expert) pair independently.
-Four properties follow, which are verified numerically (verify_experts.py):
-- Expert parallelism: a rank that has some of the experts, and is given only their pairs, computes its part of the sum.
-- A pair whose index is beyond all experts contributes nothing, where the module accepts such an index.
+A candidate is a module inside the blocks whose forward takes exactly these three arguments, or only rows for each
+expert. All its parameters are stacked by expert along their first dimension. It should compute each (token, expert)
+pair independently. verify_experts.py verifies four properties numerically:
+- Expert parallelism: a rank that has some of the experts, and receives only their pairs, computes its part of the sum.
+- A pair whose index is beyond all experts contributes nothing, if the module accepts such an index.
 - A routing weight is a factor of the output. So it may be applied on the rank that the token came from.
 - Tensor ranks that have a shard of each expert's inner features compute partial sums. A bias after the inner features
   is replicated, and each rank adds its fraction of the bias (`replicated`).
 
-The inner dimension, and the layout of a fused projection, are found by trying splits until the values agree. The code
-around the experts, such as the router, is verified with the block; there each expert multiplies by a number
-(`pass_through_experts`). Experts in a plain list that the block itself iterates over stay unsharded.
+The inner dimension and the layout of a fused projection are determined by trying splits until the values agree. The
+code around the experts, such as the router, is verified with the block. In this check the expert module returns its
+input times the routing weights (`pass_through_experts`). Experts in a plain list that the block itself iterates over
+stay unsharded.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from meshwright.analysis.run_conditions import module_signature, training_modes
 from meshwright.analysis.verify_experts import ExpertTpSplit, verify_expert_splits
 
 MAX_SPLIT_CANDIDATES = 64
-"""Maximum number of splits of an expert that are tried."""
+"""Maximum number of splits that are tried for the experts of a module."""
 
 ExpertMessages = tuple[list[str], list[str]]
-"""Findings about experts that can be distributed, and about experts that cannot."""
+"""Two lists of findings: about experts that can be distributed, and about experts that cannot."""
 
 
 def add_experts(
@@ -49,7 +50,8 @@ def add_experts(
     """
     messages: list[str] = []
     hidden = model.get_parameter(f"{graph.embedding}.weight").shape[1] if graph.embedding else 0
-    # Default widths, for a model that does not run on the meta device.
+    # `hidden` is the default width, for modules whose input is unknown because the model does not run on the meta
+    # device.
     widths = {path: hidden for path, _ in model.named_modules()} if hidden else {}
     widths |= {path: tensor.shape[-1] for path, tensor in inputs.items() if tensor.ndim}
     lists = [stack for stack, _ in graph.stacks] or ([graph.blocks] if graph.blocks else [])
@@ -89,7 +91,7 @@ def find_experts(
     messages: ExpertMessages,
     modes: Mapping[nn.Module, bool],
 ) -> tuple[StackedExperts, ...]:
-    """Returns all experts in forward order. The first module of each kind is verified.
+    """Returns all experts in forward order. Only the first module of each kind is verified.
 
     `widths` has the number of input features of each module inside the blocks.
     """
@@ -110,7 +112,7 @@ def find_experts(
 
 
 def _experts_signature(module: nn.Module, path: str) -> object:
-    """Returns what modules of the same kind have in common: type, modes, and attributes such as functions and
+    """Returns a key that is equal for modules of the same kind: type, modes, and attributes such as functions and
     configurations.
     """
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
@@ -132,7 +134,9 @@ def _analyze_experts(
     modes: Mapping[nn.Module, bool],
     messages: ExpertMessages,
 ) -> StackedExperts | None:
-    """Returns the experts of `module` with their split, or None with the reason in `messages`."""
+    """Returns the experts of `module` with their split. Returns None if they cannot be distributed, and adds the reason
+    to `messages`.
+    """
     known, undivided = messages
     counters = tuple((where, name) for where, name, value in expert_count_attributes(module) if value == count)
     plain = StackedExperts(path, count, tuple(name for name, _ in module.named_parameters()), counters, by_rows=by_rows)
@@ -160,7 +164,7 @@ def _analyze_experts(
 
 
 def _split_candidates(module: nn.Module, count: int, width: int) -> Iterator[ExpertTpSplit]:
-    """Yields ways to split every expert by its inner features, the likeliest first."""
+    """Yields candidate splits of every expert by its inner features, most likely first."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     weights = [name for name, shape in shapes.items() if len(shape) == 3 and shape[0] == count]
     if not weights or any(shape[0] != count or len(shape) not in (2, 3) for shape in shapes.values()):
@@ -197,7 +201,7 @@ def _split_candidates(module: nn.Module, count: int, width: int) -> Iterator[Exp
 
 
 def _projection_split(dim: int, size: int, features: int, together: bool) -> TpSplit:
-    """Returns the split of a projection of `size` features. It is plain, or made of `size / features` fused projections
-    that are concatenated (`together`) or interleaved.
+    """Returns the split of a projection with `size` outputs. If `size` is larger than `features`, it consists of
+    several fused projections, which are concatenated (`together`) or interleaved.
     """
     return TpSplit(dim, (features,) * (size // features) if together and size > features else ())

@@ -11,11 +11,11 @@ import torch
 
 @dataclass(frozen=True)
 class TpSplit:
-    """The split of a parameter along `dim`. A fused parameter has `parts`: sizes along `dim`, each of which is sharded
-    separately.
+    """The split of a parameter along `dim`. `parts` are the sizes of the parts of a fused parameter along `dim`. Each
+    part is sharded separately.
 
-    `ways` is the largest number of shards of each part (the key-value heads), 0 for no limit. With more ranks than
-    `ways`, neighbouring ranks use the same shard.
+    `ways` is the maximum number of shards of each part (the number of key-value heads), 0 without a limit. With more
+    ranks than `ways`, neighbouring ranks use the same shard.
     """
 
     dim: int
@@ -23,8 +23,8 @@ class TpSplit:
     ways: tuple[int, ...] = ()
 
     def has_replicas(self, ranks: int) -> bool:
-        """Returns whether some ranks use the same shard. In that case every rank stores the full parameter and uses its
-        shard of it.
+        """Returns whether some ranks use the same shard. If so, every rank stores the full parameter and uses
+        its shard.
         """
         return any(0 < ways < ranks for ways in self.ways)
 
@@ -33,8 +33,8 @@ class TpSplit:
 class HeadCount:
     """An integer attribute that a forward reads, and the quantity that it counts.
 
-    The attribute `name` belongs to the module at `path` ('config.n': to its configuration). `kind` is 'heads',
-    'kv_heads', 'groups' (heads per key-value head), or 'share' (any other size that tp divides).
+    The attribute `name` belongs to the module at `path`. A name 'config.n' refers to the module's configuration. `kind`
+    is 'heads', 'kv_heads', 'groups' (heads per key-value head), or 'share' (any other size that tp divides).
     """
 
     path: str
@@ -44,10 +44,10 @@ class HeadCount:
 
 @dataclass(frozen=True)
 class PerHeadArg:
-    """An argument of the module at `path` with one entry for each head along `dim`. It is replicated, and every rank
-    slices out its own heads.
+    """An argument of the module at `path` with one entry for each head along `dim`. Every rank has the full argument
+    and slices out the entries of its heads.
 
-    `argument` is a position or a name. `heads` is the number of heads. Where `dim` has a larger size, it is (rows x
+    `argument` is a position or a name. `heads` is the number of heads. If the size of `dim` is larger, `dim` is (rows x
     heads).
     """
 
@@ -59,13 +59,14 @@ class PerHeadArg:
 
 @dataclass(frozen=True)
 class TpRegion:
-    """A region of a block: column-parallel layers and the row-parallel layers that read their outputs. Paths are full.
+    """A region of a block: column-parallel layers, and the row-parallel layers that read their outputs. Paths are full
+    module paths.
 
-    At its entry every tensor rank has the full input. There forward is the identity, and backward sums the gradient
-    over ranks. The entry is the input of `module`. `module` is '' where no module's input is read by exactly the column
-    layers. Then the entries are the column layers themselves, or `entries` in their place. `mla_inputs` are unsharded
-    layers whose output is another entry, since only this region uses it ([Note: MLA inputs] in trace_log.py).
-    `inner_columns` are the column layers after them, which need no entry.
+    At its entry every tensor rank has the full input. The entry is the identity in forward and sums the gradient over
+    ranks in backward. Usually the entry is the input of `module`. `module` is '' if no module has an input that only
+    the column layers read. Then the inputs of the column layers themselves, or of `entries`, are the entries. The
+    outputs of the unsharded layers `mla_inputs` are further entries, because only this region uses them ([Note: MLA
+    inputs] in trace_log.py). `inner_columns` are the column layers after these, which need no entry.
     """
 
     module: str
@@ -80,7 +81,7 @@ class TpRegion:
     inner_columns: tuple[str, ...] = ()
 
     def local_count(self, count: HeadCount, value: int, ranks: int) -> int:
-        """Returns the value of `count` on each of `ranks` tensor ranks. `value` is its full value."""
+        """Returns the value of `count` on each of `ranks` tensor ranks. `value` is the value in the full model."""
         heads, kv_heads = self.heads // ranks, max(self.kv_heads // ranks, 1)
         if count.kind == "groups":
             return heads // kv_heads
@@ -89,11 +90,11 @@ class TpRegion:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """A module of stacked experts that takes (hidden, indices, weights), or rows for each expert (`by_rows`).
+    """A module of stacked experts. Its forward takes (hidden, indices, weights), or rows grouped by expert (`by_rows`).
 
-    `names` are its parameters. All names are relative to the module. `count_attributes` are integers (path, name) that
-    count experts. `splits` shards each expert over tensor ranks. `replicated` are full parameters of which each rank
-    adds its fraction. `width` is the number of inner features of an expert.
+    `names` are its parameters. All names are relative to the module. `count_attributes` are the (path, name) of integer
+    attributes that count experts. `splits` shard each expert over tensor ranks. `replicated` are full parameters, of
+    which each tensor rank adds a fraction. `width` is the number of inner features of an expert.
     """
 
     path: str
@@ -108,7 +109,7 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A model as the runtime sees it. Paths are dotted module paths, names are full parameter names."""
+    """The structure of a model for the runtime. Paths are dotted module paths, and names are full parameter names."""
 
     blocks: str | None = None
     count: int = 0
@@ -118,18 +119,18 @@ class ModelGraph:
     vocabulary: int = 0
     regions: tuple[TpRegion, ...] = ()
     splits: dict[str, TpSplit] = field(default_factory=dict)
-    """Splits of parameters, and of buffers of norms that run on sharded features."""
+    """Splits of parameters, and of buffers of norms that are applied to sharded features."""
     divisible: dict[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
-    """Replicated parameters that are applied to sharded features, such as a norm of each head. Their gradient on each
-    tensor rank is partial.
+    """Names of replicated parameters that are applied to sharded features, such as a norm of each head. Their gradient
+    is partial on each tensor rank.
     """
     sequence_sliced: tuple[str, ...] = ()
-    """Parameters between blocks. Under sequence parallelism their gradient on each tensor rank is partial."""
+    """Names of parameters between blocks. Under sequence parallelism their gradient is partial on each tensor rank."""
     after_blocks: tuple[str, ...] = ()
-    """Parameters outside of blocks, embedding and head that are used after the blocks."""
+    """Names of parameters that are used after the blocks, except those of blocks, embedding and head."""
     unsupported: dict[str, str] = field(default_factory=dict)
-    """Reasons why a feature is unsupported, by feature.
+    """Reasons why a feature is unsupported, by kind:
 
     'sequence': why sequence parallelism would be wrong; 'matrix': the matrix inside the blocks that is the only such
     reason; 'slices': what differs on a slice of the sequence; 'proof': why splits are unverified; 'run': why the model
@@ -140,19 +141,21 @@ class ModelGraph:
     findings: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     stacks: tuple[tuple[str, int], ...] = ()
-    """Every stack of blocks with its length, in the order in which they run."""
+    """Every stack of blocks as (path, number of blocks), in the order in which they run."""
     experts: tuple[StackedExperts, ...] = ()
     extra_block_args: tuple[str, ...] = ()
     """Block arguments, other than the hidden state, that depend on parameters outside of the blocks. Later stages
     cannot compute them.
     """
     between_stacks: tuple[tuple[str, ...], ...] = ()
-    """For each stack except the last: the parameters outside of blocks that are first used after this stack."""
+    """For each stack except the last: names of the parameters outside of blocks that are first used after this
+    stack.
+    """
     partly_used: dict[str, TpSplit] = field(default_factory=dict)
-    """Parameters that every tensor rank stores in full but uses only a shard of. `for_tp` sets them."""
+    """Parameters that every tensor rank stores in full, and of which it uses only a shard. Set by `for_tp`."""
 
     def block(self, index: int) -> str:
-        """Returns the path of one block."""
+        """Returns the path of the block with number `index`."""
         return self.block_paths[index] if self.spans_stacks else f"{self.blocks}.{index}"
 
     def shards_vocabulary(self, path: str | None) -> bool:
@@ -161,26 +164,26 @@ class ModelGraph:
 
     @property
     def against_sequence(self) -> str:
-        """Why sequence parallelism would be wrong, '' where it is correct."""
+        """The reason why sequence parallelism would be wrong, '' if it is correct."""
         return self.unsupported.get("sequence", "")
 
     @property
     def block_paths(self) -> tuple[str, ...]:
-        """Paths of all blocks of all stacks in the order in which they run."""
+        """Paths of all blocks of all stacks, in the order in which they run."""
         return tuple(f"{path}.{index}" for path, count in self.stacks for index in range(count))
 
     @property
     def spans_stacks(self) -> bool:
-        """Whether blocks are numbered over all stacks, as pipeline stages cut them."""
+        """Whether blocks are numbered over all stacks. Pipeline stages use this numbering."""
         return len(self.stacks) > 1 and self.count == len(self.block_paths)
 
     def across_stacks(self) -> ModelGraph:
-        """Returns the same graph with blocks numbered over all stacks."""
+        """Returns the same graph, with blocks numbered over all stacks."""
         return dataclasses.replace(self, count=len(self.block_paths))
 
     def for_tp(self, ranks: int) -> ModelGraph:
         """Returns the graph for `ranks` tensor ranks. Parameters with fewer key-value heads than ranks move to
-        `partly_used`: every rank stores them in full.
+        `partly_used`, because every rank stores them in full.
         """
         used = {name: split for name, split in self.splits.items() if split.has_replicas(ranks)}
         if not used:
@@ -194,8 +197,8 @@ def shard_intervals(
 ) -> tuple[tuple[int, int], ...]:
     """Returns the interval (start, stop) that tensor rank `index` of `ranks` has in each part of a dimension of `size`.
 
-    A shard has ceil(part / ranks) elements. Where a part has fewer `ways` than there are ranks, the shard is one of
-    `ways` equal shards.
+    A shard has ceil(part / ranks) elements, fewer on the last ranks. If `ways` of a part is smaller than `ranks`, the
+    part has only `ways` equal shards, and several ranks have the same one.
 
     >>> shard_intervals(10, 1, 4), shard_intervals(10, 3, 4)
     (((3, 6),), ((9, 10),))
@@ -216,8 +219,8 @@ def shard_intervals(
 
 
 def shard_view(full: torch.Tensor, split: TpSplit, index: int, ranks: int) -> torch.Tensor:
-    """Returns the shard of `full` that tensor rank `index` of `ranks` uses: a view where it is contiguous along the
-    dimension.
+    """Returns the shard of `full` that tensor rank `index` of `ranks` uses. It is a view if the shard is contiguous
+    along the dimension.
     """
     bounds = shard_intervals(split.parts or full.shape[split.dim], index, ranks, split.ways)
     pieces = [full.narrow(split.dim, start, stop - start) for start, stop in bounds]

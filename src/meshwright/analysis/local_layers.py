@@ -1,4 +1,6 @@
-"""Adapts a block to its local shards: head counts that forwards read, per-head arguments, and stored layer sizes."""
+"""Adapts a block to local shards: sets head counts that forwards read, slices arguments with one entry for each head,
+and updates stored layer sizes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ AttributeUndo = list[tuple[nn.Module, str, Any]]
 
 
 def set_local_heads(model: nn.Module, region: TpRegion, ranks: int) -> AttributeUndo:
-    """Sets the region's counts to those of each of `ranks` ranks, and returns the previous values. A shared
+    """Sets the counts of the region to those of each of `ranks` ranks. Returns the previous values. A shared
     configuration is copied before it is changed.
     """
     undo: AttributeUndo = []
@@ -41,7 +43,7 @@ def restore_attributes(undo: AttributeUndo) -> None:
 
 
 def update_layer_sizes(module: nn.Module) -> None:
-    """Sets the size attributes of a layer to those of its weight (Linear, Embedding, convolutions, transformers'
+    """Sets the size attributes of a layer to the sizes of its weight (Linear, Embedding, convolutions, transformers'
     Conv1D).
     """
     weight = module._parameters.get("weight")
@@ -53,8 +55,8 @@ def update_layer_sizes(module: nn.Module) -> None:
 
 
 class LocalHeadsHook:
-    """A forward pre-hook that passes a module only the rank's heads of one argument. `take(tensor, dim)` slices the
-    heads along `dim`.
+    """A forward pre-hook that passes to a module only the rank's heads of one argument. `take(tensor, dim)` returns the
+    rank's heads along `dim`.
     """
 
     def __init__(self, one: PerHeadArg, ranks: int, take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
@@ -73,8 +75,8 @@ class LocalHeadsHook:
         return args, {**kwargs, key: self.cut(kwargs[key])}
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the rank's heads of (rows x heads). A tensor that an earlier block already computed from local heads
-        is returned as it is.
+        """Returns the rank's heads of (rows x heads). If an earlier block has already computed the tensor from local
+        heads, it is returned unchanged.
         """
         dim = self.arg.dim
         if tensor.shape[dim] * self.ranks == self.arg.heads:

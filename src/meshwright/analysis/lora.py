@@ -1,11 +1,11 @@
 """Analyses a model with LoRA adapters (peft) as if it had none, then maps the result to the adapted model.
 
 An adapted layer computes y = W x + s B A x, with the base weight W, the adapter matrices A and B, and a scale s. In a
-column-parallel layer, W and B are split by output features. A is replicated, and its gradient on each rank is partial
-since B is sharded. In a row-parallel layer, W and A are split by input features, and the outputs are summed over ranks.
-B is replicated. So no product is computed twice. The collectives are those of the layer itself; a row layer adds one
-collective of `rank` features. Source: Hu et al., LoRA, 2021, section 4.1. Both terms are split as in Shoeybi et al.,
-Megatron-LM, section 3. A layer is adapted when it has `base_layer`, `lora_A` and `lora_B`.
+column-parallel layer, W and B are split by output features. A is replicated. Its gradient is partial on each rank,
+because B is sharded. In a row-parallel layer, W and A are split by input features, and the outputs are summed over
+ranks. B is replicated. So no product is computed twice. The collectives are those of the base layer. A row layer has
+one more collective, of `rank` features. Source: Hu et al., LoRA, 2021, section 4.1. Both terms are split as in Shoeybi
+et al., Megatron-LM, section 3. A layer is adapted when it has `base_layer`, `lora_A` and `lora_B`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BASE_LAYER = "base_layer"
 
 
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the layers with adapters, by path."""
+    """Returns the layers with LoRA adapters, by path."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -34,7 +34,7 @@ def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def without_lora(model: nn.Module, layers: dict[str, nn.Module]) -> Iterator[None]:
-    """Replaces each of `layers` by its base layer and restores it on exit."""
+    """Replaces each of `layers` by its base layer. Restores the layers on exit."""
     try:
         for path, layer in layers.items():
             _set_module(model, path, layer.get_submodule(BASE_LAYER))
@@ -55,7 +55,7 @@ VOCABULARY_ADAPTER_TEXT = mark_msgid(
 
 
 def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.Module]) -> ModelGraph:
-    """Maps `found`, the graph of the model without adapters, to the model with adapters.
+    """Returns the graph of the model with adapters. `found` is the graph of the model without adapters.
 
     Raises:
         InputError: the embedding or the head has an adapter.
@@ -89,8 +89,8 @@ def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.
         splits |= {f"{path}.weight": TpSplit(1) for path in behind}
         regions.append(_region_with_lora(region, inside, tuple(behind)))
     names = [name for name, _ in model.named_parameters()]
-    # The base weights are frozen. So no check has seen a gradient that shows whether a layer outside of the regions
-    # works on a slice of the sequence.
+    # The base weights are frozen, so no check has seen their gradients. A gradient would show whether a layer outside
+    # of the regions works on a slice of the sequence.
     outside = next(
         (
             path

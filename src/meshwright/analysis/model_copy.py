@@ -1,11 +1,11 @@
-"""Copies a model to the meta device so that the copy is independent of the original: for analysis with another batch,
-and for single-device checks.
+"""Copies a model to the meta device so that the copy is independent of the original. Used for an analysis with another
+batch, and for single-device checks.
 
-`copy.deepcopy` does not copy functions. So a function that was replaced on an instance, a hook or a loss would still
-reach modules of the original model, through its closure, its defaults, or a global variable. Such functions are rebuilt
-to reference the copies, wherever copied lists, dictionaries and objects reference them. What the code of a class
-reaches through a global variable or a class attribute cannot be copied. `isolated_run` raises where the copy reaches
-the original model at run time.
+`copy.deepcopy` does not copy functions. A function that was replaced on an instance, a hook or a loss could still reach
+modules of the original model through its closure, its defaults, or a global variable. Such functions are rebuilt to
+reference the copies. Copied lists, dictionaries and objects then reference the rebuilt functions. If the code of a
+class reaches the model through a global variable or a class attribute, this cannot be changed. `isolated_run` raises if
+the copy reaches the original model at run time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
 
 OPAQUE_TYPES = (nn.Module, torch.Tensor, type, types.ModuleType)
-"""Types that are not searched for references to the model: they are copied as a whole, or never copied."""
+"""Types that are not searched for references to the model. Their objects are copied as a whole, or never."""
 
 REBUILT_TYPES = (tuple, types.MethodType, functools.partial)
-"""Types that are rebuilt where they reference the model, in the same way as functions."""
+"""Types whose objects are rebuilt, like functions, if they reference the model."""
 
 
 @dataclass(frozen=True)
 class ModelCopy:
-    """A model and the user's loss. The loss may reference the model."""
+    """A copy of a model and of the user's loss. The loss may reference the model."""
 
     model: nn.Module
     loss: Callable[..., torch.Tensor] | None = None
@@ -66,7 +66,8 @@ class ModelCopy:
 
 
 def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = None) -> ModelCopy:
-    """Returns a copy of the model and the loss, with parameters on the meta device and its own buffers.
+    """Returns a copy of the model and the loss. The parameters of the copy are on the meta device. Its buffers are
+    copies.
 
     Raises:
         InputError: the model cannot be copied.
@@ -84,19 +85,19 @@ def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = No
 
 
 class FunctionRebinder:
-    """Rebuilds functions that reference copied objects, so that they reference the copies in deepcopy's `memo`."""
+    """Rebuilds functions that reference copied objects, so that they reference the copies in `memo` of deepcopy."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self.memo = memo
         self.made: dict[int, types.FunctionType] = {}
         self.unrelated: set[int] = set()
-        """Identities of objects that do not reference the model."""
+        """Ids of objects that do not reference the model."""
         self.copies: set[int] = set()
-        """Identities of copies, which `rebind_copies` visits."""
+        """Ids of copies, which `rebind_copies` visits."""
         self.known = 0
 
     def __call__(self, value: Any) -> Any:
-        """Returns `value`, or a rebuilt copy where it references a copied object."""
+        """Returns `value`, or a rebuilt copy of it if it references a copied object."""
         if id(value) in self.memo:
             return self.memo[id(value)]
         if not self._leads(value):
@@ -143,9 +144,7 @@ class FunctionRebinder:
         return made
 
     def _leads(self, value: Any) -> bool:
-        """Returns whether `value` references a copied object through any number of functions, containers and
-        objects.
-        """
+        """Returns whether `value` references a copied object, directly or through functions, containers and objects."""
         waiting, seen = [value], set[int]()
         if self.known != len(self.memo):
             self.copies = {id(each) for each in self.memo.values() if not isinstance(each, REBUILT_TYPES)}
@@ -167,7 +166,7 @@ class FunctionRebinder:
 
 
 def _referenced_values(value: Any) -> Iterable[Any]:
-    """Yields the objects that `value` references and that code may use."""
+    """Yields the objects that `value` references and that its code may use."""
     if isinstance(value, types.FunctionType):
         yield from (value.__defaults__, value.__kwdefaults__, vars(value))
         yield from (target for _, target in _referenced_globals(value) if isinstance(target, nn.Module | torch.Tensor))
@@ -187,7 +186,7 @@ def _referenced_values(value: Any) -> Iterable[Any]:
 
 
 def _referenced_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields the global variables that the code of a function names."""
+    """Yields name and value of the global variables that the code of a function uses."""
     codes = [function.__code__]
     while codes:
         code = codes.pop()
@@ -196,13 +195,13 @@ def _referenced_globals(function: types.FunctionType) -> Iterator[tuple[str, Any
 
 
 class ParamAccessGuard(TorchFunctionMode):
-    """Raises where an operation uses a parameter of `model`, since a run of the copy must not reach the original."""
+    """Raises if an operation uses a parameter of `model`, because a run of the copy must not reach the original."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.live = {id(parameter): name for name, parameter in model.named_parameters()}
         self.reached = ""
-        """What part of the model was reached. It is recorded even if the code that reached it catches the error."""
+        """Description of the part of the model that was reached. It is recorded even if the code catches the error."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in args:
@@ -216,7 +215,7 @@ class ParamAccessGuard(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def refuse(self, line: str) -> None:
-        """Records that the copy reached the model.
+        """Records that the copy reached the model, as described by `line`.
 
         Raises:
             InputError: always.
@@ -230,7 +229,7 @@ def isolated_run(model: nn.Module) -> Iterator[ParamAccessGuard]:
     """Guards a run of a copy of `model`.
 
     Raises:
-        InputError: the copy calls a module of `model`, which may start collectives, or reads its parameters.
+        InputError: the copy calls a module of `model`, which may start collectives, or it reads a parameter of `model`.
     """
     live, guard = {id(module): path for path, module in model.named_modules()}, ParamAccessGuard(model)
 

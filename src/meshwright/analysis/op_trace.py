@@ -1,21 +1,22 @@
 """Traces one training forward on the meta device (shapes only) and records how the weights are used.
 
-[Note: columns and rows] Inside a block, a product that reads full features can be column-parallel. Its output is then
-sharded by features, and so is everything that is computed from this output. A product that reads a sharded tensor is
-row-parallel. Its output, summed over ranks, is full again (Shoeybi et al., Megatron-LM, 2019, section 3). So one
-forward separates column layers from row layers in any model, without knowing names. Some columns must stay unsharded:
-those of a sharded tensor that leaves the block, or that meets an operation over all features such as a norm. `problems`
-has the reason, and the next trace gets them as unsharded weights (`whole`).
+[Note: columns and rows] Inside a block, a matrix product that reads full features can be column-parallel. Its output is
+then sharded by features, and so is everything that is computed from this output. A product that reads a sharded tensor
+is row-parallel. Its output, summed over ranks, is full again (Shoeybi et al., Megatron-LM, 2019, section 3). So one
+forward separates column layers from row layers in any model, without knowing names. Some column layers must stay
+unsharded: those whose sharded output leaves the block, or enters an operation over all features such as a norm.
+`TraceLog.problems` gives the reason. The next trace receives these weights in `whole`.
 
-[Note: consumers] A region may be entered at a module only if the column layers are the only consumers of that module's
-input. A residual inside the module would also consume it, and the gradient of the residual must not be summed over
-ranks.
+[Note: consumers] A region may begin at the input of a module only if the column layers are the only consumers of that
+input. A residual connection inside the module would be another consumer. Its gradient must not be summed over ranks.
 
-[Note: full operands] An operation on a sharded tensor may have a full tensor as another operand. There are four cases.
-A parameter with one entry for each sharded feature or head is sharded in the same way. A parameter that all features or
-heads use gets a partial gradient on each rank. Of an argument with one entry for each head, such as a position bias,
-each rank takes its heads. Any other tensor that requires a gradient would get only a part of the gradient, so the
-columns stay unsharded. To know this, the trace runs with gradients enabled.
+[Note: full operands] An operation on a sharded tensor may have a full tensor as another operand. There are four cases:
+
+- A parameter with one entry for each sharded feature or head is sharded in the same way.
+- A parameter that all features or heads use gets a partial gradient on each rank.
+- An argument with one entry for each head, such as a position bias, is sliced: each rank takes its heads.
+- Any other tensor that requires a gradient would get only a part of its gradient. So the columns stay unsharded. To
+  know which tensors require a gradient, the trace runs with gradients enabled.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ def trace_ops(
     example: ExampleInputs | None = None,
     dtype: torch.dtype | None = None,
 ) -> TraceLog:
-    """Runs `model` once on meta tensors in the modes of its modules, and returns the log.
+    """Runs `model` once on meta tensors, with each module in its train or eval mode, and returns the log.
 
-    `whole` are weights that stay unsharded. `dtype` replaces the model's floating-point type. Any exception of the
-    model is passed on.
+    The weights `whole` stay unsharded. `dtype` replaces the floating-point dtype of the model. Exceptions of the model
+    propagate.
     """
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,7 +130,7 @@ def trace_ops(
 
 
 def nested_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yields every tensor in nested arguments."""
+    """Yields every tensor in a nested structure of arguments."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -158,11 +159,11 @@ class OpTracer(TorchFunctionMode):
         self.stack: list[str] = []
         self.plain: dict[str, str | None] = {}  # linear layers that are running or ran: the name of their bias
         self.sharded: dict[int, ShardedTensorInfo] = {}
-        # Tensors that are computed from parameters alone, with the names of these parameters:
+        # `from_params`: for each tensor that is computed from parameters alone, the names of these parameters.
         self.from_params: dict[int, tuple[str, ...]] = {id_: (name,) for id_, name in names.items()}
-        self.transposed: dict[int, str] = {}  # transposed parameters
+        self.transposed: dict[int, str] = {}  # names of parameters by id of a transposed view
         self.arguments = ModuleArguments()
-        self.returned: set[int] = set()  # outputs of blocks
+        self.returned: set[int] = set()  # ids of the outputs of blocks
         self.repeat_depth = 0  # depth inside a block that has run before
         self.mla_inputs, self.param_dependence = MlaInputTracker(), ParamDependence(names)
         self.nothing, self.hooks_before = torch.empty(0), active_saved_tensor_hooks()
@@ -170,7 +171,7 @@ class OpTracer(TorchFunctionMode):
 
     # --- modules
     def attach(self, name: str, module: nn.Module, depth: int) -> list[Any]:
-        """Registers hooks that maintain the stack of running modules and record what each module received."""
+        """Returns new hooks that maintain the stack of running modules and record the inputs of each module."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if depth == 1:
@@ -233,7 +234,7 @@ class OpTracer(TorchFunctionMode):
         elif any(tensor is given for tensor in nested_tensors(result)):
             self.trace.uses[id(given)].append((tuple(self.stack), ""))
 
-    # --- functions
+    # --- torch functions
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
@@ -250,7 +251,7 @@ class OpTracer(TorchFunctionMode):
         return result
 
     def record(self, call: OpCall, outputs: list[torch.Tensor]) -> None:
-        """Records one operation and its outputs."""
+        """Records one operation with its outputs."""
         name = call.name
         given = list(nested_tensors((call.args, call.kwargs)))
         self.trace.alive.extend(outputs)
@@ -303,11 +304,11 @@ class OpTracer(TorchFunctionMode):
     def _weight(self, matrix: torch.Tensor | None) -> str:
         return self.names.get(id(matrix)) or self.transposed[id(matrix)]
 
-    # --- products
+    # --- matrix products
     def record_product(
         self, call: OpCall, given: list[torch.Tensor], matrix: torch.Tensor, weights: list[str], result: torch.Tensor
     ) -> None:
-        """Records a product with a weight as a column layer, a row layer or an unsharded layer."""
+        """Records a matrix product with a weight as a column layer, a row layer or an unsharded layer."""
         weight = self._weight(matrix)
         owner, is_conv = weight.rpartition(".")[0], call.name.startswith("conv")
         read = next((tensor for tensor in given if id(tensor) not in self.from_params), given[0])
@@ -353,11 +354,11 @@ class OpTracer(TorchFunctionMode):
 
     @property
     def block(self) -> str:
-        """The block that is running."""
+        """Path of the block that is running."""
         return self.stack[0]
 
     def reject(self, columns: frozenset[str], why: str) -> None:
-        """Records why `columns` must stay unsharded."""
+        """Records the reason `why` the column layers `columns` must stay unsharded."""
         time = max(self.trace.problem_times.values(), default=0) + 1
         for column in columns:
             self.trace.problems.setdefault(column, why)
@@ -389,7 +390,8 @@ class OpTracer(TorchFunctionMode):
         except NotShardable as lost:
             self.reject(columns, Message("{where} {lost}", where=where, lost=lost))
             after = [ShardedTensorInfo(columns, ()) for _ in outputs]
-        # A slice of the operand is a part of a fused projection, not yet heads.
+        # A slice of a fused projection has not been reshaped to heads yet. So only the cut of the projection is
+        # recorded.
         for tensor in shares if all(share.product_slice in (None, info.product_slice) for share in after) else ():
             _note_cuts(products, call, self.sharded[id(tensor)], self.sharded[id(tensor)], tensor)
         for tensor, share in zip(outputs, after, strict=True):
@@ -400,7 +402,7 @@ class OpTracer(TorchFunctionMode):
     def check_operand(
         self, call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: ShardedTensorInfo, columns: frozenset[str]
     ) -> None:
-        """Handles a full operand of an operation on a sharded tensor ([Note: full operands])."""
+        """Handles the full operand `tensor` of an operation on the sharded `share` ([Note: full operands])."""
         is_own = id(tensor) in self.names or id(tensor) in self.buffers
         names = self.from_params.get(id(tensor)) or ((self.buffers[id(tensor)],) if is_own else ())
         if names and names[0] in {product.bias for product in self.trace.products[self.block]}:
@@ -438,7 +440,7 @@ class OpTracer(TorchFunctionMode):
             self.trace.grouped[self.stack[-1], "num_groups"] = (call.args[1], columns)
 
     def record_scores(self, factors: list[torch.Tensor], columns: frozenset[str]) -> None:
-        """Records the product of queries and keys, whose shape gives the number of heads."""
+        """Records the product of queries and keys. Its shape gives the number of heads."""
         info, query = self.sharded[id(factors[0])], factors[0]
         if any(seen.columns & columns for seen in self.trace.attentions[self.block]) or not info.dims or query.ndim < 3:
             return
@@ -452,8 +454,8 @@ def _note_cuts(
     share: ShardedTensorInfo,
     tensor: torch.Tensor,
 ) -> None:
-    """For a tensor that is a slice of one product, records where the product is cut and how many heads the slice
-    has.
+    """Records where a product is cut and into how many heads the slice is reshaped, if `tensor` is a slice of one
+    product.
     """
     if len(share.columns) != 1 or share.product_slice is None:
         return
@@ -472,7 +474,7 @@ def _note_cuts(
 def _note_shared_heads(
     products: list[WeightProduct], infos: list[ShardedTensorInfo], factors: list[torch.Tensor]
 ) -> None:
-    """Records keys or values that have no dimension of heads, so that all heads use them."""
+    """Records keys or values without a head dimension. All heads share them."""
     for factor, info in zip(factors, infos, strict=True):
         if info.dims and info.dims[0] >= factor.ndim - 2 and info.product_slice is not None and factor.ndim > 2:
             (weight,) = info.columns
@@ -482,8 +484,8 @@ def _note_shared_heads(
 
 
 def _is_layer_call(name: str, given: list[torch.Tensor], names: dict[int, str], stack: list[str]) -> bool:
-    """Returns whether the call is a layer that reads a tensor computed from parameters, such as a table of
-    positions.
+    """Returns whether the call is the product of a module with its own weight. The other operand may also be computed
+    from parameters, such as a table of positions.
     """
     return (
         name in PRODUCT_OPS and bool(stack) and any(names.get(id(t), "").rpartition(".")[0] == stack[-1] for t in given)

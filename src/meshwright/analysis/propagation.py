@@ -1,9 +1,9 @@
 """Propagates feature sharding through single torch functions.
 
-The output features of a column layer are an index that ranks split into equal contiguous segments. Reshapes,
-transposes, slices, reductions and broadcasts move that index. `propagate_sharding` follows it through one function. An
-operation that needs all features raises `NotShardable`. Where the index cannot be followed, numeric verification
-decides (verify_sharding.py).
+Ranks split the output features of a column layer into equal contiguous segments. Reshapes, transposes, slices,
+reductions and broadcasts move the features to other dimensions. `propagate_sharding` follows the features through one
+function. An operation that needs all features raises `NotShardable`. If the features cannot be followed, numeric
+verification decides (verify_sharding.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REDUCTION_OPS = frozenset(
 NORM_OPS = frozenset({"layer_norm", "rms_norm", "instance_norm"})
 MATMUL_OPS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm"})
 FIRST_INPUT_OPS = frozenset({"to", "type", "type_as", "expand_as", "view_as", "reshape_as"})
-"""Functions whose result has the values of their first tensor alone."""
+"""Functions whose result has the values of their first tensor argument only."""
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -57,11 +57,11 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 class NotShardable(Exception):
-    """Raised where an operation needs all of the sharded features."""
+    """Is raised if an operation needs all of the sharded features."""
 
 
 class OpCall(NamedTuple):
-    """A call of a torch function. The read of a tensor property is a call with the name of the property."""
+    """A call of a torch function. A read of a tensor property counts as a call with the name of the property."""
 
     name: str
     function: Callable[..., Any]
@@ -69,18 +69,18 @@ class OpCall(NamedTuple):
     kwargs: Any
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Returns the argument at position `place` or called `name`."""
+        """Returns the argument at position `place` or with the name `name`, `default` if there is none."""
         return self.kwargs.get(name, self.args[place] if len(self.args) > place else default)
 
 
 @dataclass(frozen=True)
 class ShardedTensorInfo:
-    """A sharded tensor. `columns` are the column weights that it comes from.
+    """Describes a sharded tensor. `columns` are the weights of the column layers that it comes from.
 
-    `dims` are the dimensions that hold the features, outermost first. Ranks split the first of them. `dims` is empty
-    where the features cannot be followed. `inner` is how often the features repeat inside the first dimension: for
-    (rows x heads), the number of rows. `product_slice` is a range of the features of one product: the tensor is this
-    slice of that product's output. It is None for a mixture of products.
+    `dims` are the dimensions that contain the features, outermost first. Ranks split the first of these. `dims` is
+    empty if the features cannot be followed. `inner` is how often the features repeat inside the first dimension: for
+    (rows x heads), the number of rows. `product_slice`: the tensor is this range of the output features of one product.
+    It is None for a mixture of products.
     """
 
     columns: frozenset[str]
@@ -90,14 +90,12 @@ class ShardedTensorInfo:
 
     @property
     def dim(self) -> int | None:
-        """The first of `dims`, which ranks split; None where it is unknown."""
+        """The first of `dims`, which ranks split. None if it is unknown."""
         return self.dims[0] if self.dims else None
 
 
 def aligned_dim(call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: ShardedTensorInfo) -> int | None:
-    """Returns the dimension of `tensor` that is aligned with the sharded features of `share`, None where there is
-    none.
-    """
+    """Returns the dimension of `tensor` that is aligned with the sharded features of `share`, None if there is none."""
     if not info.dims:
         return None
     size, dim = share.shape[info.dims[0]], info.dims[0]
@@ -110,7 +108,8 @@ def aligned_dim(call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: S
 def propagate_sharding(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
 ) -> list[ShardedTensorInfo]:
-    """Returns the sharding of each of `outputs`, which `call` computes from `before`.
+    """Returns the sharding of each of `outputs`, which `call` computes from the tensor `before` with the sharding
+    `share`.
 
     Raises:
         NotShardable: the operation needs all features.
@@ -136,8 +135,8 @@ def propagate_sharding(
 
 
 def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor) -> ShardedTensorInfo:
-    """Returns the sharding after a reshape, which preserves the order of elements. So the features begin at the
-    dimension with the same number of elements before it.
+    """Returns the sharding after a reshape. A reshape preserves the order of elements. So the features begin at the
+    dimension that has as many elements in front of it as before.
     """
     ahead = math.prod(before.shape[: share.dims[0]]) * share.inner
     size = before.shape[share.dims[0]] // share.inner
@@ -146,7 +145,7 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
     if after.shape == before.shape:
         return share
     begins = [dim for dim in range(after.ndim) if math.prod(after.shape[:dim]) == ahead]
-    # A single head has a dimension of size 1, a single row may have none.
+    # The dimension of a single head has size 1. A single row may have no dimension.
     first = next((dim for dim in begins if dim or after.shape[0] > 1), None)
     if first is None:
         outer = next(dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) < ahead)
@@ -166,7 +165,9 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
 
 
 def _call_on_index_tensor(call: OpCall, tensor: torch.Tensor, dim: int) -> list[torch.Tensor]:
-    """Returns the result of `call` on a tensor with the shape of `tensor` whose only stride is that of `dim`."""
+    """Returns the result of `call` on an index tensor. It has the shape of `tensor`, and its only nonzero stride is
+    that of `dim`.
+    """
     marked = torch.empty(0, device="meta").as_strided(tensor.shape, [int(place == dim) for place in range(tensor.ndim)])
     result = call.function(marked, *call.args[1:], **call.kwargs)
     return [result] if isinstance(result, torch.Tensor) else list(result)
@@ -192,8 +193,8 @@ def _propagate_transpose(
 def _propagate_slice(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
 ) -> list[ShardedTensorInfo]:
-    """Handles slices. A slice of the sharded features is a part of a fused projection. An integer index removes its
-    dimension.
+    """Returns the sharding after a slice. A slice of the sharded features is a part of a fused projection. An integer
+    index removes its dimension.
     """
     if not _is_view_call(call):
         return _propagate_index_list(call, share, before, outputs)
@@ -216,7 +217,7 @@ def _propagate_slice(
 
 
 def _feature_indices(indices: torch.Tensor) -> torch.Tensor:
-    """Returns the feature indices in a view of an index tensor. They are equal along dimensions without a stride."""
+    """Returns the feature indices in `indices`, a view of an index tensor. Along other dimensions they are equal."""
     return (
         indices[tuple(slice(None) if stride else 0 for stride in indices.stride())] if indices.numel() else indices
     ).unique()
@@ -225,7 +226,9 @@ def _feature_indices(indices: torch.Tensor) -> torch.Tensor:
 def _propagate_index_list(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
 ) -> list[ShardedTensorInfo]:
-    """Handles indexing by a list, as in x[..., [-2], :]. A list along the sharded features is treated as a slice."""
+    """Returns the sharding after an index by a list, as in x[..., [-2], :]. A list along the features counts as
+    a slice.
+    """
     places = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     lists = [place for place in places if isinstance(place, list)]
     after = outputs[0]
@@ -244,7 +247,7 @@ def _propagate_index_list(
 
 
 def _is_view_call(call: OpCall) -> bool:
-    """Returns whether the result is a view. Indexing by a list or a tensor copies instead."""
+    """Returns whether the result is a view. An index by a list or a tensor copies."""
     places = call.argument(1, "index") if call.name == "__getitem__" else None
     return not any(
         isinstance(place, list | torch.Tensor) for place in (places if isinstance(places, tuple) else (places,))
@@ -262,7 +265,7 @@ def _slice_of_product(
     if steps not in ([], [1]):
         if len(steps) > 1 or size % steps[0]:
             raise NotShardable(Message("picks single features"))
-        # E.g. every second feature: each rank still has complete groups.
+        # The slice takes, for example, every second feature. Each rank still has complete groups of features.
         return replace(share, dims=dims, product_slice=None)
     if share.product_slice is None:
         return replace(share, dims=dims)
@@ -299,7 +302,7 @@ def _propagate_reduction(
 
 
 def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor) -> ShardedTensorInfo:
-    """Returns the sharding after an einsum, by the letter of each dimension."""
+    """Returns the sharding after an einsum. The letters of the equation identify the dimensions."""
     equation = call.args[0].replace(" ", "")
     sources, _, target = equation.partition("->")
     given = call.args[1] if isinstance(call.args[1], tuple | list) else call.args[1:]
@@ -317,8 +320,8 @@ def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tens
 def _propagate_broadcast(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor
 ) -> ShardedTensorInfo:
-    """Returns the sharding after broadcasting, which aligns dimensions from the right. Batched products preserve the
-    batch dimensions. `cat` and `stack` along other dimensions preserve the sharded one.
+    """Returns the sharding after a broadcast, which aligns dimensions from the right. Batched matrix products preserve
+    the batch dimensions. `cat` and `stack` along other dimensions preserve the sharded dimension.
     """
     shift = after.ndim - before.ndim
     if call.name in MATMUL_OPS and share.dims[0] >= before.ndim - 1:

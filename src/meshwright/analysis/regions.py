@@ -1,9 +1,9 @@
-"""Builds tensor-parallel regions from the trace of a block: which column layers belong to which row layers, where a
-region is entered, and which integers tp divides.
+"""Builds tensor-parallel regions from the trace of a block. Finds which column layers belong to which row layers, where
+a region begins, and which integers tp divides.
 
-A region consists of column layers whose sharded outputs meet in a row layer. It is entered at the outermost module
-inside the block whose input only these column layers consume ([Note: consumers] in op_trace.py). `AnalysisState` has
-the intermediate results of analyze.py and verified_regions.py.
+A region consists of row layers and the column layers whose sharded outputs they read. It begins at the outermost module
+inside the block whose input only these column layers read ([Note: consumers] in op_trace.py). `AnalysisState` has the
+intermediate results of analyze.py and verified_regions.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from meshwright.analysis.trace_log import TraceLog, WeightProduct
 
 
 class RegionCandidate(NamedTuple):
-    """A region of one block.
+    """A candidate for a region of one block.
 
-    Names in `splits` and `partial` are full. tp must divide every value of `sizes`.
+    Names in `splits` and `partial` are full parameter names. tp must divide every value of `sizes`.
     """
 
     region: TpRegion
@@ -32,12 +32,14 @@ class RegionCandidate(NamedTuple):
     sizes: dict[str, int]
     partial: tuple[str, ...]
     has_sequence_dim: bool
-    """Whether its layers read (batch, sequence, features)."""
+    """Whether the column layers read (batch, sequence, features)."""
     weights: frozenset[str]
-    """The weights of its column layers, and of column layers in other blocks whose sharded outputs it reads."""
+    """The weights of the column layers, including column layers in other blocks whose sharded outputs the
+    region reads.
+    """
 
     def summary(self, block: str) -> str:
-        """Describes the region in words."""
+        """Returns a description of the region for `findings`."""
         columns, rows = (
             [path.removeprefix(block + ".") for path in paths] for paths in (self.region.columns, self.region.rows)
         )
@@ -45,10 +47,10 @@ class RegionCandidate(NamedTuple):
 
 
 def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[list[RegionCandidate], dict[str, str]]:
-    """Returns the regions of the block at path `block` in forward order, and the earliest columns that must stay
-    unsharded, with the reason.
+    """Returns the regions of the block at path `block` in forward order; and the earliest columns that must stay
+    unsharded, each with the reason.
 
-    Later columns are not returned, since the earliest may be the cause of their failures.
+    Later columns that must stay unsharded are not returned, because the earliest may cause their failures.
     """
     products = seen.products.get(block, [])
     used = Counter(product.weight for product in products)
@@ -149,8 +151,8 @@ def _split_following_parameter(
     columns: list[WeightProduct],
     splits: dict[str, TpSplit],
 ) -> TpSplit:
-    """Returns the split of a parameter with one entry for each feature or head: that of the sharded tensor it is used
-    on.
+    """Returns the split of a parameter with one entry for each feature or head. It equals that of the sharded tensor
+    that the parameter is applied to.
     """
     origin = next((product for product in columns if share.columns == {product.weight}), None)
     if origin is None:
@@ -174,7 +176,7 @@ def _min_features(columns: list[WeightProduct]) -> int:
 
 
 def _group_products(products: list[WeightProduct]) -> list[tuple[list[WeightProduct], list[WeightProduct]]]:
-    """Groups column layers by the row layers that read their outputs."""
+    """Groups column layers by the row layers that read their outputs. Returns (columns, rows) of each group."""
     groups: list[tuple[list[WeightProduct], list[WeightProduct]]] = []
     for product in products:
         mine = [group for group in groups if any(column.weight in product.columns for column in group[0])]
@@ -192,9 +194,9 @@ def _group_products(products: list[WeightProduct]) -> list[tuple[list[WeightProd
 
 
 def _common_entry_module(block: str, columns: list[WeightProduct], seen: TraceLog) -> str | None:
-    """Returns the outermost module whose input is consumed only by `columns`; None where there is no common module.
+    """Returns the path of the outermost module whose input only `columns` read, None if there is no common module.
 
-    Two regions with the same input are entered at separate modules. At a common module their gradient would be summed
+    Two regions that read the same input begin at separate modules. At a common module their gradient would be summed
     twice.
     """
     chosen = {_entry_module(block, column, columns, seen) for column in columns if not column.is_table}
@@ -214,12 +216,12 @@ def _entry_module(block: str, column: WeightProduct, columns: list[WeightProduct
     return column.owner
 
 
-# --- integers that forwards read
+# --- head counts and sizes that forwards read
 
 
 def head_count_candidates(model: nn.Module, block: str, found: RegionCandidate) -> list[tuple[HeadCount, ...]]:
-    """Returns sets of integers that each rank may have to divide, smallest set first. Verification uses the first set
-    that is correct.
+    """Returns sets of integer attributes that each rank may have to divide, smallest set first. Verification uses the
+    first set that gives correct results.
     """
     heads = _head_counts(model, block, found, False)
     configured = heads + _head_counts(model, block, found, True)
@@ -232,7 +234,7 @@ def head_count_candidates(model: nn.Module, block: str, found: RegionCandidate) 
 
 
 def _enclosing_modules(block: str, found: RegionCandidate) -> list[str]:
-    """Returns the modules between the block and the layers of the region."""
+    """Returns the paths of the modules that contain layers of the region, from the block down to these layers."""
     paths: dict[str, None] = {}
     for owner in (*found.region.columns, *found.region.rows):
         parts = owner.split(".")
@@ -250,7 +252,7 @@ def _integer_attributes(model: nn.Module, path: str, configured: bool) -> dict[s
 
 
 def _head_counts(model: nn.Module, block: str, found: RegionCandidate, configured: bool) -> tuple[HeadCount, ...]:
-    """Returns the integers whose name and value match the number of heads."""
+    """Returns the integer attributes whose name and value match the number of heads."""
     region = found.region
     if not region.heads:
         return ()
@@ -269,7 +271,7 @@ def _head_counts(model: nn.Module, block: str, found: RegionCandidate, configure
 
 
 def _size_attributes(model: nn.Module, block: str, found: RegionCandidate) -> tuple[HeadCount, ...]:
-    """Returns the integers that equal the output size of a column layer or of a part of it."""
+    """Returns the integer attributes that equal the output size of a column layer or of a part of it."""
     shares: set[int] = set()
     for path in found.region.columns:
         split = found.splits[f"{path}.weight"]
@@ -300,7 +302,7 @@ def _column_parts(model: nn.Module, found: RegionCandidate, path: str) -> list[t
 
 @dataclass
 class AnalysisState:
-    """The intermediate results of an analysis."""
+    """Stores the intermediate results of an analysis."""
 
     model: nn.Module
     lists: list[str]
@@ -314,24 +316,28 @@ class AnalysisState:
     """The finding that the model does not run with the example, '' where it runs."""
     trace: TraceLog | None = None
     candidates: dict[str, list[RegionCandidate]] = field(default_factory=dict)
-    """Candidate regions by block, with blocks in forward order."""
+    """The candidate regions of each block, in forward order."""
     unsharded: dict[str, str] = field(default_factory=dict)
-    """Column weights that stay unsharded, each with the reason."""
+    """Weights of column layers that stay unsharded, each with the reason."""
     stacks: list[str] = field(default_factory=list)
-    """Those of `lists` that pipeline stages cut (block_lists.py)."""
+    """The lists that pipeline stages cut (block_lists.py)."""
     sequence_error: str = ""
-    """The result of the numeric check: why the hidden state cannot be split along the sequence, '' where it can."""
+    """The reason why the hidden state cannot be split along the sequence, according to the numeric check. '' if
+    it can.
+    """
     sequence_sliced: tuple[str, ...] = ()
-    """Parameters between blocks. On each rank their gradient is partial, since the rank has a slice of the sequence."""
+    """Names of parameters between blocks whose gradient is partial, because each rank applies them to its slice of the
+    sequence.
+    """
     unverified_reason: str = ""
-    """Why splits are not verified numerically, '' where they are."""
+    """The reason why splits are not verified numerically, '' if they are."""
 
 
 @dataclass(frozen=True)
 class OuterLayers:
     """The layers around the blocks: paths of embedding and head, and names of the parameters after the blocks.
 
-    `splits` has the split of each vocabulary parameter. `unsharded` has the reason where there is no split.
+    `splits` has the split of each sharded vocabulary parameter. `unsharded` has the reason for each unsharded one.
     """
 
     embedding: str | None

@@ -1,17 +1,18 @@
 """Records of runs that are cut where ranks communicate, and the comparison of simulated ranks with a full run
 (simulated_ranks.py).
 
-The gradient G of a weight W is as large as W, and it is only compared. So for large weights the comparison uses random
-projections of G, with a random matrix P of k = PROJECTION_COLUMNS columns. The layer treats W as a constant and adds a
-product with a matrix Q of zeros. The output of the layer does not change, and the gradient of Q is a projection of G:
+The gradient G of a weight W is as large as W, and the comparison needs nothing else from it. So for large weights the
+comparison uses a random projection of G. P is a random matrix with k = PROJECTION_COLUMNS columns. The layer treats W
+as a constant and adds a product with a matrix Q of zeros. The output of the layer does not change, and the gradient of
+Q is a projection of G:
 
 | sharded dimension of W | zeros Q | added to the layer x W^T | gradient of Q |
 |---|---|---|---|
 | 0, or none | (rows, k) | (x P) Q^T | G P |
 | 1 | (k, columns) | (x Q^T) P^T | P^T G |
 
-A rank's shard of G has a shard of the projection along the same dimension, and a sum of gradients has the sum of their
-projections. If W is also used by another operation, its gradient is computed in full and projected. Two different
+A shard of G along a dimension has the shard of the projection along this dimension. A sum of gradients has the sum of
+their projections. If another operation also uses W, its gradient is computed in full and then projected. Two different
 gradients have equal projections with probability 0.
 """
 
@@ -35,8 +36,8 @@ PROJECTION_COLUMNS = 8
 
 
 class GradProjection(TorchFunctionMode):
-    """A mode in which layers with one of the matrices `weights` compute a projection of its gradient. `splits` are the
-    shardings of the matrices.
+    """A mode in which layers that use a matrix in `weights` compute a projection of its gradient. `splits` are the
+    splits of these matrices over ranks.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], splits: Mapping[str, TpSplit]) -> None:
@@ -58,13 +59,13 @@ class GradProjection(TorchFunctionMode):
         return result + function(args[0], probe.zeros, *args[2:], **kwargs) @ probe.random.T
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """Returns the zeros of each weight, by its name."""
+        """Returns by weight name the matrix of zeros whose gradient is the projection."""
         return {name: self.probes[id(weight)].zeros for name, weight in self.weights.items()}
 
     def projection(self, name: str, whole: torch.Tensor | None, projected: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the projection of the gradient of a weight, None where the weight got no gradient.
+        """Returns the projection of the gradient of the weight `name`, None if the weight got no gradient.
 
-        `whole` is the gradient of the weight itself, `projected` that of its zeros.
+        `whole` is the gradient of the weight itself. `projected` is the gradient of its matrix of zeros.
         """
         if whole is None:
             return projected
@@ -74,12 +75,12 @@ class GradProjection(TorchFunctionMode):
 
 
 WEIGHT_ARG_INDEX: dict[Any, int] = {functional.linear: 1, functional.embedding: 1, torch.addmm: 2}
-"""For each layer function, the position of the weight among its arguments."""
+"""For each layer function, the position of the weight among the arguments."""
 
 
 class _WeightProjection:
-    """The zeros of one weight, and the random matrix of its projection. The matrix is equal for the full weight and for
-    every rank.
+    """The matrix of zeros of one weight, and the random matrix of its projection. The random matrix is equal for the
+    full weight and on every rank.
     """
 
     def __init__(self, name: str, weight: torch.Tensor, splits: Mapping[str, TpSplit]) -> None:
@@ -94,8 +95,8 @@ class _WeightProjection:
         ).requires_grad_()
 
     def looks_up(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        """Returns whether an embedding is a plain lookup. An embedding that also scales rows, or that has sparse
-        gradients, is not projected.
+        """Returns whether an embedding is a plain lookup. If it scales rows or has sparse gradients, it is not
+        projected.
 
         The arguments after the weight are padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse.
         """
@@ -103,31 +104,31 @@ class _WeightProjection:
         return self.dim == 0 and not any(odd)
 
     def of_linear(self, given: torch.Tensor) -> torch.Tensor:
-        """Returns the addend for x W^T."""
+        """Returns the zero tensor to add to x W^T for the layer input `given`."""
         first, second = (self.zeros, self.random) if self.dim else (self.random.T, self.zeros)
         return functional.linear(functional.linear(given, first), second)
 
     def of_addmm(self, given: torch.Tensor) -> torch.Tensor:
-        """Returns the addend for x W, for layers that store the transposed weight."""
+        """Returns the zero tensor to add to x W for the layer input `given`. The layer stores the transposed weight."""
         return given @ self.random @ self.zeros if self.dim else given @ self.zeros @ self.random.T
 
 
 SEQUENCE_DIM = 1
-"""The dimension of the sequence in a hidden state (B, T, C)."""
+"""The sequence dimension of a hidden state (B, T, C)."""
 MAX_COMPARED_NUMEL = 1 << 20
-"""Number of elements up to which a tensor is compared in full after a run, to find writes by the forward."""
+"""Maximum number of elements of a tensor that is compared in full after a run, to find writes by the forward."""
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 CommPoint = tuple[str, int]
 """A communication point: its description, and how often it was reached before."""
 ShardFunction = Callable[[torch.Tensor], torch.Tensor] | None
-"""A function that slices a rank's shard out of a full tensor; None where ranks have partial sums."""
+"""A function that slices a rank's shard out of a full tensor. None if ranks have partial sums."""
 
 
 @dataclass
 class BlockCall:
-    """The inputs and outputs of a block, detached. `inputs_require_grad`: which leaves of the inputs have gradients in
-    training.
+    """The detached inputs and outputs of a block. `inputs_require_grad`: which leaves of the inputs require gradients
+    in training.
     """
 
     inputs: CallArguments
@@ -137,10 +138,11 @@ class BlockCall:
 
 @dataclass
 class RankRunRecord:
-    """One run of one rank.
+    """The record of one run on one rank.
 
-    `contributed` has, for each communication point, the tensor that the rank passes to the collective. `received` has
-    the tensor that the rank continues with. Each comes with the rank's shard function.
+    For each communication point, `contributed` has the tensor that the rank passes to the collective, and `received`
+    the tensor that the rank continues with. Both come with the function that slices the rank's shard out of the full
+    tensor.
     """
 
     contributed: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
@@ -164,7 +166,7 @@ def find_hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def sequence_shard(rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that slices a rank's segment of the sequence out of a tensor.
 
-    The function raises ValueError where segments are unequal.
+    The function raises ValueError if the segments of the ranks are unequal.
     """
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,8 +181,8 @@ def sequence_shard(rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tens
 def compare_comm_points(
     known: RankRunRecord, ranks: Sequence[RankRunRecord], part: str, is_meta: bool = False
 ) -> str | None:
-    """Compares what ranks contribute, and the gradients of what they receive, with those of a full run. Returns the
-    first difference, None where there is none.
+    """Compares what ranks contribute, and the gradients of what they receive, with those of a full run. Returns a
+    description of the first difference, None if there is none.
     """
     for number, record in enumerate(ranks):
         if record.contributed.keys() != known.contributed.keys():
@@ -227,10 +229,11 @@ def _describe_difference(
 def compare_param_grads(
     known: RankRunRecord, ranks: Sequence[RankRunRecord], part: str, summed: dict[str, bool] | None = None
 ) -> str | None:
-    """Compares the gradients of parameters and returns the first difference. Every rank must compute the full gradient.
+    """Compares the gradients of parameters. Returns a description of the first difference, None if there is none. Every
+    rank must compute the full gradient.
 
-    With `summed`, the gradients of all ranks may instead add up to the full one. `summed` records by name which of the
-    two is true (True: they add up). The same must be true in every call.
+    With `summed`, the gradients of all ranks may also add up to the full gradient. `summed` records by name which case
+    applies (True: they add up). The case must be the same in every call.
     """
     scale = max((float(tensor.norm()) for tensor in known.param_grads.values()), default=0.0)
     for name in dict.fromkeys([*known.param_grads, *(name for record in ranks for name in record.param_grads)]):
@@ -259,10 +262,10 @@ def _sums_to_full(found: Sequence[torch.Tensor], there: torch.Tensor, scale: flo
 def run_backward(
     record: RankRunRecord, known: RankRunRecord, parameters: Mapping[str, torch.Tensor], projected: GradProjection
 ) -> None:
-    """Computes the gradients of `record`.
+    """Computes the gradients of the run `record` and stores them in it.
 
     Backward begins at every contributed tensor, with the random gradients of `known` or their shards. Parameters in
-    `projected` get a projection of the gradient.
+    `projected` get the projection of their gradient.
     """
     terms = []
     for number, (key, (there, _)) in enumerate(known.contributed.items()):
@@ -288,7 +291,7 @@ def run_backward(
 
 
 def clone_if_small(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a small tensor, since a run may write to the tensor."""
+    """Returns a copy of a small tensor, because a run may write to it. Returns a large tensor itself."""
     if tensor.numel() > MAX_COMPARED_NUMEL:
         return tensor
     found = tensor.detach().clone()
@@ -296,7 +299,7 @@ def clone_if_small(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ModuleSnapshot:
-    """A snapshot of what a run of `root` may write: small parameters and buffers, and attributes of its modules."""
+    """Stores what a run of `root` may write: small parameters and buffers, and attributes of all modules."""
 
     def __init__(self, root: nn.Module) -> None:
         entries = [vars(module) for module in root.modules()]
@@ -314,7 +317,7 @@ class ModuleSnapshot:
         ]
 
     def restore(self) -> None:
-        """Restores attributes and values."""
+        """Restores the attributes and the values of the tensors."""
         for entries, values in self.attributes:
             for name in entries.keys() - values.keys() - MODULE_DICT_KEYS:
                 del entries[name]

@@ -1,17 +1,17 @@
 """Conditions of numeric checks: seeds, random values for meta parameters, training modes, and repeatable float64
 computation.
 
-A check compares a full run with runs on shards. Three effects could hide a difference or create a false one, so both
-sides remove them:
+A check compares a full run with runs on shards. Three effects could hide a difference or create a false one. Both kinds
+of runs exclude them:
 - Rounding: the model computes in float64, even where it casts to float32.
-- Randomness: dropout becomes a factor of 1 + p, with the dropout rate p, so that a missing dropout shows. Every run
-  begins with the same random state.
+- Randomness: dropout becomes a factor of 1 + p, where p is the dropout rate. So the check detects a missing dropout.
+  Every run begins with the same random state.
 - Constants: parameters with equal elements (zero-initialised outputs, unit gains) get noise, and small matrices are
   scaled up. A factor that is zero at the start of training would otherwise hide errors.
 
 Guarantees:
 - Every rank uses the same random values.
-- On exit the model has its own parameters, modes and attributes.
+- On exit the parameters, modes and attributes of the model are restored.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from meshwright.analysis.dry_run import dry_run
 
 
 def set_seed(number: int) -> None:
-    """Seeds the generators of the devices in use, as torch.manual_seed does.
+    """Seeds the generators of all devices in use.
 
-    torch.manual_seed also stores the stack of its caller for each kind of device that was not initialised. That takes 3
-    ms a call.
+    torch.manual_seed also stores the caller's stack for each device type that was not initialised, which takes 3 ms a
+    call.
     """
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
@@ -43,17 +43,18 @@ def set_seed(number: int) -> None:
 
 
 MAX_RANDOM_PARAMS = 1 << 27
-"""Maximum number of parameters that get random values where only some parameters need them: half a gigabyte."""
+"""Maximum number of parameters that get random values if only some parameters need them. This takes half a gigabyte."""
 
 CHECK_VOCAB_ROWS = 512
-"""Number of vocabulary rows that the token ids of a check may read."""
+"""Number of rows of the vocabulary whose token ids a check may use."""
 
 
 @contextmanager
 def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = CHECK_VOCAB_ROWS) -> Iterator[None]:
-    """Gives the meta parameters that are `needed` random values, which are equal on every rank. Restores them on exit.
+    """Gives the meta parameters that are `needed` random values, which are equal on every rank. Restores the meta
+    parameters on exit.
 
-    Of tables only the first `read` rows get values.
+    Only the first `read` rows of embedding tables get values.
     """
     random = torch.Generator().manual_seed(0)
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -67,7 +68,7 @@ def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = 
             if id(parameter) not in numbers:
                 width = parameter.shape[-1] if parameter.ndim else 1
                 kind = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
-                # Only the rows that the check reads take memory, however large the vocabulary is.
+                # Only the rows that the check reads take memory. The size of the vocabulary has no effect.
                 tensor = torch.zeros(parameter.shape, dtype=kind)
                 rows = read * width if isinstance(module, nn.Embedding) else None
                 tensor.view(-1)[:rows].normal_(0, width**-0.5, generator=random)
@@ -80,24 +81,28 @@ def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = 
 
 
 MAX_PARAMS_CHECK_ALL_BLOCKS = 1 << 25
-"""Parameters of the largest model of which every block is checked. Up to this size a meta model gets random values,
-too.
+"""Maximum number of parameters of a model of which every block is checked. Up to this size, a meta model gets random
+values too.
 """
 MAX_PARAMS_FLOAT64 = 1 << 27
-"""Parameters of the largest model that a check computes in float64, which takes a gigabyte."""
+"""Maximum number of parameters of a model that a check computes in float64, which takes a gigabyte."""
 RELATIVE_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Largest allowed relative difference. Rounding errors are far smaller."""
+"""Maximum relative difference of equal results, by dtype. Rounding errors are far smaller."""
 ROUNDING_TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-"""Tolerance relative to the largest compared norm. A gradient that is smaller consists of rounding errors."""
+"""Tolerance relative to the largest compared norm, by dtype. A smaller gradient consists of rounding errors."""
 NOISE_SCALE = 0.1
 RANDOM_PERIOD_NUMEL = (1 << 20) - 3
-"""The number of random elements after which a large tensor repeats. It is a prime, so no row length divides it."""
+"""Number of random elements after which the values of a large tensor repeat. It is a prime, so no row length
+divides it.
+"""
 FLOAT64_BY_DTYPE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 
 
 class RepeatableMode(TorchFunctionMode):
-    """Replaces dropout by a factor of 1 + p and, where `exact`, every narrower floating type by float64."""
+    """Replaces dropout by a factor of 1 + p, where p is the dropout rate. If `exact`, also replaces every narrower
+    floating dtype by float64.
+    """
 
     def __init__(self, exact: bool) -> None:
         super().__init__()
@@ -126,8 +131,8 @@ def _float64_of(value: Any) -> Any:
 
 
 def _dropout_as_factor(name: str, args: Any, kwargs: Any) -> torch.Tensor:
-    """Returns the result of a dropout function. torch.nn.functional and torch have rate and mode at the same
-    positions.
+    """Returns the input of a dropout function times 1 + p. torch.nn.functional and torch have rate and mode at the same
+    argument positions.
     """
     rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
@@ -138,7 +143,9 @@ def _dropout_as_factor(name: str, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def training_modes(model: nn.Module) -> dict[nn.Module, bool]:
-    """Returns the mode in which each module is trained: its own, or training mode where the model is in eval mode."""
+    """Returns for each module whether it trains in training mode: its present mode, or True for all if the model is in
+    eval mode.
+    """
     return {module: module.training or not model.training for module in model.modules()}
 
 
@@ -150,10 +157,12 @@ def set_training_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> Non
 
 @contextmanager
 def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module, bool]) -> Iterator[None]:
-    """Sets `modes` (see `training_modes`) and repeatable computation. Restores the earlier state on exit."""
+    """Sets `modes` (see `training_modes`) and repeatable computation inside the context. Restores the earlier state on
+    exit.
+    """
     before = torch.get_default_dtype()
     with ExitStack() as stack:
-        # A check uses copies (check_parameters), so no write has to be recorded.
+        # Checks run on copies of the parameters (check_parameters), so writes to the originals need not be recorded.
         stack.enter_context(dry_run(model, {}))
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(torch.enable_grad())
@@ -169,12 +178,12 @@ def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module,
 def check_parameters(
     model: nn.Module, needed: Callable[[str], bool], read: int, exact: bool, real: bool = True, head: str | None = None
 ) -> Iterator[None]:
-    """Gives `model` copies of the `needed` parameters and floating-point buffers, in float64 where `exact`. Constant
-    copies get noise.
+    """Gives `model` copies of the `needed` parameters and floating-point buffers, in float64 if `exact`. Copies with
+    equal elements get noise.
 
-    Meta parameters get random values, which are equal on every rank. Of tables and of the `head` only the first `read`
-    rows have values. Unless `real`, all copies are meta tensors. On exit the model gets its own parameters back, so
-    nothing that a run wrote remains.
+    Meta parameters get random values, which are equal on every rank. Of embedding tables and of the `head`, only the
+    first `read` rows have values. Unless `real`, all copies are meta tensors. On exit the original parameters are
+    restored, so that no write of a run remains.
     """
     random = torch.Generator().manual_seed(0)
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -221,14 +230,18 @@ def _check_tensor(tensor: torch.Tensor, read: int | None, random: torch.Generato
 
 
 def _lazy_zeros(shape: torch.Size, kind: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns zeros that take host memory only where they are written, since few rows of a large table are read."""
+    """Returns zeros that take host memory only for the pages that are written. A check reads few rows of a
+    large table.
+    """
     if device.type != "cpu" or not shape.numel():
         return torch.zeros(shape, dtype=kind, device=device)
     return torch.frombuffer(mmap.mmap(-1, shape.numel() * kind.itemsize), dtype=kind).view(shape)
 
 
 def _fill_normal(tensor: torch.Tensor, size: float, random: torch.Generator) -> None:
-    """Fills `tensor` with normal random numbers of scale `size`. They repeat after RANDOM_PERIOD_NUMEL elements."""
+    """Fills `tensor` with normal random numbers of standard deviation `size`. They repeat after RANDOM_PERIOD_NUMEL
+    elements.
+    """
     places = tensor.view(-1)
     numbers = torch.empty(min(places.numel(), RANDOM_PERIOD_NUMEL), dtype=tensor.dtype, device=tensor.device).normal_(
         0, size, generator=random
@@ -250,10 +263,9 @@ def _meta_tensor_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _upscale_factor(tensor: torch.Tensor) -> float:
-    """Returns a power of two. A matrix multiplied by it preserves the scale of its input.
+    """Returns a power of two. Multiplied by it, the matrix `tensor` preserves the scale of its input.
 
-    With its initial scale, a convolution over the sequence may change the hidden state by less than a comparison
-    detects.
+    Without it, a convolution over the sequence may change the hidden state by less than the comparison detects.
     """
     size = float(tensor.norm()) * tensor.numel() ** -0.5
     wanted = (tensor.numel() / len(tensor)) ** -0.5
@@ -261,8 +273,8 @@ def _upscale_factor(tensor: torch.Tensor) -> float:
 
 
 def fresh_leaves(value: Any) -> Any:
-    """Returns `value` with a new autograd leaf for each distinct tensor. Other objects are copied, except callables and
-    modules.
+    """Returns a copy of `value` with a new autograd leaf for each distinct tensor. Callables and modules are
+    not copied.
     """
     made: dict[int, torch.Tensor] = {}
 
@@ -282,12 +294,14 @@ def leaf_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cotangent(shape: torch.Size, like: torch.Tensor, number: int) -> torch.Tensor:
-    """Returns a random gradient for a result of `shape`. Random values make an error in any element visible."""
+    """Returns a random gradient for a result of `shape`, generated from `number`. Random values reveal an error in any
+    element.
+    """
     return torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(like)
 
 
 def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> float | None:
-    """Returns the relative difference, None where it is only rounding. `scale` is the largest compared norm."""
+    """Returns the relative difference, None if it is only rounding. `scale` is the largest compared norm."""
     if here.shape != there.shape:
         return math.inf
     if not there.is_floating_point() and not there.is_complex():
@@ -303,7 +317,7 @@ def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 
 
 
 def group_identical_blocks(blocks: list[nn.Module]) -> list[int]:
-    """Returns for each block the index of the first identical block. Identical blocks have the same modules, shapes and
+    """Returns for each block the index of the first identical block. Identical blocks have equal modules, shapes and
     plain attributes, except for the block index.
     """
     kinds: dict[Any, int] = {}
@@ -311,8 +325,8 @@ def group_identical_blocks(blocks: list[nn.Module]) -> list[int]:
 
 
 def module_signature(root: nn.Module, numbers: Sequence[int]) -> Any:
-    """Returns what identical modules have in common. `numbers` are the module's indices in the model, which its plain
-    attributes may repeat.
+    """Returns a key that is equal for identical modules. `numbers` are the module's indices in the model, which may
+    occur in its plain attributes.
     """
     modules = []
     for path, module in root.named_modules():

@@ -2,20 +2,21 @@
 written tensors.
 
 A run is cut at every point where ranks communicate (Shoeybi et al., Megatron-LM, 2019, section 3; Korthikanti et al.,
-2022, section 4.2.2). Instead of the result of a collective, each rank receives what the full block computed there. So
-the ranks run one after the other, and each segment between two communication points is compared separately:
+2022, section 4.2.2). At this point each rank receives the value that the full block computed, instead of the result of
+a collective. So the ranks can run one after the other. Each segment between two communication points is compared
+separately:
 
 | point | each rank contributes | each rank receives |
 |---|---|---|
-| input and output of the block | the full tensor; its slice under sequence parallelism | the same |
-| entry of a region, MLA input | the same | the full tensor; gradients are summed over ranks |
+| input and output of the block | the full tensor; its slice under sequence parallelism | the contributed tensor |
+| entry of a region, MLA input | as above | the full tensor; gradients are summed over ranks |
 | row layer | a partial sum | the sum; its slice under sequence parallelism |
 | argument with one entry for each head | the full tensor | its heads |
 
 Backward begins at every contributed tensor, with random gradients, and ends at every received tensor and at the
 parameters. A sharded parameter must get the shard of the gradient. A partial parameter must get a partial sum, and any
-other parameter the full gradient on every rank. A gradient is linear in the gradients that backward begins from. So
-segments that agree compose to a block that agrees.
+other parameter the full gradient on every rank. A gradient is linear in the gradients that backward begins from. So if
+all segments agree, the whole block agrees.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ from meshwright.analysis.trace_log import PerHeadInput
 
 
 class SplitCase(NamedTuple):
-    """A split of a block: its `regions` over `ranks` tensor ranks. Where `sequence`, the hidden state is split along
-    the sequence.
+    """One way to split a block: `regions` over `ranks` tensor ranks. If `sequence` is set, the hidden state is also
+    split along the sequence.
     """
 
     regions: Sequence[RegionCandidate]
@@ -68,7 +69,9 @@ class SplitCase(NamedTuple):
 
 
 class SimulatedBlockRuns:
-    """The runs of the block at `path`, with the inputs that the block received in the model."""
+    """Runs the block at `path` with the inputs that the block received in the model: in full, and on simulated
+    ranks.
+    """
 
     def __init__(
         self, model: nn.Module, path: str, reached: BlockCall, shares: Sequence[tuple[PerHeadInput, frozenset[str]]]
@@ -83,11 +86,11 @@ class SimulatedBlockRuns:
         }
         self.full_run: RankRunRecord | None = None
         self.sharded_output_dims: dict[int, list[int]] = {}
-        """For each output of the block except the hidden state: the dimensions along which a rank has a shard."""
+        """For each output of the block except the hidden state: the dimensions along which a rank returns a shard."""
 
     def compare(self, cases: Sequence[SplitCase], gradients: bool) -> list[str | None]:
-        """Returns for each of `cases` why the block cannot be split in this way, None where it can. All cases have the
-        same regions and ranks.
+        """Returns for each of `cases` why the block cannot be split in this way, None if it can. All cases have the
+        same regions and number of ranks.
         """
         slices = [self._local_tensors(cases[0], rank) for rank in range(cases[0].ranks)]
         before, self.full_run = ModuleSnapshot(self.block), None
@@ -137,7 +140,7 @@ class SimulatedBlockRuns:
         }
 
     def _local_tensors(self, case: SplitCase, rank: int) -> dict[str, torch.Tensor]:
-        """Returns a rank's shards of the split tensors: copies of small tensors, and views of large ones."""
+        """Returns the rank's shards of the split tensors by name. Small tensors are copied. Large ones are views."""
         splits, found = splits_of_case(case), {}
         for name, tensor in self._tensors().items():
             if name in splits:
@@ -155,8 +158,8 @@ class SimulatedBlockRuns:
         mine: RankRunRecord,
         known: RankRunRecord,
     ) -> str | None:
-        """Returns the first parameter or buffer that a rank's run wrote differently from the full run, None where there
-        is none.
+        """Returns the name of the first parameter or buffer that the rank's run and the full run wrote differently,
+        None if there is none.
         """
         if self.is_meta:
             return None
@@ -224,7 +227,7 @@ class SimulatedBlockRuns:
         return record
 
     def _grad_projection(self, case: SplitCase, gradients: bool) -> GradProjection:
-        """Returns the gradient projection for the large matrices of this run."""
+        """Returns the projection that replaces the gradients of large matrices in this run."""
         state = self._tensors() if gradients else {}
         return GradProjection(
             {name: state[name] for name in self.large.keys() & state.keys() if state[name].ndim == 2},
@@ -232,8 +235,8 @@ class SimulatedBlockRuns:
         )
 
     def _output_shard(self, number: int, value: torch.Tensor, rank: int, case: SplitCase) -> ShardFunction:
-        """Returns the shard function of an output other than the hidden state. The output is full, or a shard where it
-        is smaller and there is no sequence parallelism.
+        """Returns the function that slices a rank's part out of output `number`, which is not the hidden state. A rank
+        returns this output in full, or as a shard if it is smaller and there is no sequence parallelism.
         """
         if self.full_run is None:
             return identity
@@ -278,8 +281,8 @@ class SimulatedBlockRuns:
 
     @contextmanager
     def _with_local_tensors(self, local: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Gives the block a rank's shards, under all names of each tensor, and the layer sizes that match. Restores the
-        block on exit.
+        """Replaces the block's tensors by a rank's shards, under all names of each tensor, and sets the matching layer
+        sizes. Restores the block on exit.
         """
         of = {id(tensor): local[name] for name, tensor in self._tensors().items() if name in local}
         undo: list[tuple[dict[str, Any], str, Any]] = []
@@ -327,7 +330,7 @@ class SimulatedBlockRuns:
 
 
 EnteredTensors = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""By the identity of a hidden state: this tensor, and the tensor that the rank continues with."""
+"""For the id of each hidden state at an entry: this hidden state, and the tensor with which the rank continues."""
 LAYER_SIZE_ATTRIBUTES = frozenset(
     {"num_embeddings", "embedding_dim", "out_features", "in_features", "nx", "nf", "out_channels", "in_channels"}
 )
@@ -349,7 +352,7 @@ def _entry_hook(what: str, part: Callable[[torch.Tensor], torch.Tensor], cut: An
 
 
 def _row_hook(path: str, bias: nn.Parameter | None, part: Callable[[torch.Tensor], torch.Tensor], cut: Any) -> Any:
-    """Returns a hook that sums the output of a row layer over ranks and then adds its bias."""
+    """Returns a hook that replaces the output of a row layer by its sum over ranks and then adds the bias."""
 
     def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         total = cut(f"the output of {path}", output, None, part)
@@ -364,7 +367,9 @@ def _row_hook(path: str, bias: nn.Parameter | None, part: Callable[[torch.Tensor
 def _comm_hooks(
     model: nn.Module, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], cut: Any
 ) -> Iterator[None]:
-    """Registers hooks at the communication points and sets the head counts of a rank. Restores both on exit."""
+    """Registers hooks at the communication points and sets the head counts of a rank. Removes and restores both on
+    exit.
+    """
     undo: list[Any] = []
     handles: list[Any] = []
     biases: list[tuple[nn.Module, nn.Parameter]] = []
@@ -406,7 +411,9 @@ def _comm_hooks(
 
 
 def _make_heads_hook(one: PerHeadArg, case: SplitCase, rank: int, cut: Any) -> LocalHeadsHook:
-    """Returns a hook that slices a rank's heads out of an argument. The full run is cut at this argument too."""
+    """Returns a hook that slices a rank's heads out of an argument. In the full run the hook cuts the run at this
+    argument.
+    """
     own = lambda tensor, dim: tensor.chunk(case.ranks, dim)[rank]
     what = f"argument {one.argument} of {one.path}"
     ranks = case.ranks if case.ranks > 1 else 0
@@ -414,7 +421,7 @@ def _make_heads_hook(one: PerHeadArg, case: SplitCase, rank: int, cut: Any) -> L
 
 
 def splits_of_case(case: SplitCase) -> dict[str, TpSplit]:
-    """Returns the splits of all regions, by parameter name."""
+    """Returns the splits of all regions of `case` by parameter name."""
     return {name: split for found in case.regions for name, split in found.splits.items()}
 
 
@@ -423,7 +430,7 @@ def _describe_run_failure(error: Exception) -> str:
 
 
 def add_shard_gradient(total: torch.Tensor, gradient: torch.Tensor, split: TpSplit, rank: int, ranks: int) -> None:
-    """Adds the gradient of a rank's shard to that of the full tensor."""
+    """Adds the gradient of a rank's shard in place to `total`, the gradient of the full tensor."""
     begin = 0
     for start, stop in shard_intervals(split.parts or total.shape[split.dim], rank, ranks, split.ways):
         total.narrow(split.dim, start, stop - start).add_(gradient.narrow(split.dim, begin, stop - start))

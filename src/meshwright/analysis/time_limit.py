@@ -22,20 +22,21 @@ TIME_LIMIT_VARIABLE = "MESHWRIGHT_ANALYSIS_SECONDS"
 DEFAULT_LIMIT_SECONDS = 600.0
 """Default limit in seconds. The analysis of 1.1 B parameters takes 5 s on one core."""
 INTERRUPT_INTERVAL_SECONDS = 5.0
-"""Seconds between interruptions of a forward that catches them."""
+"""Seconds between two interruptions, in case the forward catches the first one."""
 POSTPONE_SECONDS = 0.01
-"""Seconds until the next attempt, where raising the exception must be postponed."""
+"""Seconds until the next attempt, if the exception must be postponed."""
 
 
 class _AnalysisTimeout(BaseException):
-    """The time limit was reached. It is not an Exception, so that the analysis does not mistake it for a failure of the
-    model and try a fallback.
+    """Is raised when the time limit is reached. It is not an Exception. Otherwise the analysis would mistake it for a
+    failure of the model and try a fallback.
     """
 
 
 @contextmanager
 def limit_analysis_time() -> Iterator[None]:
-    """Limits the time of the analysis in the context. Of nested uses the outermost limit counts.
+    """Limits the time of the analysis inside the context. If contexts are nested, only the limit of the outermost
+    counts.
 
     Only the main thread can be interrupted, so other threads have no limit.
 
@@ -100,9 +101,9 @@ def analysis_time_limit() -> float:
 
 
 def _must_postpone(frame: FrameType | None) -> bool:
-    """Returns whether an exception raised at `frame` would do harm or be lost.
+    """Returns whether an exception that is raised at `frame` would do harm or be lost.
 
-    During an import it would leave a partially initialised module behind. In a callback of the garbage collector or a
+    During an import it would leave a partially initialised module. In a callback of the garbage collector or in a
     `__del__`, Python prints and ignores it.
     """
     callbacks = [getattr(each, "__code__", None) for each in gc.callbacks]
@@ -115,7 +116,7 @@ def _must_postpone(frame: FrameType | None) -> bool:
 
 
 def _describe_user_line(frame: FrameType | None) -> str:
-    """Describes the innermost running line outside of torch, this package and the standard library."""
+    """Returns a description of the innermost running line outside of torch, this package and the standard library."""
     own = tuple(str(Path(each).parent) for each in (torch.__file__, sys.modules["meshwright"].__file__ or ""))
     library = str(Path(os.__file__).parent)
 

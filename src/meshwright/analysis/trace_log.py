@@ -1,32 +1,35 @@
 """The log of one traced forward (op_trace.py): products, sharded tensors and their uses. regions.py builds regions from
 it.
 
-It has three trackers. `MlaInputTracker` follows outputs of unsharded layers that only sharded tensors use.
+Three trackers belong to it. `MlaInputTracker` follows outputs of unsharded layers that only sharded tensors use.
 `VocabularyTracker` determines whether the vocabulary can be sharded. `ParamDependence` finds tensors whose values
 depend on parameters, with or without a gradient. If a block receives such a tensor, no other stage can compute it.
 
-[Note: MLA inputs] A layer that stays unsharded in a block may feed sharded tensors in two ways. In the first, column
-layers read its output and sum its gradient over the ranks at their entry. In the second, an operation combines its
-output with a sharded tensor, as for the rotary key that every head receives. The second way gives each rank only a
-partial gradient. If all tensors computed from the layer end in sharded tensors of one region, the output of the layer
-becomes an entry. Forward is then the identity, and backward sums the gradient over the ranks once. Parameters between
-this entry and the sharded tensors, such as the norm of the latent, get partial gradients. If the output has any other
-consumer, such as a residual, partial and full gradients would mix. Then the columns stay unsharded. Multi-head latent
-attention needs the second way: all heads use one compressed key and one rotary key. Source: DeepSeek-AI, DeepSeek-V2
-(2024), section 2.1.
+[Note: MLA inputs] In multi-head latent attention, all heads use one compressed key and one rotary key. An unsharded
+layer computes these keys. Its output may reach sharded tensors in two ways:
 
-[Note: vocabulary] An embedding can be sharded by rows if the layer computes each output element independently, except
-for a constant scale. A rank returns zeros for rows that it does not have. A norm inside the layer (Inkling) would
-therefore see only the rows of its own rank. Logits can be sharded for a cross-entropy if each logit is computed
-independently. A logit may be scaled, capped, reshaped, or combined with a parameter that has one entry for each word,
-which is sharded in the same way. Two kinds of code would take a shard for the full tensor: operations over all words (a
-softmax, a mean, a slice, a mask, a buffer such as BART's bias), and reads of the weight outside of its own layer
-(`F.linear(x, table.weight)`). In both cases the weight stays unsharded.
+- Column layers read the output. They sum its gradient over the ranks at their entry.
+- An operation combines the output with a sharded tensor, as for the rotary key. Then each rank has only a partial
+  gradient of the output.
 
-[Note: dependence] A tensor that is computed from a parameter depends on it, directly or through other tensors. A tensor
-of which only the shape is used does not count (`zeros_like`, `x.to(y)`). Dependence does not require a gradient: a
-table that is read without recording (RoFormer's positions), or a mask of zeros in an embedding, has no gradient and
-depends on weights.
+In the second case the output of the layer becomes an entry: forward is the identity, and backward sums the gradient
+over the ranks once. This needs every tensor that is computed from the output to end in sharded tensors of one region.
+Parameters between the entry and the sharded tensors, such as the norm of the latent, get partial gradients. If the
+output has any other consumer, such as a residual connection, partial and full gradients would mix. Then the columns
+stay unsharded. Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
+
+[Note: vocabulary] An embedding can be sharded by rows if its layer computes each output element independently, except
+for a constant scale. A rank returns zeros for rows that it does not store. So a norm inside the layer (Inkling) would
+see only the rank's own rows. Logits can be sharded for a cross-entropy if each logit is computed independently. They
+may be scaled, capped or reshaped. They may also be combined with a parameter that has one entry for each word, which is
+then sharded in the same way. The weight stays unsharded in two cases, because the code would take a shard for the full
+tensor: for an operation over all words (a softmax, a mean, a slice, a mask, a buffer such as BART's bias), and for a
+read of the weight outside of its layer (`F.linear(x, table.weight)`).
+
+[Note: dependence] A tensor depends on a parameter if it is computed from this parameter, directly or through other
+tensors. A tensor of which only the shape is used (`zeros_like`, `x.to(y)`) does not depend on it. Dependence does not
+require a gradient. For example, positions that are read under `no_grad` (RoFormer) and a mask of zeros in an embedding
+depend on weights.
 """
 
 from __future__ import annotations
@@ -49,11 +52,11 @@ from meshwright.core.messages import Message
 
 @dataclass
 class MlaInput:
-    """An unsharded layer whose output may be an entry.
+    """An unsharded layer whose output may be a region entry ([Note: MLA inputs]).
 
-    `consumers` are the columns of the sharded tensors that its output ends in. `needed` are those columns that only an
-    entry at its output serves. `parameters` are full parameters between its output and the sharded tensors. `rejected`
-    says why its output cannot be an entry.
+    `consumers` are the column layers of the sharded tensors that the output reaches. `needed` are the consumers that
+    work only with an entry at the output. `parameters` are full parameters that are applied between the output and the
+    sharded tensors. `rejected` says why the output cannot be an entry.
     """
 
     consumers: frozenset[str] = frozenset()
@@ -79,7 +82,7 @@ class MlaInputTracker:
         self.layers_by_tensor[id(output)] = frozenset({layer})
 
     def sources(self, tensor: torch.Tensor) -> frozenset[str]:
-        """Returns the unsharded layers that `tensor` is computed from."""
+        """Returns the paths of the unsharded layers that `tensor` is computed from."""
         return self.layers_by_tensor.get(id(tensor), frozenset())
 
     def follow(
@@ -90,9 +93,10 @@ class MlaInputTracker:
         shares: dict[int, frozenset[str]],
         made: dict[int, tuple[str, ...]],
     ) -> None:
-        """Follows one operation. Its outputs come from the same layers as its inputs.
+        """Follows one operation from its inputs to its outputs.
 
-        `shares` has the columns of sharded outputs. `made` has the tensors that are computed from parameters alone.
+        `shares` has the columns of each sharded output. `made` has the parameters of each tensor that is computed from
+        parameters alone.
         """
         layers = frozenset().union(*(self.sources(tensor) for tensor in given))
         if not layers:
@@ -118,13 +122,13 @@ class MlaInputTracker:
                 self.reject(layers, Message("it meets what other ranks have whole"))
 
     def reject(self, layers: Iterable[str], why: str) -> None:
-        """Records why the output of `layers` cannot be an entry."""
+        """Records the reason `why` the output of `layers` cannot be a region entry."""
         for layer in layers:
             self.inputs[layer].rejected = self.inputs[layer].rejected or why
 
     def can_serve(self, tensor: torch.Tensor, columns: frozenset[str]) -> bool:
-        """Returns whether an entry at the output of some layers serves the sharded `columns`. The layers are those that
-        `tensor` comes from.
+        """Records that `columns` need an entry at the output of the unsharded layers that `tensor` comes from. Returns
+        whether there are such layers.
         """
         layers = self.sources(tensor)
         for layer in layers:
@@ -132,7 +136,7 @@ class MlaInputTracker:
         return bool(layers)
 
     def entry_inputs(self) -> dict[str, MlaInput]:
-        """Returns the layers whose output is an entry, without the rejected layers."""
+        """Returns by path the layers that need a region entry at their output. Rejected layers have `rejected` set."""
         return {layer: inflow for layer, inflow in self.inputs.items() if inflow.needed}
 
 
@@ -144,16 +148,17 @@ ELEMENTWISE_OPS = frozenset(
 )  # fmt: skip
 """Functions that compute each element independently."""
 TABLE_WIDE_OPTIONS = ("max_norm", "scale_grad_by_freq")
-"""Options of an embedding that depend on all rows of its table."""
+"""Options of an embedding that make each row depend on all rows of its table."""
 
 
 @dataclass
 class VocabularyTracker:
     """Determines in one forward whether the vocabulary can be sharded ([Note: vocabulary]).
 
-    `embeddings` are weights whose rows token ids select. `outside_products` are matrix products outside of blocks, with
-    weight and number of output features. `problems` are weights that stay unsharded, with the reason. `per_word_params`
-    are parameters with one entry for each word, by the weight whose logits they are combined with.
+    `embeddings` are weights whose rows are selected by token ids. `outside_products` are matrix products outside of
+    blocks, with the weight and the number of output features. `problems` are the weights that must stay unsharded, with
+    the reason. `per_word_params` has, for the weight of some logits, the parameters with one entry for each word that
+    these logits are combined with.
     """
 
     embeddings: list[str] = field(default_factory=list)
@@ -179,7 +184,7 @@ class VocabularyTracker:
     def follow(
         self, call: OpCall, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str]
     ) -> None:
-        """Follows one operation. `names` are the names of parameters by identity."""
+        """Follows one operation. `names` are parameter names by tensor id."""
         layer = self.running[-1] if self.running else None
         table = next(
             (outer._parameters.get("weight") for outer in self.running if isinstance(outer, nn.Embedding)), None
@@ -204,8 +209,8 @@ class VocabularyTracker:
             self._met(call, logits_weight, given, outputs, names)
 
     def _around(self, call: OpCall, table: Any, given: list[torch.Tensor], names: dict[int, str]) -> None:
-        """Checks the operations of an embedding other than the lookup. Its token ids count from the rank's first row,
-        which the layer does not know.
+        """Records a problem if an operation inside an embedding module, other than the lookup, uses token ids or
+        another parameter, or is not elementwise. On a rank, token ids count from the first row of its shard.
         """
         meets_parameter = any(id(tensor) in names and tensor is not table for tensor in given)
         ids = any(not tensor.is_floating_point() for tensor in given)
@@ -245,8 +250,8 @@ class VocabularyTracker:
 
 
 class ParamDependence(TorchFunctionMode):
-    """Tracks which parameters tensors depend on, either as a mode or by a call of `follow` for each function. `names`
-    are parameter names by identity.
+    """Tracks which parameters a tensor depends on. Use it as a mode, or call `follow` for each function. `names` maps
+    tensor ids to parameter names.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -264,7 +269,7 @@ class ParamDependence(TorchFunctionMode):
         return {name for place, name in enumerate(self.names) if mark >> place & 1}
 
     def follow(self, name: str, given: Sequence[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
-        """Follows one function."""
+        """Propagates the dependence from the inputs of one function to its outputs."""
         mark = 0
         for tensor in given[:1] if name in FIRST_INPUT_OPS else given:
             mark |= self.marks.get(id(tensor), 0)
@@ -280,11 +285,13 @@ class ParamDependence(TorchFunctionMode):
 
 
 class ModuleArguments:
-    """The arguments of modules, and views of these arguments. Tensors are identified by `id`."""
+    """Stores which tensors modules received as arguments, and views of these tensors. Tensors are identified by
+    `id`.
+    """
 
     def __init__(self) -> None:
         self.positions: dict[int, list[tuple[str, int | str]]] = defaultdict(list)
-        """For each tensor, the modules that received it, and the position among the arguments."""
+        """For each tensor: the modules that received it, and its position among the arguments."""
         self.sources: dict[int, torch.Tensor] = {}
 
     def add_views(self, source: torch.Tensor, views: list[torch.Tensor]) -> None:
@@ -292,8 +299,8 @@ class ModuleArguments:
         self.sources.update({id(tensor): source for tensor in views if tensor is not source})
 
     def find(self, tensor: torch.Tensor, running: list[str]) -> tuple[torch.Tensor, tuple[str, int | str] | None]:
-        """Returns the argument that `tensor` is a view of, and the innermost running module with the position of the
-        argument.
+        """Returns the argument that `tensor` is a view of; and the innermost running module that received it, with the
+        position of the argument, None if there is no such module.
         """
         source: torch.Tensor | None = tensor
         while source is not None:
@@ -305,40 +312,42 @@ class ModuleArguments:
 
 
 OUTSIDE_BLOCKS = "the model's own forward"
-"""The name for code that runs in no module inside the blocks."""
+"""The name for code outside of all modules inside the blocks."""
 
 
 @dataclass
 class WeightProduct:
-    """A product with a weight inside a block, or a lookup in a table that has one entry for each head."""
+    """A product with a weight inside a block, or a lookup in a table with one entry for each head."""
 
     weight: str
     bias: str | None
     owner: str
     dim: int
-    """Dimension of the weight that has the output features."""
+    """Dimension of the weight that indexes the output features."""
     size: int
     source: torch.Tensor
-    """The tensor that the product reads: the input of the module that owns the weight, or the operand itself."""
+    """The input of the product: that of the module that owns the weight, or the operand itself."""
     columns: frozenset[str]
-    """Weights of the column layers whose sharded outputs the product reads; empty for a column layer."""
+    """Column layers whose sharded outputs the product reads. Empty if the product is itself a column layer."""
     is_table: bool = False
     has_sequence_dim: bool = False
-    """Whether its input is (batch, sequence, features), so that sequence parallelism can split it."""
+    """Whether the input is (batch, sequence, features), so that sequence parallelism can split it."""
     mla_sources: frozenset[str] = frozenset()
-    """Unsharded layers that its input is computed from."""
+    """Unsharded layers that the input is computed from."""
     cuts: set[int] = field(default_factory=set)
     grains: dict[tuple[int, int], int] = field(default_factory=dict)
-    """For each slice (start, stop) of the features: the smallest dimension of heads that the slice was reshaped to."""
+    """For each slice (start, stop) of the output features: the smallest number of heads that the slice was
+    reshaped to.
+    """
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Sizes of the parts of a fused product along the features; empty for a plain product."""
+        """Sizes of the parts of a fused product along the features. Empty for a product with one part."""
         bounds = sorted({0, self.size, *self.cuts})
         return tuple(stop - start for start, stop in itertools.pairwise(bounds)) if len(bounds) > 2 else ()
 
     def shard_limits(self) -> tuple[int, ...]:
-        """Returns for each part the number of shards that it can be split into."""
+        """Returns for each of `parts` the maximum number of shards."""
         bounds = sorted({0, self.size, *self.cuts})
         ways = []
         for start, stop in itertools.pairwise(bounds):
@@ -349,7 +358,7 @@ class WeightProduct:
 
 @dataclass
 class AttentionScores:
-    """A product of queries and keys, with the number of heads."""
+    """A product of queries and keys, and the number of heads that its shape shows."""
 
     columns: frozenset[str]
     heads: int
@@ -357,7 +366,7 @@ class AttentionScores:
 
 @dataclass(frozen=True)
 class PerHeadInput:
-    """An argument of a module that has one entry for each head along `dim`."""
+    """A module argument with one entry for each head along `dim`."""
 
     path: str
     argument: int | str
@@ -366,69 +375,75 @@ class PerHeadInput:
 
 
 class HiddenStateUse(NamedTuple):
-    """What a block does with the hidden state."""
+    """Describes how a block uses the hidden state."""
 
     same_shape: bool
     """Whether the block returns the shape that it receives."""
     from_block: bool
-    """Whether the block receives the output of another block."""
+    """Whether the block's input is the output of another block."""
     num_outputs: int
-    """Number of values that the block returns; 0 for a bare tensor."""
+    """Number of values in the tuple that the block returns; 0 for a bare tensor."""
 
 
 @dataclass
 class TraceLog:
-    """The log of one forward. Tensors are identified by `id`; `alive` references them, so that no id is reused."""
+    """The log of one forward. Tensors are identified by `id`. `alive` references them, so that no id is reused."""
 
     order: dict[str, int] = field(default_factory=dict)
     """Parameters in the order of their first use."""
     blocks: dict[str, int] = field(default_factory=dict)
-    """Paths of the blocks in forward order, and how often each block ran."""
+    """Paths of the blocks in forward order, with the number of runs of each."""
     products: dict[str, list[WeightProduct]] = field(default_factory=lambda: defaultdict(list))
     attentions: dict[str, list[AttentionScores]] = field(default_factory=lambda: defaultdict(list))
     problems: dict[str, str] = field(default_factory=dict)
     problem_times: dict[str, int] = field(default_factory=dict)
-    """The order in which problems were found. Problems that one operation causes have the same number."""
+    """For each problem, a number that increases in the order of detection. Problems from one operation have one
+    number.
+    """
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     """The first input of each module inside the blocks."""
     uses: dict[int, list[tuple[tuple[str, ...], str]]] = field(default_factory=lambda: defaultdict(list))
-    """For each tensor: the modules that were running, and the weight that read it ('' for any other operation)."""
+    """For each tensor: each use of it, as the stack of running modules and the weight that reads it ('' for other
+    operations).
+    """
     partial_params: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Full parameters that are applied to sharded tensors, with the columns that these tensors come from."""
+    """Full parameters that are applied to sharded tensors, with the column layers of these tensors."""
     following: dict[str, tuple[int, ShardedTensorInfo]] = field(default_factory=dict)
-    """Parameters and buffers with one entry for each sharded feature or head: the dimension of the entries, and the
-    sharded tensor.
+    """Parameters and buffers with one entry for each sharded feature or head. For each: the dimension of the entries,
+    and the sharded tensor that it is applied to.
     """
     grouped: dict[tuple[str, str], tuple[int, frozenset[str]]] = field(default_factory=dict)
-    """Modules that treat groups of sharded features separately: by path and attribute, the number of groups and the
-    columns.
+    """Modules that process groups of sharded features separately. By path and attribute: the number of groups, and the
+    column layers.
     """
     per_head_args: dict[PerHeadInput, frozenset[str]] = field(default_factory=dict)
-    """Full arguments of which each rank takes its heads."""
+    """Full arguments with one entry for each head. Each rank takes the entries of its heads."""
     sharded_args: dict[str, list[tuple[PerHeadInput, frozenset[str]]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """For each block: per-head arguments that are already sharded."""
+    """For each block: arguments with one entry for each head that are already sharded."""
     extra_args: dict[str, str] = field(default_factory=dict)
-    """Block arguments with gradients, except the hidden state and outputs of blocks. For each, the first block that
-    receives it.
+    """Names of block arguments that depend on parameters, except the hidden state and outputs of blocks. For each, the
+    first block that receives it.
     """
     mla_inputs: dict[str, MlaInput] = field(default_factory=dict)
-    """Unsharded layers whose output is an entry."""
+    """Unsharded layers whose output is a region entry, by path."""
     vocabulary: VocabularyTracker = field(default_factory=VocabularyTracker)
     batch_coupling: BatchCouplingDetector = field(default_factory=BatchCouplingDetector)
     hidden_uses: dict[str, HiddenStateUse] = field(default_factory=dict)
-    """The use of the hidden state by each block."""
+    """For each block, how it uses the hidden state."""
     obstacles: dict[str, str] = field(default_factory=dict)
-    """Reasons why a feature is unsupported, by feature.
+    """Reasons why a feature is unsupported, by kind:
 
-    'writes': a parameter that the forward writes to; 'no_grad': a block that runs without recorded gradients, as in a
-    custom backward; 'again': a block that the model itself checkpoints, so that it runs again in backward.
+    'writes': the forward writes to a parameter; 'no_grad': a block runs without recorded gradients, as in a custom
+    backward; 'again': the model itself checkpoints a block, so that it runs again in backward.
     """
     alive: list[Any] = field(default_factory=list)
 
     def begin(self, block: str, own_checkpoint: bool) -> None:
-        """Records the start of a block. `own_checkpoint`: the model itself checkpoints the activations of the block."""
+        """Records the start of a block. `own_checkpoint`: the model itself uses activation checkpointing for
+        the block.
+        """
         for what, found in (("no_grad", not torch.is_grad_enabled()), ("again", own_checkpoint)):
             if found:
                 self.obstacles.setdefault(what, block)
@@ -436,12 +451,12 @@ class TraceLog:
 
     @property
     def repeated(self) -> list[str]:
-        """Blocks that run more than once."""
+        """Paths of the blocks that run more than once."""
         return [block for block, times in self.blocks.items() if times > 1]
 
     def stage_obstacle(self, stacks: Sequence[str]) -> str:
-        """Returns why stages of these stacks cannot begin and end exactly once in a forward, at the calls of their
-        blocks; '' where they can.
+        """Returns why the stacks cannot be cut into stages, '' if they can. A stage must begin and end exactly once in
+        a forward, at the calls of its blocks.
         """
         if no_grad_block := self.obstacles.get("no_grad"):
             return Message(
@@ -461,7 +476,7 @@ class TraceLog:
         names: dict[int, str],
         stack: list[str],
     ) -> None:
-        """Follows one operation inside the modules of `stack`, which is empty outside of all blocks."""
+        """Follows one operation inside the modules of `stack`. `stack` is empty outside of the blocks."""
         self.vocabulary.follow(call, given, outputs, names)
         where, block = (stack[-1], self.inputs[stack[0]]) if stack else (OUTSIDE_BLOCKS, None)
         self.batch_coupling.follow(call, given, outputs, where, block)

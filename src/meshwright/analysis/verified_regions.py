@@ -1,16 +1,15 @@
-"""Accepts the splits that numeric checks show to be equivalent: regions over tensor ranks, and the hidden state along
-the sequence.
+"""Accepts the splits that numeric checks verify: regions over tensor ranks, and the hidden state along the sequence.
 
 In a small model every block is checked, in a larger model the first block of each kind. A region stays unsharded if its
-shards do not compute the same values and gradients as the full block. Where the sequence cannot be split,
-`AnalysisState.sequence_error` has the reason.
+shards do not compute the same values and gradients as the full block. If the sequence cannot be split,
+`AnalysisState.sequence_error` contains the reason.
 
 Sequence parallelism scatters the hidden state at the first block and gathers it after the last block (Korthikanti et
 al., 2022, section 4.2.2). So the code of the model between its blocks runs on slices. `sequence_parallel_objection`
-checks this code with simulated ranks. No block runs. Each block records its inputs and returns random values, in full
-or as a slice. The inputs of blocks, the input of the head, and the gradients must be slices of the full ones. Gradients
-of parameters must be the full gradients on every rank, or add up to them. Parameters whose gradients add up are applied
-to slices between the blocks.
+checks this code with simulated ranks and without the blocks. Each block is replaced by a function that records its
+inputs and returns random values, in full or as a slice. The inputs of blocks, the input of the head, and the gradients
+must be slices of the full ones. The gradient of a parameter must be the full gradient on every rank, or the sum over
+ranks must be the full gradient. The second case occurs for parameters that are applied to slices between the blocks.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ from meshwright.analysis.verify_sharding import (
 )
 
 RegionResults = list[tuple[RegionCandidate, str | None]]
-"""For each region of a block: the region with its verified counts, and why it stays unsharded (None where it is
+"""For each region of a block: the region with its verified counts, and the reason why it stays unsharded (None if it is
 sharded).
 """
 
 
 def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random_weights: bool) -> None:
-    """Retains the regions whose shards compute the same values and gradients as the full block. Checks the first block
-    of each kind.
+    """Removes the regions whose shards do not compute the same values and gradients as the full block. Checks only the
+    first block of each kind.
     """
     model, blocks = state.model, list(state.candidates)
     if not any(state.candidates.values()) and not has_experts(model):
@@ -92,7 +91,7 @@ def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random
                 f"the model does not run with numbers ({(str(error).splitlines() or [''])[0][:100]}), so that "
                 "nothing is proven"
             )
-            if state.trace is None:  # the planner may use a Hugging Face plan, but no run may
+            if state.trace is None:  # only the planner may use a Hugging Face plan, a run may not
                 state.unverified_reason = f"the plan that the model carries is not proven: {why}"
             objection = why if state.trace is not None else None
             answers = {block: [(one, objection) for one in state.candidates[block]] for block in patterns}
@@ -117,9 +116,7 @@ def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random
 def _verify_blocks(
     state: AnalysisState, check: ShardingCheck, patterns: list[str], outer: OuterLayers
 ) -> dict[str, RegionResults]:
-    """Returns the results for each block of `patterns`. Sets `state.sequence_error` where the sequence cannot be
-    split.
-    """
+    """Returns the results of each block in `patterns`. Sets `state.sequence_error` if the sequence cannot be split."""
     known: dict[str, tuple[str, RegionCandidate, str | None]] = {}
     answers: dict[str, RegionResults] = {}
     sequence = len(state.lists) == 1 and not (state.trace and state.trace.repeated) and not check.is_meta
@@ -143,7 +140,7 @@ def _verify_blocks(
 
 
 def _block_order_error(state: AnalysisState) -> str:
-    """Returns why sequence parallelism is wrong for this order of blocks, '' where the blocks run in the order of their
+    """Returns why sequence parallelism is wrong for the order in which the blocks run, '' if this is the order of their
     list.
 
     The hidden state is scattered before the first block of the list and gathered after the last one.
@@ -159,8 +156,8 @@ def _block_order_error(state: AnalysisState) -> str:
 
 
 def _verify_training(check: ShardingCheck, block: str, answers: RegionResults, sequence: bool) -> str | None:
-    """Rejects in `answers` the regions that train differently. Returns why the hidden state cannot be split, None where
-    it can.
+    """Marks in `answers` the regions that train differently as rejected. Returns why the hidden state cannot be split,
+    None if it can.
     """
     good = [number for number, (_, why) in enumerate(answers) if why is None]
     why, along = check.check_training(block, [answers[number][0] for number in good], sequence)
@@ -183,7 +180,7 @@ def _verify_training(check: ShardingCheck, block: str, answers: RegionResults, s
 
 
 def _region_signature(block: str, one: RegionCandidate) -> str:
-    """Returns what the regions of identical blocks have in common."""
+    """Returns a key that is equal for the corresponding regions of identical blocks."""
     text = (
         repr((one.region, sorted(one.splits.items()), one.sizes)).replace(f"'{block}.", "'").replace(f"'{block}'", "''")
     )
@@ -191,7 +188,9 @@ def _region_signature(block: str, one: RegionCandidate) -> str:
 
 
 def _runs_during_check(state: AnalysisState, patterns: list[str]) -> Callable[[str], bool]:
-    """Returns a function of a path: whether it is outside of all blocks, or inside one of the blocks that run."""
+    """Returns a function that returns whether the module at a path runs during the check: outside of all blocks, or in
+    one of the blocks `patterns`.
+    """
     run = tuple(f"{block}." for block in patterns)
     inside = tuple(f"{blocks}." for blocks in state.lists)
     return lambda path: not path.startswith(inside) or path.startswith(run)
@@ -205,7 +204,7 @@ def _apply_result(
     answer: RegionCandidate,
     objection: str | None,
 ) -> RegionCandidate | None:
-    """Returns `one` with the counts and sizes that were verified for its kind, None where the region was rejected."""
+    """Returns `one` with the verified counts and sizes of its kind, None if the check rejected the region."""
     if objection is not None:
         state.unsharded |= dict.fromkeys((f"{path}.weight" for path in one.region.columns), objection)
         return None
@@ -213,7 +212,9 @@ def _apply_result(
 
 
 def _rebase_candidate(block: str, one: RegionCandidate, pattern: str, answer: RegionCandidate) -> RegionCandidate:
-    """Returns `answer`, a region of the block at `pattern`, with the paths and names of `one`, a region of `block`."""
+    """Returns `answer`, a region of the block at `pattern`, but with the paths and names of `one`, the corresponding
+    region of `block`.
+    """
 
     def here(path: str) -> str:
         return block + path.removeprefix(pattern) if path.startswith(pattern) else path
@@ -226,7 +227,7 @@ def _rebase_candidate(block: str, one: RegionCandidate, pattern: str, answer: Re
 
 
 def _drop_dependent_regions(state: AnalysisState) -> None:
-    """Drops regions that read sharded outputs (such as a position bias) of another block's region that was dropped."""
+    """Drops regions that read a sharded output (such as a position bias) of a dropped region in another block."""
     changed = True
     while changed:
         good = {name for regions in state.candidates.values() for one in regions for name in one.splits}
@@ -243,9 +244,9 @@ SIMULATED_SEQUENCE_RANKS = 2
 def sequence_parallel_objection(
     check: ShardingCheck, blocks: Sequence[str], head: str | None
 ) -> tuple[str | None, tuple[str, ...]]:
-    """Returns why the code around `blocks`, a single stack, cannot run on slices of the sequence; None where it can.
+    """Returns why the code around `blocks`, the only stack, cannot run on slices of the sequence; None if it can.
 
-    The second result has the parameters outside of the blocks whose gradient would be partial on each rank.
+    The second result has the names of the parameters outside of the blocks whose gradient is partial on each rank.
     """
     summed: dict[str, bool] = {}
     for call, reached in zip(check.calls, check.block_calls, strict=True):
@@ -287,8 +288,8 @@ def _run_between_blocks(
     ranks: int,
     known: RankRunRecord | None,
 ) -> RankRunRecord:
-    """Runs the model without its blocks: on full tensors for one rank, otherwise on slices of the tensors in
-    `known`.
+    """Runs the model without its blocks and returns the record: on full tensors if `ranks` is 1, otherwise on this
+    rank's slices of the tensors in `known`.
     """
     record, model = RankRunRecord(), check.model
     part = sequence_shard(rank, ranks) if ranks > 1 else identity
@@ -341,9 +342,9 @@ def _random_block(
     known: RankRunRecord | None,
     form: BlockCall,
 ) -> Callable[..., Any]:
-    """Returns a forward for the block at `path` that records its inputs and returns random values.
+    """Returns a replacement for the forward of the block at `path`. It records its inputs and returns random values.
 
-    `shards` are the functions that slice the rank's segment out of the input and of the output.
+    `shards` are two functions: they slice the rank's segment out of the input and out of the output.
     """
 
     def returned(*args: Any, **kwargs: Any) -> Any:

@@ -1,22 +1,23 @@
 """Verifies how stacked experts are distributed: over expert-parallel ranks, over tensor ranks that shard each expert,
 and over both.
 
-The expert module runs separately in training conditions (run_conditions.py). It runs in full, and as each rank runs it
-(runtime/expert_parallel/token_dispatcher.py):
+The expert module runs separately in training conditions (run_conditions.py). One run uses all experts. The other runs
+simulate each rank as in runtime/expert_parallel/token_dispatcher.py, which sends pairs of token and expert:
 
-| ranks | what each computes | combined |
+| ranks | what each rank computes | how the results are combined |
 |---|---|---|
-| expert ranks | the pairs of its own experts, numbered from 0, with weights of 1 | weighted sum at the token's rank |
-| tensor ranks | every pair, with its slice of each expert's inner features | summed |
+| expert ranks | pairs of its experts, numbered from 0, with weights of 1 | weighted sum at the token's rank |
+| tensor ranks | every pair, with its slice of each expert's inner features | sum over ranks |
 
-Compared are the output, and the gradients of the hidden states, of the routing weights and of every parameter. They
-must agree to 1e-10 in float64, and the forward must write the same values to its tensors. In eval mode only the output
-is compared. The batches differ in their contents and numbers of tokens, and leave different ranks with few pairs or
-none. So the check detects any dependence on the number of tokens, on other tokens, or on the size of a slice.
+The check compares the output and the gradients of the hidden states, of the routing weights and of every parameter.
+They must agree to 1e-10 in float64. The forward must also write the same values to parameters and buffers. In eval mode
+only the output is compared. The batches differ in their contents and numbers of tokens, and leave different ranks with
+few pairs or none. So the check detects any dependence on the number of tokens, on other tokens, or on the size of a
+slice.
 
-Meta parameters get random values, and constant parameters get noise. Of a module with more than MAX_FULL_SIZE_NUMEL
-parameters a smaller copy is checked. It has fewer experts, and all its features are divided by one factor, but it runs
-the same code. Experts that draw random numbers outside of dropout are not distributed.
+Meta parameters get random values, and constant parameters get noise. If a module has more than MAX_FULL_SIZE_NUMEL
+parameter elements, a smaller copy is checked. The copy runs the same code with fewer experts and with all feature sizes
+divided by one factor. Experts that draw random numbers outside of dropout are not distributed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from meshwright.analysis.run_conditions import (
 from meshwright.analysis.simulated_ranks import add_shard_gradient
 
 MAX_FULL_SIZE_NUMEL = 1 << 20
-"""Parameter elements of the largest module that is checked at full size."""
+"""Maximum number of parameter elements of a module that is checked at full size."""
 REDUCED_EXPERTS = 4
 """Number of experts of a reduced copy."""
 MIN_REDUCED_FEATURES = 8
@@ -58,7 +59,7 @@ OUTPUT_KEY = "the output"
 
 @dataclass(frozen=True)
 class ExpertTpSplit:
-    """A way to shard an expert over tensor ranks. Names are relative to the module."""
+    """A split of each expert over tensor ranks. Parameter names are relative to the expert module."""
 
     splits: dict[str, TpSplit]
     replicated: tuple[str, ...]
@@ -82,7 +83,9 @@ class ExpertSplitCase(NamedTuple):
 
 
 class ExpertRunResult(NamedTuple):
-    """The output and gradients of a run by name, and for each rank the values that its forward wrote, by name."""
+    """The result of one run: the output and the gradients by name; for each rank, the tensors that its forward wrote,
+    by name.
+    """
 
     tensors: dict[str, torch.Tensor]
     writes: list[dict[str, torch.Tensor]]
@@ -91,7 +94,7 @@ class ExpertRunResult(NamedTuple):
 class ExpertBatch(NamedTuple):
     """A batch of N tokens: hidden (N, C); chosen (N, K), the expert indices; weights (N, K), the routing weights.
 
-    `trains`: the batch runs with gradients, in the training modes of the module. Otherwise it runs in eval mode.
+    With `trains`, the batch runs with gradients in the module's training modes. Otherwise it runs in eval mode.
     """
 
     hidden: torch.Tensor
@@ -107,11 +110,10 @@ def verify_expert_splits(
     ways: Sequence[ExpertTpSplit],
     modes: Mapping[nn.Module, bool],
 ) -> tuple[str | None, ExpertTpSplit | None]:
-    """Returns why `experts` cannot be distributed (None where they can), and the first of `ways` that shards each
-    expert correctly.
+    """Returns why `experts` cannot be distributed over ranks, None if they can; and the first of `ways` that shards
+    each expert correctly, None if no way does.
 
-    The second result is None where none of `ways` is correct. Passes on any exception that the module raises when it
-    runs separately.
+    Exceptions that the module raises when it runs alone propagate.
     """
     failed: Exception | None = None
     for few, factor in _reduced_sizes(module, experts):
@@ -135,9 +137,9 @@ def verify_expert_splits(
 
 
 def _reduced_sizes(module: nn.Module, experts: StackedExperts) -> Iterator[tuple[int, int]]:
-    """Yields the number of experts to check and the divisor of their features, cheapest first.
+    """Yields pairs of sizes to check, cheapest first: the number of experts, and the divisor of their features.
 
-    The full size comes last, for code with hard-coded sizes that fails in a reduced copy.
+    The full size comes last. It serves code with hard-coded sizes, which fails in a smaller copy.
     """
     shapes = [parameter.shape for parameter in module.parameters()]
     sizes = _feature_sizes(module, experts)
@@ -154,13 +156,15 @@ def _reduced_sizes(module: nn.Module, experts: StackedExperts) -> Iterator[tuple
 
 
 def _feature_sizes(module: nn.Module, experts: StackedExperts) -> set[int]:
-    """Returns the sizes that are numbers of features: all sizes except the number of experts."""
+    """Returns the sizes of the parameters' dimensions that are numbers of features: all sizes except the number of
+    experts.
+    """
     shapes = [parameter.shape for parameter in module.parameters()]
     return {size for shape in shapes for size in (shape[0] // experts.count, *shape[1:]) if size > 1}
 
 
 def _reduced_shape(shape: torch.Size, whole: int, count: int, factor: int) -> tuple[int, ...]:
-    """Returns `shape` with `count` of `whole` experts and 1 / `factor` of the features."""
+    """Returns `shape` with `count` instead of `whole` experts and with 1 / `factor` of the features."""
     first = shape[0] // whole
     return count * (first // factor if first > 1 else 1), *(size // factor if size > 1 else 1 for size in shape[1:])
 
@@ -173,8 +177,8 @@ def _reduced_numel(shapes: Sequence[torch.Size], whole: int, count: int, factor:
 def _reduced_module(
     module: nn.Module, experts: StackedExperts, count: int, factor: int, exact: bool, modes: Mapping[nn.Module, bool]
 ) -> Iterator[StackedExperts]:
-    """Gives `module`, in training conditions, `count` experts with 1 / `factor` of the features. Restores the module on
-    exit.
+    """Changes `module` to `count` experts with 1 / `factor` of the features, in training conditions. Yields the
+    experts. Restores the module on exit.
     """
     features = _feature_sizes(module, experts)
     own = (
@@ -210,7 +214,7 @@ def _reduced_module(
 
 
 def _random_buffer(buffer: torch.Tensor, kind: torch.dtype, random: torch.Generator) -> torch.Tensor:
-    """Returns a copy of `buffer`. A constant buffer, or one without values, gets noise."""
+    """Returns a copy of `buffer`. A meta or constant buffer is filled with noise."""
     found = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().clone()
     if found.is_floating_point() and found.numel():
         found = found.to(kind)
@@ -220,7 +224,7 @@ def _random_buffer(buffer: torch.Tensor, kind: torch.dtype, random: torch.Genera
 
 
 def _set_reduced_sizes(module: nn.Module, experts: StackedExperts, features: set[int], factor: int) -> None:
-    """Sets the integer attributes that the forward may read to the reduced sizes."""
+    """Sets the module's integer attributes to the reduced sizes, because the forward may read them."""
     for path, inside in module.named_modules():
         for name, value in [*vars(inside).items()]:
             if type(value) is int and value in features and (path, name) not in experts.count_attributes:
@@ -228,7 +232,7 @@ def _set_reduced_sizes(module: nn.Module, experts: StackedExperts, features: set
 
 
 class GroupedMmFallback(TorchFunctionMode):
-    """A mode that computes `torch.nn.functional.grouped_mm` group by group, since it has no kernel for float64."""
+    """Computes `torch.nn.functional.grouped_mm` one group at a time, because torch has no float64 kernel for it."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -246,7 +250,7 @@ class GroupedMmFallback(TorchFunctionMode):
 def expert_batches(count: int, width: int, like: torch.Tensor) -> list[ExpertBatch]:
     """Returns four batches:
 
-    - a few tokens for some of the experts, where no rank has as many pairs as tokens;
+    - a few tokens for some of the experts, so that each rank has fewer pairs than tokens;
     - many tokens, most of them for the first half of the experts;
     - tokens for the first expert alone;
     - the second batch again in eval mode.
@@ -265,7 +269,7 @@ def expert_batches(count: int, width: int, like: torch.Tensor) -> list[ExpertBat
 
 
 class ExpertCheck:
-    """An expert module, with the results of its full run for each batch."""
+    """Checks one expert module against the results of its full run on each batch."""
 
     def __init__(self, module: nn.Module, experts: StackedExperts, width: int) -> None:
         self.module, self.experts = module, experts
@@ -277,7 +281,7 @@ class ExpertCheck:
         self.whole = [self._run(ExpertSplitCase(), batch) for batch in self.batches]
 
     def expert_parallel_error(self) -> str | None:
-        """Returns why the experts cannot be distributed over expert-parallel ranks; None where they can."""
+        """Returns why the experts cannot be distributed over expert-parallel ranks, None if they can."""
         count = self.experts.count
         if self.draws_random:
             return "it draws random numbers beside dropout"
@@ -299,7 +303,9 @@ class ExpertCheck:
         return bool(shares) and all(self.first_error(ExpertSplitCase(n, shares, way)) is None for n in (1, ranks))
 
     def first_error(self, case: ExpertSplitCase) -> str | None:
-        """Returns the first difference from the full run; None where there is none."""
+        """Returns a description of the first difference between the run of `case` and the full run, None if
+        they agree.
+        """
         for batch, whole in zip(self.batches, self.whole, strict=True):
             try:
                 found = self._run(case, batch)
@@ -360,17 +366,18 @@ class ExpertCheck:
         return ExpertRunResult(tensors | {f"the gradient of {name}": one for name, one in gradients.items()}, writes)
 
     def _part(self, name: str, case: ExpertSplitCase, rank: int, share: int) -> torch.Tensor:
-        """Returns a copy of a rank's shard of a parameter."""
+        """Returns a copy of the shard of parameter `name` on expert rank `rank` and tensor rank `share`."""
         tensor = self.state[name].tensor_split(case.ep)[rank]
         if case.split is not None and name in case.split.splits:
             tensor = shard_view(tensor, case.split.splits[name], share, case.tp)
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def _pairs(self, batch: ExpertBatch, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the tokens and positions of a rank's pairs.
+        """Returns the indices of the (token, expert) pairs of rank `rank`: the tokens, and the positions among each
+        token's experts.
 
-        Pairs of the second half of the batch come first, and each half is sorted by expert. A module must not depend on
-        the order in which ranks send pairs.
+        Pairs of the second half of the batch come first, and each half is sorted by expert. The module's result must
+        not depend on the order in which ranks send pairs.
         """
         each = self.experts.count // ranks
         if ranks == 1 or self.experts.by_rows:
@@ -388,8 +395,8 @@ class ExpertCheck:
         batch: ExpertBatch,
         pairs: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns a rank's addend to the output (N, C), or to the rows for each expert (E, N, C). Also returns the
-        values that the rank's forward wrote.
+        """Returns the rank's contribution to the output (N, C), or to one output per expert (E, N, C). Also returns the
+        tensors that the rank's forward wrote, by name.
         """
         replicated = case.split.replicated if case.split is not None else ()
         params = {name: leaf / case.tp if name in replicated else leaf for name, leaf in mine.items()}
@@ -432,8 +439,8 @@ class ExpertCheck:
         return output, wrote
 
     def _rows(self, batch: ExpertBatch) -> torch.Tensor:
-        """Returns the rows (E, N, C) of every token for each of E experts, times the routing weight. Rows are zero for
-        experts that a token did not choose.
+        """Returns the input rows (E, N, C): each token times its routing weight for each of E experts, zero for experts
+        that the token did not choose.
         """
         hidden, index, weights, _ = batch
         times = weights.new_zeros(self.experts.count, len(hidden))
@@ -441,7 +448,7 @@ class ExpertCheck:
         return hidden * times.index_put((index, places), weights, accumulate=True).unsqueeze(2)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers and other tensors of the modules, without parameters."""
+        """Returns the buffers and other tensor attributes of all submodules by name, without parameters."""
         return {
             f"{path}.{name}".lstrip("."): value
             for path, inside in self.module.named_modules()
@@ -453,11 +460,11 @@ class ExpertCheck:
         return id(tensor) in self.saved_values and torch.equal(tensor.detach(), self.saved_values[id(tensor)][1])
 
     def _adds_skipped_tokens(self) -> bool:
-        """Returns whether a pair with an index beyond all experts adds the token itself. Expert ranks would not receive
-        such a pair.
+        """Returns whether the module adds a token to the output if an expert index of this token is beyond all experts.
+        Expert ranks do not receive such a pair, so they could not add the token.
 
-        Modules that do not accept such an index return nothing meaningful. The check runs on the CPU, where an index
-        out of range raises and does not abort the device.
+        Returns False if the module raises for such an index. The check runs on the CPU, where an index out of range
+        raises an exception. On a GPU it would abort the device.
         """
         hidden, index, weights = (tensor.cpu() for tensor in self.batches[0][:3])
         beyond = index.clone()
@@ -481,7 +488,7 @@ class ExpertCheck:
 
 
 def _first_difference(here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]) -> str | None:
-    """Returns the first name whose tensor differs or is missing on one side."""
+    """Returns the first name whose tensor differs or is missing on one side, None if all tensors agree."""
     names = sorted(here.keys() ^ there.keys()) or [
         name for name in here if relative_difference(here[name], there[name]) is not None
     ]

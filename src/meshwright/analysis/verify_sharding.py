@@ -1,12 +1,15 @@
-"""Verifies shardings numerically: regions of a block over tensor ranks, and the hidden state along the sequence.
+"""Verifies numerically that a block can be sharded: its regions over tensor ranks, and its hidden state along the
+sequence.
 
 The model runs with real values, and `ShardingCheck` captures the inputs of one block of each kind. Simulated tensor
-ranks then run this block (simulated_ranks.py). First they run only forward, to find the counts that the methods of the
-block read. Then they run in training conditions with gradients, on two texts of different lengths and each subset of
-the optional inputs. What differs from the full block stays unsharded. Causes are, for example, an unexpected layout of
-a fused projection, a count that a forward reads from another attribute, and code that runs only in training.
+ranks then run this block (simulated_ranks.py). A forward alone finds the counts, such as the number of heads, that the
+methods of the block read. Then the ranks run forward and backward in training conditions, on two texts of different
+lengths and with each subset of the optional inputs. A region that differs from the full block stays unsharded. Causes
+are, for example, an unexpected layout of a fused projection, a count that a forward reads from another attribute, and
+code that runs only in training.
+
 verified_regions.py checks the code between blocks. A model on the meta device without random values is checked by
-shapes alone (`ShardingCheck.is_meta`), which verifies no values.
+shapes alone (`ShardingCheck.is_meta`). This verifies no values.
 """
 
 from __future__ import annotations
@@ -47,17 +50,19 @@ from meshwright.analysis.simulated_ranks import SimulatedBlockRuns, SplitCase
 from meshwright.analysis.trace_log import PerHeadInput, TraceLog
 
 GENERATED_TEXT_LENGTHS = (8, 4)
-"""Lengths of generated texts. Two and four ranks divide both lengths, and one length is half of the other."""
+"""Lengths of the two generated texts. Two and four ranks divide both lengths, and one length is half of the other."""
 MAX_TEXT_LENGTH = 32
 """Maximum length of the texts that are cut from a longer example."""
 
 
 class StopForward(Exception):
-    """Ends a forward when everything has been captured. It is not an error."""
+    """Ends a forward early, when everything has been captured. It is not an error."""
 
 
 class ShardingCheck:
-    """Blocks of a model with the inputs of their first run in each of `calls`, the ways to call the model."""
+    """The blocks to check, with the inputs that each block receives in the first run of each of `calls`. `calls` are
+    different ways to call the model.
+    """
 
     def __init__(
         self,
@@ -101,7 +106,7 @@ class ShardingCheck:
         return reached
 
     def _inputs_with_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[bool, ...]]:
-        """Returns for each block which of its inputs require a gradient."""
+        """Returns for each block and each of its inputs whether the input requires a gradient."""
         found: dict[str, tuple[bool, ...]] = {}
 
         def enter(path: str) -> Any:
@@ -142,7 +147,7 @@ class ShardingCheck:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Sets up a run of the model, on the meta device where its blocks have no values."""
+        """Sets up a run of the model: on the meta device if its blocks have no values."""
         with ExitStack() as stack:
             if self.is_meta:
                 stack.enter_context(torch.device("meta"))
@@ -150,7 +155,7 @@ class ShardingCheck:
             yield
 
     def check_forward(self, block: str, found: RegionCandidate, ranks: int) -> str | None:
-        """Returns why a region cannot be sharded over `ranks` ranks in a forward in eval mode; None where it can."""
+        """Returns why a region cannot be sharded over `ranks` ranks in a forward in eval mode, None if it can."""
         if block not in self.block_calls[0]:
             return "its block does not run"
         with self.running(), in_eval_mode(self.model):
@@ -158,17 +163,16 @@ class ShardingCheck:
             return runs.compare([SplitCase([found], ranks)], gradients=False)[0]
 
     def check_region(self, block: str, found: RegionCandidate) -> str | None:
-        """Returns why `found` cannot be sharded over the smallest possible number of ranks; None where it can."""
+        """Returns why `found` cannot be sharded over the smallest possible number of ranks, None if it can."""
         ranks = min_tp_ranks([found], 2)
         return None if ranks is None else self.check_forward(block, found, ranks)
 
     def check_training(
         self, block: str, regions: Sequence[RegionCandidate], sequence: bool
     ) -> tuple[str | None, str | None]:
-        """Returns why the block cannot be trained with all of `regions` sharded, None where it can. The second result
-        says why its hidden state cannot be split in addition.
-
-        The second result is None unless `sequence` requests it.
+        """Returns why the block cannot be trained with all of `regions` sharded, None if it can. If `sequence` is set,
+        the second result says why its hidden state cannot also be split along the sequence. Otherwise the second result
+        is None.
         """
         ranks = min_tp_ranks(regions, 2)
         if self.is_meta or ranks is None:
@@ -195,10 +199,10 @@ def open_sharding_check(
     vocabulary: int,
     head: str | None = None,
 ) -> Iterator[ShardingCheck]:
-    """Yields the check of `blocks`, while its parameters replace those of the model.
+    """Yields the check of `blocks`. While the context is open, the parameters of the check replace those of the model.
 
-    `needed` returns whether a path runs before the last of `blocks` ends. `use_random_weights`: meta parameters get
-    random values, which small models always get. `head` is the layer at which a check stops.
+    `needed` returns whether the module at a path runs before the last of `blocks` ends. `use_random_weights`: meta
+    parameters get random values. Small models always get them. `head` is the layer at which a run of the check stops.
     """
     model, example = state.model, state.example
     tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if needed(name)}
@@ -214,14 +218,15 @@ def open_sharding_check(
     for exact in (True, False) if real and size <= MAX_PARAMS_FLOAT64 else (False,):
         with ExitStack() as stack:
             stack.enter_context(training_conditions(model, exact, state.modes))
-            # Experts need particular values or types; see experts.py.
+            # Expert modules return their input during the check, because their forward needs particular values or
+            # dtypes (experts.py).
             stack.enter_context(pass_through_experts(model, weighed=True))
             stack.enter_context(
                 check_parameters(
                     model, needed, max(CHECK_VOCAB_ROWS, max_integer_value(example) + 1), exact, real, head
                 )
             )
-            # Some models accept only the length of the example.
+            # If the model fails with texts of other lengths, it is called with the length of the example.
             for lengths in dict.fromkeys((_text_lengths(example), (_sequence_length(example),) * 2)):
                 calls = model_calls(
                     model, example, device, min(vocabulary, CHECK_VOCAB_ROWS), torch.float64 if exact else None, lengths
@@ -237,7 +242,7 @@ def open_sharding_check(
     raise failed
 
 
-# --- calls of the model
+# --- calls to the model
 
 
 def model_calls(
@@ -248,8 +253,8 @@ def model_calls(
     kind: torch.dtype | None,
     lengths: tuple[int, int],
 ) -> list[Callable[[], CallArguments]]:
-    """Returns calls with all inputs, for two texts of the two `lengths`. Further calls have no optional input, or
-    exactly one of them.
+    """Returns the calls of a check. Two calls have all inputs, one for each of the two text `lengths`. Further calls
+    have either none or one of the optional inputs.
     """
     length, (first, second) = _sequence_length(example), lengths
 
@@ -284,7 +289,7 @@ def model_calls(
 
 
 def unchanged_value(value: Any) -> Any:
-    """Returns the value."""
+    """Returns `value` itself."""
     return value
 
 
@@ -308,7 +313,7 @@ def with_other_text(example: ExampleInputs, text: int) -> ExampleInputs:
 
 
 def _sequence_length(example: ExampleInputs) -> int:
-    """Returns the length of the sequence in `example`; 0 where no sequence may change its length."""
+    """Returns the length of the sequence in `example`, 0 if no input has a sequence whose length may change."""
     tensors = [value for value in example.values() if isinstance(value, torch.Tensor)]
     words = next((value for value in tensors if not value.is_floating_point() and value.ndim > 1), None)
     rows = next((value for value in tensors if value.ndim == 3), None)
@@ -332,7 +337,9 @@ def _even_lengths(length: int) -> tuple[int, int]:
 
 
 def _resize_sequence(value: Any, length: int, size: int) -> Any:
-    """Returns `value` resized to `size` positions along every dimension of size `length`, except the first (rows)."""
+    """Returns `value` with `size` instead of `length` positions along every dimension of size `length`, except the
+    first dimension (rows).
+    """
     if not isinstance(value, torch.Tensor) or not length or size == length:
         return value
     for dim in range(1, value.ndim):
@@ -346,14 +353,14 @@ def _at_least_float32(value: Any) -> Any:
     return value.float() if narrow else value
 
 
-# --- counts
+# --- head counts
 def verify_region(
     check: ShardingCheck, block: str, found: RegionCandidate, guesses: Sequence[tuple[Any, ...]]
 ) -> tuple[RegionCandidate, str | None]:
-    """Returns `found` with the first correct set of `guesses` added to its counts, or the reason why none is correct.
+    """Returns `found` with the first correct set of `guesses` added to its counts; or the reason why no set is correct.
 
-    More ranks than key-value heads are checked separately. Where that fails, tp must divide the number of key-value
-    heads.
+    The case of more ranks than key-value heads is checked separately. If it fails, tp must divide the number of
+    key-value heads.
     """
     first: str | None = None
     strict: RegionCandidate | None = None
@@ -371,7 +378,9 @@ def verify_region(
 
 
 def _runs_with_replicated_kv_heads(check: ShardingCheck, block: str, found: RegionCandidate) -> bool:
-    """Returns whether more ranks than key-value heads work: each rank has one head, and some ranks share a head."""
+    """Returns whether tp may exceed the number of key-value heads. Each rank then has one head, and several ranks share
+    it.
+    """
     kv_heads = found.region.kv_heads
     ranks = min_tp_ranks([found], kv_heads + 1)
     return (
@@ -383,9 +392,9 @@ def _runs_with_replicated_kv_heads(check: ShardingCheck, block: str, found: Regi
 
 
 def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
-    """Returns the smallest number of ranks, at least `least`, that divides every size; None where there is none.
+    """Returns the smallest number of ranks, at least `least`, that divides every size, None if there is none.
 
-    The number may also be a multiple of the key-value heads.
+    The number may also be a multiple of the number of key-value heads.
     """
     sizes: dict[str, int] = {}
     for found in regions:
@@ -400,13 +409,13 @@ def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
     return None
 
 
-# --- blocks that do not run
+# --- skipped blocks
 
 
 @contextmanager
 def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> Iterator[None]:
-    """Makes the blocks of `lists` that are not in `run` return their hidden state, in the output structure of the other
-    blocks of their list.
+    """Makes the blocks of `lists` that are not in `run` return their hidden state, with the output structure of the
+    other blocks of their list. Restores them on exit.
     """
     form: dict[str, Any] = {}
     undo: list[tuple[nn.Module, Any]] = []
@@ -439,7 +448,7 @@ def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> I
 
 
 def replace_first_tensor(form: Any, hidden: torch.Tensor) -> Any:
-    """Returns `form`, the output of a block, with `hidden` as its first tensor."""
+    """Returns a copy of `form`, the output of a block, with `hidden` as its first tensor."""
     leaves, spec = tree_flatten(form)
     place = next((place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
     return hidden if place is None else tree_unflatten([*leaves[:place], hidden, *leaves[place + 1 :]], spec)

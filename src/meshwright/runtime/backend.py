@@ -1,9 +1,9 @@
-"""The accelerator backends: one class for each type of device.
+"""The accelerator backends, one class for each type of device.
 
-Everything in `runtime/` and `train/` that depends on the type of a device asks its `Backend`. Nothing outside this file
-compares device types or calls `torch.cuda` (tests/mesh/test_backend.py). To support another accelerator, define one
-subclass of `Backend` with its `device_type`; the subclass registers itself. The defaults of `Backend` describe a device
-with separate memory and without streams, for example `meta`.
+All code in `runtime/` and `train/` that depends on the type of a device uses its `Backend`. Only this file compares
+device types or calls `torch.cuda` (tests/mesh/test_backend.py). To support another accelerator, define one subclass of
+`Backend` with its `device_type`. The subclass registers itself. The defaults of `Backend` describe a device with
+separate memory and without streams, for example `meta`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ import torch
 from typing_extensions import override
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""Environment variable and value. cuBLAS adds in the same order each time only in a workspace of fixed size, which it
-reads when it starts; torch refuses deterministic matrix products otherwise."""
+"""Environment variable and value. With a workspace of fixed size, cuBLAS adds in the same order each time. cuBLAS reads
+the variable when it starts. Without it, torch refuses deterministic matrix products."""
 
 
 class DeviceEvent(Protocol):
     """An event of a device stream, with the methods of `torch.cuda.Event`."""
 
     def record(self, stream: Any = None) -> None:
-        """Marks the point that `stream` (None: the current one) has reached."""
+        """Marks the point that `stream` has reached. None means the current stream."""
 
     def query(self) -> bool:
-        """Whether the device has passed the point."""
+        """Returns whether the device has passed the recorded point."""
 
     def synchronize(self) -> None:
-        """Blocks the host until the device has passed the point."""
+        """Blocks the host until the device has passed the recorded point."""
 
     def wait(self, stream: Any = None) -> None:
-        """Makes later work of `stream` (None: the current one) wait for the point."""
+        """Makes later work of `stream` wait for the recorded point. None means the current stream."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Returns the milliseconds from this point to `end_event`."""
+        """Returns the milliseconds between the points of this event and of `end_event`."""
 
 
 class DeviceStream(Protocol):
@@ -55,33 +55,33 @@ class DeviceStream(Protocol):
 
 @dataclass(frozen=True)
 class ProfilingSizes:
-    """Sizes of the operations that the profiler times on a device of one type."""
+    """Sizes of the operations that the profiler times on one type of device."""
 
     matmuls: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    """Sides of square matrices."""
+    """Sizes n of the square n x n matrices."""
     matmul_dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     layer: tuple[int, int, int] = (8192, 4096, 8192)
-    """Tokens, input features and output features of a linear layer."""
+    """Number of tokens, input features and output features of a linear layer."""
     attention: tuple[int, int, int] = (32, 4096, 128)
-    """Heads, positions and width of a head."""
+    """Number of heads, sequence length, and width of a head."""
     stream_bytes: int = 2**30
-    """Bytes of one tensor of element-wise work."""
+    """Bytes of one tensor of elementwise operations."""
     dtype: torch.dtype = torch.bfloat16
-    """Type of the layer and of attention."""
+    """Dtype of the linear layer and of attention."""
     health_matmul: int = 4096
-    """Side of the matrix with which an excluded device is tested."""
+    """Size n of the n x n matrix that tests an excluded device."""
 
 
 class Backend:
-    """What the runtime needs to know of one type of device, and the calls that differ between types."""
+    """The properties of one type of device that the runtime needs, and the calls that differ between types."""
 
     by_type: ClassVar[dict[str, Backend]] = {}
-    """The backend of each device type; filled by the subclasses."""
+    """The backend of each device type. Subclasses add themselves."""
 
     device_type: ClassVar[str] = ""
-    """`torch.device.type` of the devices."""
+    """The value of `torch.device.type` for these devices."""
     memory_is_host: ClassVar[bool] = False
-    """Whether device memory is host memory: nothing is copied for offloading, and ranks of a host share memory."""
+    """Whether device memory is host memory. If so, offloading copies nothing, and ranks of a host share memory."""
     has_streams: ClassVar[bool] = False
     """Whether copies run asynchronously in streams. If so, the host memory of copies is pinned."""
     collective_library: ClassVar[str] = "gloo"
@@ -89,31 +89,32 @@ class Backend:
     has_fused_optimizer: ClassVar[bool] = False
     """Whether torch has fused optimizer kernels for the device."""
     nominal_flops: ClassVar[float] = 2e14
-    """FLOP/s assumed before the device is profiled, for the time estimate of a first proof."""
+    """FLOP/s that the time estimate of the first proof assumes before the device is profiled."""
     nominal_flops_per_byte: ClassVar[float] = 100.0
-    """FLOPs of matrix products per byte read. The default is 400 TFLOP/s over 4 TB/s; a CPU has 80 GFLOP/s over 27
-    GB/s."""
+    """Ratio of the FLOP/s of matrix products to the bytes/s of memory. The default is 400 TFLOP/s over 4 TB/s. A CPU
+    has 80 GFLOP/s over 27 GB/s."""
     profiling: ClassVar[ProfilingSizes] = ProfilingSizes()
 
     def __init_subclass__(cls) -> None:
         cls.by_type[cls.device_type] = cls()
 
     def local_device(self, index: int | None) -> torch.device | None:
-        """Returns the device with `index` (modulo their number; None: the current one) if this process has any."""
+        """Returns the device with number `index` (modulo the number of devices), or the current device if `index` is
+        None. Returns None if this process has no such devices."""
         return None
 
     def select(self, device: torch.device) -> None:
-        """Makes `device` the current device of this process, before its first kernel or collective."""
+        """Makes `device` the current device of this process. Must be called before the first kernel or collective."""
 
     def is_initialized(self) -> bool:
-        """Whether this process has started the driver. A forked child could then not use the devices."""
+        """Returns whether this process has started the driver. If so, a forked child cannot use the devices."""
         return False
 
     def synchronize(self, device: torch.device) -> None:
-        """Waits until `device` has finished all work that was launched."""
+        """Waits until `device` has finished all launched work."""
 
     def make_deterministic(self) -> None:
-        """Makes kernels give the same bits for the same input."""
+        """Makes kernels return bitwise equal results for equal inputs."""
         torch.use_deterministic_algorithms(True)
 
     def stream(self, device: torch.device) -> DeviceStream | None:
@@ -121,7 +122,7 @@ class Backend:
         return None
 
     def current_stream(self, device: torch.device | None = None) -> DeviceStream | None:
-        """Returns the stream that kernels are launched in."""
+        """Returns the stream in which kernels are launched, or None for a device without streams."""
         return None
 
     def use_stream(self, stream: DeviceStream | None) -> AbstractContextManager[Any]:
@@ -133,26 +134,28 @@ class Backend:
         raise NotImplementedError(f"devices of type {self.device_type} have no events")
 
     def rng_state(self, device: torch.device | None = None) -> torch.Tensor | None:
-        """Returns the random state of `device` (None: the current device), or None if the device has no generator."""
+        """Returns the random state of `device`, or None if the device has no generator. `device` None means the current
+        device."""
         return None
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device | None = None) -> None:
-        """Restores what `rng_state` returned."""
+        """Sets the random state of `device` to a value of `rng_state`."""
 
     def fork_rng(self, device: torch.device) -> AbstractContextManager[None]:
-        """Restores the random states of the host and of `device` at exit."""
+        """Restores the random states of the host and of `device` on exit."""
         return torch.random.fork_rng(devices=[])
 
     def allocated_bytes(self, device: torch.device) -> float | None:
-        """Returns the bytes that tensors occupy, or None if the device has no allocator that counts them."""
+        """Returns the number of bytes that tensors occupy, or None if the device has no allocator that counts them."""
         return None
 
     def peak_memory(self, device: torch.device) -> dict[str, float]:
-        """Returns the peak bytes since the last call: `total` allocated and `reserved`; empty without such counters."""
+        """Returns the peak bytes since the last call: `total` (allocated) and `reserved`. Empty if the device has no
+        counters."""
         return {}
 
     def name_and_memory(self, device: torch.device) -> tuple[str, float]:
-        """Returns the product name of `device` and the bytes of its memory; 0 bytes if it uses host memory."""
+        """Returns the product name and the memory bytes of `device`. The bytes are 0 if the device uses host memory."""
         return device.type, 0.0
 
     def compute_capability(self, device: torch.device) -> tuple[int, int] | None:
@@ -162,23 +165,23 @@ class Backend:
     def supports_flash_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
     ) -> bool:
-        """Whether torch's flash-attention kernel of this device accepts the tensors and is switched on."""
+        """Returns whether torch's flash-attention kernel of this device accepts the tensors and is enabled."""
         return False
 
     def compile_obstacle(self) -> str:
-        """Returns what `torch.compile` lacks on this machine and the remedy; '' if nothing is missing."""
+        """Returns what `torch.compile` lacks on this machine, with the remedy. '' if nothing is missing."""
         return ""
 
     @property
     def process_group_backend(self) -> str:
-        """The `backend` argument of `init_process_group` for tensors of the host and of the device."""
+        """The `backend` argument of `init_process_group` for host tensors and device tensors."""
         if self.collective_library == "gloo":
             return "gloo"
         return f"cpu:gloo,{self.device_type}:{self.collective_library}"
 
 
 class CpuBackend(Backend):
-    """CPU ranks: the memory of a device is the host's, and the calling thread does the work."""
+    """CPU ranks. Device memory is host memory, and the calling thread computes."""
 
     device_type = "cpu"
     memory_is_host = True
@@ -197,12 +200,13 @@ class CpuBackend(Backend):
 
     @override
     def make_deterministic(self) -> None:
-        """Uses one thread: how a sum is divided among threads changes its rounding."""
+        """Limits torch to one thread, because the division of a sum among threads changes its rounding."""
         torch.set_num_threads(1)
 
     @override
     def compile_obstacle(self) -> str:
-        """Inductor compiles C++ for the CPU."""
+        """Returns whether the C++ compiler is missing that Inductor needs for the CPU, with the remedy. '' if it is
+        present."""
         if any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
             return ""
         return "a C++ compiler (g++ or clang++; CXX names another): install one, or leave compile out"
@@ -297,7 +301,7 @@ class CudaBackend(Backend):
 
     @override
     def compile_obstacle(self) -> str:
-        """Inductor compiles Triton kernels for CUDA."""
+        """Returns whether Triton is missing, which Inductor needs for CUDA, with the remedy. '' if it is present."""
         if importlib.util.find_spec("triton") is not None:
             return ""
         return "the package triton, which comes with torch for CUDA: leave compile out"

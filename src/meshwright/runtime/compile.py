@@ -1,15 +1,16 @@
-"""Compiles blocks: torch.compile runs on each block's own computation, and everything around it stays eager.
+"""Compiles blocks with torch.compile. All code outside of blocks stays eager.
 
-The compiled part is the forward inside a block wrapper. The all-gather of weights, recompute, and the cuts of sequence
-and stages are outside. Collectives and the project's own layers (tensor parallelism, deferred weight gradients,
+Only the forward inside a block wrapper is compiled, without the wrapper's all-gather of weights, recompute, and cuts of
+the sequence and of stages. Collectives and the project's own layers (tensor parallelism, deferred weight gradients,
 experts) synchronise with other ranks, so the compiler skips them. It also skips attention over context ranks. Blocks
-with such layers are compiled in the pieces between these layers. All blocks are identical, so the compiled code of the
-first block serves all.
+with such layers are compiled in the pieces between these layers. Identical blocks use the compiled code of the first
+one.
 
-[Note: what the compiler keeps] In a compiled block the compiler cuts forward from backward. It saves the operands of
-matrix products, and recomputes the results of norms and activations. With selective recompute it saves less, by the
-rule of analysis/remat/tape.py. Results of operations that this rule does not consider cheap must be saved (torch
-considers attention on a CPU cheap). All other results may be recomputed, including operands of matrix products.
+[Note: what the compiler keeps] In a compiled block the compiler decides which tensors forward saves for backward. It
+saves the operands of matrix products, and recomputes the results of norms and activations. With selective recompute the
+rule of analysis/remat/tape.py applies, and fewer tensors are saved. Only results of operations that are not cheap under
+this rule must be saved. All other results may be recomputed, including operands of matrix products. (By its own rule,
+torch would consider attention on a CPU cheap.)
 
 Results equal those of eager mode within the rounding of fused operations. Without a compiler the plan is refused with a
 one-line error.
@@ -41,7 +42,7 @@ def check_compiler(plan: Plan, device: torch.device) -> None:
     """Checks that blocks of `plan` can be compiled on `device`.
 
     Raises:
-        InputError: they cannot.
+        InputError: the blocks cannot be compiled.
     """
     if not plan.compile:
         return
@@ -52,15 +53,15 @@ def check_compiler(plan: Plan, device: torch.device) -> None:
 
 
 def compiler_backend() -> str:
-    """Returns the backend of torch.compile: that of the environment variable, or inductor."""
+    """Returns the backend of torch.compile: the value of the environment variable, or inductor."""
     return os.environ.get(COMPILER_ENV) or "inductor"
 
 
 def compile_block(
     forward: Callable[..., Any], block: nn.Module, is_lean: bool, defers_wgrad: bool
 ) -> Callable[..., Any]:
-    """Returns the `forward` of `block`, which is compiled when it first runs. `is_lean`: with selective recompute.
-    `defers_wgrad`: with deferred weight gradients, so that it compiles in pieces."""
+    """Returns a version of `forward`, the forward of `block`, that is compiled when it first runs. `is_lean`: the block
+    uses selective recompute. `defers_wgrad`: its weight gradients are deferred, so that it is compiled in pieces."""
     for module in block.modules():
         _disable_compiler(module, block)
     chosen = _backend_for_sac if is_lean else _backend_for_deferred_wgrad if defers_wgrad else compiler_backend()
@@ -69,16 +70,16 @@ def compile_block(
 
 
 def _backend_for_deferred_wgrad(graph: Any, given: Any, **options: Any) -> Any:
-    """Is a separate backend for blocks with deferred weight gradients, so that torch compiles separate code for them.
-    Otherwise the recompute of other blocks could use this code."""
+    """The compiler backend of blocks with deferred weight gradients. With a separate backend torch compiles separate
+    code for them. Otherwise the recompute of other blocks could use this code."""
     from torch._dynamo import lookup_backend
 
     return lookup_backend(compiler_backend())(graph, given, **options)
 
 
 def _backend_for_sac(graph: Any, given: Any, **options: Any) -> Any:
-    """Sets the policy of selective recompute and compiles: [Note: what the compiler keeps]. It uses private names of
-    torch. A test (test_compile) fails if torch renames them."""
+    """The compiler backend of blocks with selective recompute ([Note: what the compiler keeps]). It uses private names
+    of torch. A test (test_compile) fails if torch renames them."""
     from torch._dynamo import lookup_backend
     from torch._functorch import config
 
@@ -99,8 +100,8 @@ def _target_name(node: Any) -> str:
 
 
 def _replace_split_with_slices(graph: Any, node: Any) -> None:
-    """Replaces a split by slices, which the compiler treats as views. Otherwise it would save the parts and their
-    results in addition to the full tensor."""
+    """Replaces a split by slices, which the compiler treats as views. Otherwise it would save the parts of the tensor,
+    and results computed from them, in addition to the full tensor."""
     parts = node.meta["example_value"]
     if (
         len(parts) < 2
@@ -122,7 +123,7 @@ def _replace_split_with_slices(graph: Any, node: Any) -> None:
 
 
 def _disable_compiler(module: nn.Module, block: nn.Module) -> None:
-    """Excludes the project's own forwards and hooks from the compiler."""
+    """Excludes the forwards and hooks of this project from compilation."""
     stored: Any = vars(module)
     if module is not block and "forward" in stored:
         module.forward = torch.compiler.disable(stored["forward"])  # type: ignore[method-assign]
@@ -132,7 +133,7 @@ def _disable_compiler(module: nn.Module, block: nn.Module) -> None:
 
 
 def compile_seconds() -> float:
-    """Returns the seconds that this process has spent compiling. The counter is private to torch.
+    """Returns the seconds that this process has spent in compilation. The counter is private to torch.
     tests/ranks/test_compile.py fails if torch renames it."""
     from torch._dynamo.utils import calculate_time_spent
 

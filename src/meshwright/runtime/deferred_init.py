@@ -1,29 +1,26 @@
-"""Defers initialisation: builds a model without allocating parameters, and materialises the local part of each
-parameter later, one parameter at a time.
+"""Builds a model on the meta device, and materialises each rank's part of the parameters later.
 
-    with deferred_init():                            # the model's own code runs as ever, draws and all
+    with deferred_init():                            # the model's code runs unchanged
         model = AutoModelForCausalLM.from_config(config)
-    trainer = parallelize(model, optimizer, plan)        # each rank holds its part
+    trainer = parallelize(model, optimizer, plan)        # each rank materialises only its shards
 
-Guarantees: every element is bit for bit that of an ordinary build, under any plan, and so is every random number drawn
-afterwards.
+Guarantees: under any plan, the parameters are bit for bit those of an ordinary build. So are all random numbers that
+the caller draws afterwards.
 
-While the model is built, parameters are meta tensors. Each write to one is recorded instead: the operation, its inputs,
+Inside the context, parameters are meta tensors. Each operation that writes to a parameter is recorded with its inputs
 and the state of the random generator. Random numbers are drawn and discarded, so that later draws equal those of an
-ordinary build. Replay of the records materialises a parameter. Slicing is recorded in the same way. So a rank stores
-its slice of a tensor, and the full tensor exists only during the replay.
+ordinary build. To materialise a parameter, the recorded operations are replayed. Slicing is recorded too. So a rank
+stores only its slice, and the full tensor exists only during the replay.
 
-[Note: notes] `StorageRecipe` says how the content of a storage is computed. It never changes: an operation on the
-storage replaces it by another recipe. So code with an earlier recipe (a copy of a layer, a slice of a rank) keeps the
-content that the recipe describes. Code that asks for the device of a parameter gets the answer of a real one, because
-many functions skip meta tensors. An operation that cannot be recorded, such as a read of values, raises, and the caller
-builds the full model. Idea: torchdistx, `deferred_init` (2022); this version works for any model, with generators, and
-without custom operators.
+[Note: recipes] A `StorageRecipe` says how the content of a storage is computed. Recipes are immutable: an operation
+that writes to the storage replaces the recipe by a new one. So a copy or a slice that was taken earlier keeps the
+content of that time. The device of a deferred parameter reads as `cpu`, because many functions skip meta tensors. An
+operation that cannot be recorded, such as a read of values, raises, and `build_deferred` then builds the full model.
+Idea: torchdistx, `deferred_init` (2022).
 
-Recording ends with the context. A change after the end of recording would be lost, so it is checked. A parameter is
-refused with a one-line error if its version shows a later write, or if it has a new storage without a record (a
-conversion). Parameters that replace recorded parameters are not checked: they are uninitialised, like any other meta
-parameter.
+A write after the end of the context is not recorded and would be lost. So `check_unchanged_after_recording` raises if a
+parameter was written to or converted afterwards. Parameters that replace recorded parameters are not checked. They are
+uninitialised, like any other meta parameter.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 
 EMPTY_OPS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
-"""Operations that make a tensor without a write to it."""
+"""Operations that allocate a tensor without writing to it."""
 OVERWRITING_OPS = {
     f"aten::{name}_"
     for name in (
@@ -68,10 +65,11 @@ OVERWRITING_OPS = {
 }
 """Operations that overwrite all previous content."""
 SMALL_TENSOR_SIZE = 1 << 16
-"""Tensors of up to this number of elements are stored in full. Of a larger constant tensor only the value is stored. It
-is also the largest number of bytes of temporary memory that comes from the heap."""
+"""Maximum number of elements of a constant tensor that is stored in full. For a larger one only its value is stored.
+Also the size in bytes from which temporary memory is allocated outside of the heap."""
 RECORDER_ATTRIBUTE, RECIPE_ATTRIBUTE = "_meshwright_later", "_meshwright_origin"
-"""Attributes: of modules, the record of their construction; of parameters, the recipe of the local part."""
+"""Names of two attributes. A module stores its `DeferredInit` in the first. A parameter stores the `TensorRef` of its
+local part in the second."""
 
 ReplayMemo = dict[int, torch.Tensor]
 
@@ -80,8 +78,8 @@ ReplayMemo = dict[int, torch.Tensor]
 class StorageRecipe:
     """Describes how a storage of `numel` elements gets its content.
 
-    The content is `initial` from the beginning, or output `index` of operation `made`, or nothing; then `steps` write
-    over it. `form`: size, strides and offset of the content.
+    The content starts as `initial`, as output `index` of the operation `made`, or uninitialised. Then the operations
+    `steps` write to it. `form` is the size, the strides and the offset of the initial content.
     """
 
     numel: int
@@ -94,11 +92,11 @@ class StorageRecipe:
 
     @property
     def known(self) -> bool:
-        """Returns whether anything was written to the storage."""
+        """Whether anything was written to the storage."""
         return self.initial is not None or self.made is not None or bool(self.steps)
 
     def play(self, memo: ReplayMemo) -> torch.Tensor:
-        """Returns the content of the whole storage, flat."""
+        """Computes the content of the storage. Returns it as a flat tensor of `numel` elements."""
         if id(self) in memo:
             return memo[id(self)]
         flat = _temporary_storage(self.numel, self.dtype)
@@ -120,26 +118,26 @@ class StorageRecipe:
 
 @dataclass(frozen=True, eq=False)
 class TensorRef:
-    """Refers to a tensor as an operation saw it, a view of a storage. `origin` None: the storage that
-    is being written."""
+    """Refers to a tensor that an operation used: a view, with geometry `form`, of the storage that `origin` describes.
+    If `origin` is None, the view is of the storage that the operation writes to."""
 
     origin: StorageRecipe | None
     form: tuple[Any, ...]
 
     def play(self, memo: ReplayMemo, own: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor; `own` is the storage that is being written."""
+        """Returns the real tensor. `own` is the storage that the operation writes to."""
         return (own if self.origin is None else self.origin.play(memo)).as_strided(*self.form)
 
     @torch.no_grad()
     def value(self) -> torch.Tensor:
-        """Returns the tensor from a replay of its recipe."""
+        """Replays the recipe and returns the real tensor."""
         assert self.origin is not None
         return self.origin.play({}).as_strided(*self.form)
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedOp:
-    """Records one operation. Its meta tensor arguments are `TensorRef`. `drawn`: the generator's state before it."""
+    """Records one operation. Meta tensor arguments become `TensorRef`. `drawn`: generator state before a draw."""
 
     operation: Any
     args: Any
@@ -148,7 +146,7 @@ class RecordedOp:
     overwrites: bool = False
 
     def play(self, memo: ReplayMemo, own: torch.Tensor) -> Any:
-        """Runs the operation on real tensors with the recorded random state."""
+        """Runs the operation on real tensors with the recorded random state and returns its result."""
         generator = torch.Generator()
         if self.drawn is not None:
             generator.set_state(self.drawn)
@@ -170,19 +168,19 @@ class RecordedOp:
 
 @dataclass
 class OpLog:
-    """Stores what is known of meta storages, and of real storages without a write."""
+    """Stores the recipes of meta storages, and which real storages are still uninitialised."""
 
     origins: dict[int, tuple[torch.UntypedStorage, StorageRecipe]] = field(default_factory=dict)
     untouched: dict[int, StorageWeakRef] = field(default_factory=dict)
     given: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter, StorageWeakRef]] = field(default_factory=dict)
-    """By storage: real parameters, and the meta parameters that replace them."""
+    """For each real storage: a real parameter, the meta parameter that replaces it, and the storage."""
     digest: Any = field(default_factory=xxhash.xxh3_64)
-    """Digest of all generator states in which numbers were drawn."""
+    """Digest of the generator state before each draw."""
     ended: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    """Parameters by identity at the end of the context, with the number of writes to each."""
+    """For each parameter id at the end of the context: the parameter and its version, which counts writes."""
 
     def origin(self, tensor: torch.Tensor) -> StorageRecipe | None:
-        """Returns the recipe of the storage of `tensor`, None if it is not followed."""
+        """Returns the recipe of the storage of `tensor`, None if the storage has no recipe."""
         found = self.origins.get(_storage_key(tensor))
         return found[1] if found is not None else None
 
@@ -200,13 +198,14 @@ class DeferredInit(TorchDispatchMode):
         self.busy = False
 
     def __deepcopy__(self, memo: Any) -> DeferredInit:
-        """Returns a copy for a copied module, with the same record."""
+        """Returns this same object, so that a copied module shares the record."""
         return self
 
     # --- parameters
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Returns the meta parameter that replaces a real `parameter` of `module`, the same under each of its names."""
+        """Returns the meta parameter that replaces the real `parameter` of `module`. A shared parameter gets one meta
+        parameter for all its names."""
         if parameter is None or self.notes.origin(parameter) is not None or parameter.is_meta:
             return None
         key = _storage_key(parameter)
@@ -230,7 +229,7 @@ class DeferredInit(TorchDispatchMode):
         return shape
 
     def seen(self, tensor: torch.Tensor) -> TensorRef | None:
-        """Returns the reference of `tensor`; None if it is unknown."""
+        """Returns the reference to a meta `tensor`, None if nothing was written to its storage."""
         origin = self.notes.origin(tensor) if tensor.is_meta else None
         return None if origin is None or not origin.known else TensorRef(origin, _geometry(tensor))
 
@@ -242,7 +241,7 @@ class DeferredInit(TorchDispatchMode):
     def whole(
         self, function: Callable[..., torch.Tensor], tensor: torch.Tensor, *given: Any, **named: Any
     ) -> torch.Tensor:
-        """Records as one step a function that fills `tensor` and whose number of draws depends on values."""
+        """Records `function`, which fills `tensor`, as one operation, since its number of draws depends on values."""
         if self.notes.origin(tensor) is None:
             return function(tensor, *given, **named)
         state = self._draw(function, (tensor, *given), named)
@@ -289,7 +288,8 @@ class DeferredInit(TorchDispatchMode):
         return result
 
     def _on_real(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
-        """Runs an operation on real tensors. For a parameter that a meta tensor replaces, the effect would be lost."""
+        """Runs an operation on real tensors. Raises if it writes to a parameter that a meta tensor replaces, because
+        the write would be lost."""
         for tensor in written:
             self.notes.untouched.pop(_storage_key(tensor), None)
             known = self.notes.given.get(_storage_key(tensor))
@@ -301,7 +301,8 @@ class DeferredInit(TorchDispatchMode):
         return result
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """Returns the generator's state before `func`, which then draws into temporary memory."""
+        """Returns the generator's state before `func`. Then runs `func` on temporary memory, so that the generator
+        advances."""
         chosen = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Generator)]
         generator = chosen[0] if chosen else torch.default_generator
         if not backend_of(generator.device).memory_is_host:
@@ -319,7 +320,7 @@ class DeferredInit(TorchDispatchMode):
         return state
 
     def _frozen(self, value: Any, own: set[int]) -> Any:
-        """Returns a copy of the present value of an argument."""
+        """Returns a copy of an argument with its present value. A meta tensor becomes a `TensorRef`."""
         if not isinstance(value, torch.Tensor):
             return value
         origin = self.notes.origin(value)
@@ -352,7 +353,7 @@ class DeferredInit(TorchDispatchMode):
 
 
 class _ReportAsCpuTensors(TorchFunctionMode):
-    """Reports deferred parameters as CPU tensors."""
+    """Makes deferred parameters report that they are CPU tensors."""
 
     def __init__(self, later: DeferredInit) -> None:
         super().__init__()
@@ -367,13 +368,12 @@ class _ReportAsCpuTensors(TorchFunctionMode):
 
 @contextmanager
 def deferred_init() -> Iterator[DeferredInit]:
-    """Defers the initialisation of parameters of modules built inside.
+    """Defers the initialisation of the parameters of modules that are built inside the context.
 
-    The parameters are meta tensors with a recipe, and `parallelize` materialises what each rank holds. Buffers are
-    real.
+    Parameters are meta tensors with a recipe. `parallelize` materialises each rank's shards. Buffers are real tensors.
 
     Raises:
-        InputError: the code reads values of parameters while it builds, or runs an operation that cannot be recorded.
+        InputError: the model's code reads parameter values, or runs an operation that cannot be recorded.
     """
     later = DeferredInit()
     hook = register_module_parameter_registration_hook(later.register)  # type: ignore[arg-type]
@@ -389,8 +389,8 @@ def deferred_init() -> Iterator[DeferredInit]:
 
 
 def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Returns the result of `make` with deferred parameters, or the full model where its code cannot be recorded.
-    `seed`: the seed of all its draws."""
+    """Returns the model that `make` builds from random `seed`. Parameters are deferred unless the code cannot be
+    recorded."""
     torch.manual_seed(seed)
     try:
         with deferred_init() as later:
@@ -405,7 +405,7 @@ def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def deferred_init_of(model: nn.Module) -> DeferredInit:
-    """Returns the record of the construction of `model`; an empty one where it was built in full."""
+    """Returns the record of the construction of `model`. It is empty if the model was built in full."""
     return (
         next(
             (vars(module)[RECORDER_ATTRIBUTE] for module in model.modules() if RECORDER_ATTRIBUTE in vars(module)), None
@@ -415,12 +415,12 @@ def deferred_init_of(model: nn.Module) -> DeferredInit:
 
 
 def materialize(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns the initial content of `parameter`: its values, or the replay of its recipe."""
+    """Returns the initial content of `parameter`: its own values, or the replay of its recipe."""
     seen: TensorRef | None = getattr(parameter, RECIPE_ATTRIBUTE, None)
     return parameter.detach() if seen is None else seen.value()
 
 
-# --- small things
+# --- storages and arguments
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
@@ -432,7 +432,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Returns the number of storage elements from the first element of the tensor to the last."""
+    """Returns the length, in storage elements, of the range from the first to the last element of the tensor."""
     return (
         1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
         if tensor.numel()
@@ -441,8 +441,8 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _temporary_storage(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocates temporary memory. A large block is allocated outside of the heap, where freed blocks would leave holes.
-    The holes took 2.4 GB while 1.1 billion parameters were initialised."""
+    """Returns temporary memory. Large blocks are mapped outside of the heap, because freed heap blocks leave holes: 2.4
+    GB while 1.1 billion parameters were initialised."""
     size = numel * dtype.itemsize
     if size < SMALL_TENSOR_SIZE:
         return torch.empty(numel, dtype=dtype)
@@ -460,7 +460,7 @@ def _tensor_leaves(value: Any) -> list[torch.Tensor]:
 
 
 def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Returns the tensors that `func` changes in place."""
+    """Returns the tensors that `func` writes to in place."""
     if not func._schema.is_mutable:
         return []
     arguments = func._schema.arguments
@@ -478,7 +478,7 @@ def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def check_unchanged_after_recording(model: nn.Module, later: DeferredInit) -> None:
-    """Checks that every parameter of `model` is as `later` recorded it.
+    """Checks that no parameter of `model` changed after the recording `later` ended.
 
     Raises:
         InputError: a parameter was written to or converted afterwards.

@@ -13,8 +13,8 @@ from meshwright.runtime.backend import CUBLAS_WORKSPACE, accelerators, backend_o
 
 
 def local_device() -> torch.device:
-    """Returns the accelerator of this rank: that of `LOCAL_RANK`, or the current accelerator without this variable.
-    Returns the CPU if the process has no accelerator."""
+    """Returns the accelerator of this rank: the one with index `LOCAL_RANK`, or the current one without this
+    environment variable. Returns the CPU if the process has no accelerator."""
     rank = os.environ.get("LOCAL_RANK")
     index = None if rank is None else int(rank)
     found = (backend.local_device(index) for backend in accelerators())
@@ -24,8 +24,8 @@ def local_device() -> torch.device:
 def init_local_device() -> torch.device:
     """Makes `local_device()` the current device of this process and returns it.
 
-    Call it before the first collective and the first matrix product: random states, streams, and NCCL's messages
-    without a device use the current device. Warns of an accelerator that has no backend.
+    Must be called before the first collective and the first matrix product, because random states, streams, and NCCL's
+    messages without a device use the current device. Warns if an accelerator has no backend.
     """
     os.environ.setdefault(*CUBLAS_WORKSPACE)
     device = local_device()
@@ -38,7 +38,7 @@ def init_local_device() -> torch.device:
 
 
 def unused_accelerator_warning(found: torch.device | None) -> str:
-    """Returns the warning for an accelerator without a backend; '' if all accelerators have one.
+    """Returns the warning about the accelerator `found`, which has no backend; '' if `found` is None.
 
     >>> unused_accelerator_warning(torch.device("mps"))
     'this machine has an accelerator of the kind mps, which is not used: training runs on its cores'
@@ -56,10 +56,7 @@ def unused_accelerator_warning(found: torch.device | None) -> str:
 
 
 def host_id() -> str:
-    """Returns the same text on ranks that share a machine and a network namespace.
-
-    A container with a separate network namespace counts as a separate host.
-    """
+    """Returns a text that is equal on ranks that share a machine and a network namespace."""
     try:
         return f"{machine_id()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
@@ -67,7 +64,7 @@ def host_id() -> str:
 
 
 def machine_id() -> str:
-    """Returns the same text on ranks that share a machine, that is a kernel."""
+    """Returns a text that is equal on ranks that share a machine, that is, an operating system kernel."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,8 +1,8 @@
-"""The engine of a sharded model: it runs micro-batches through the stages of this rank and leaves gradients in the flat
+"""The engine of a sharded model. It runs micro-batches through the stages of this rank. Gradients end up in the flat
 parameter groups.
 
-`StageExecutor` runs one micro-batch through one stage. `Engine` runs the passes of a step over all stages, with the
-checks of `preflight` around them. The build (build/parallelize.py) makes both, and does not change them afterwards.
+`StageExecutor` runs one micro-batch through one stage. `Engine` runs the passes of a step over all stages, and the
+`preflight` checks before and after them. build/parallelize.py makes both objects and does not change them afterwards.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ GROUPS_BY_PARALLELISM = {
     "context": ("cp", "rings", "heads"),
     "expert": ("experts",),
 }
-"""Communication groups by the kind of parallelism that uses them."""
+"""For each kind of parallelism, the names of the communication groups that it uses."""
 
 
 def check_batch_norm(path: str, plan: Plan, passes: int) -> None:
-    """Checks that batch statistics are those of the whole batch, including norms that have running statistics only.
+    """Checks that every norm computes its statistics over the whole batch.
 
-    One device passes the whole batch at once. A plan passes dp x micro-batches parts, each with its own statistics: no
-    sum of gradients corrects that. Tensor ranks divide channels, whose statistics are independent.
+    One device passes the whole batch at once. A plan passes dp x micro-batches parts, each with its own statistics. No
+    sum of gradients corrects this. Tensor ranks divide channels, whose statistics are independent. The check includes
+    norms that have running statistics only.
 
     Raises:
         InputError: The module at `path` would compute statistics of a part of the batch.
@@ -74,16 +75,17 @@ def check_batch_norm(path: str, plan: Plan, passes: int) -> None:
 
 
 class OncePerStepBuffers:
-    """Buffers that every micro-batch updates identically, updated once a step.
+    """Buffers that every micro-batch updates in the same way, but that must be updated once per step.
 
-    The value after the first forward of their stage is restored after the last pass of the step.
+    Each buffer is recorded after the first forward of its stage. The recorded value is restored after the last pass of
+    the step.
     """
 
     def __init__(self, names: frozenset[str] = frozenset()) -> None:
         self.names, self.made = names, dict[str, torch.Tensor]()
 
     def passed(self, executor: StageExecutor, stage: int) -> None:
-        """Records the buffers of `stage` after its first forward."""
+        """Records the buffers of `stage`, if this is its first forward in the step."""
         stages = executor.extra_state.buffer_stages
         present = dict(executor.model.named_buffers()) if len(self.made) < len(self.names) else {}
         for name in self.names & present.keys():
@@ -91,7 +93,7 @@ class OncePerStepBuffers:
                 self.made[name] = present[name].detach().clone()
 
     def put_back(self, model: nn.Module, passes: int) -> None:
-        """Restores the recorded values after the `passes` of a step."""
+        """Restores the recorded values after a step of `passes` micro-batches."""
         present = dict(model.named_buffers()) if self.made and passes > 1 else {}
         for name, value in self.made.items():
             if name in present:
@@ -103,52 +105,54 @@ class PassRecorder(Protocol):
     """Records the code paths of the user's model (preflight/code_paths.py)."""
 
     asks: bool
-    """Whether the user's code reads values of tensors."""
+    """Whether the user's code reads tensor values."""
 
     def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
-        """Records one pass of `stage`, if the user's code reads values or a check is running."""
+        """Records one pass of `stage` inside the context, if the user's code reads tensor values or a check is
+        running.
+        """
 
     def begin_step(self) -> None:
-        """Forgets the passes of the last step."""
+        """Discards the passes of the previous step."""
 
     def learning(self) -> AbstractContextManager[None]:
         """Treats the passes inside the context as passes of a check."""
 
     def unknown(self, batches: Sequence[Any]) -> tuple[str, int]:
-        """Returns a place in the code that no check has reached, and the index of its micro-batch; ('', -1) if there is
-        none."""
+        """Returns a code location that no check has reached, and the index of the micro-batch that reached it. Returns
+        ('', -1) if there is none."""
 
     def unrepeated(self) -> str:
-        """Returns a place of this step that no check has run; '' if there is none."""
+        """Returns a code location that this step reached and no check has reached, '' if there is none."""
 
     def accept(self) -> None:
-        """Marks the passes of this step as checked."""
+        """Marks the code locations of this step as checked."""
 
 
 class StepChecks(Protocol):
-    """The checks around the passes of a step (preflight/step_checks.py)."""
+    """The checks before and after the passes of a step (preflight/step_checks.py)."""
 
     stages_run: bool
     """Whether every stage has run once."""
     steps: int
-    """Training steps that have begun."""
+    """Number of training steps that have begun."""
     checked: int
-    """The last step before which the rows of the batch were checked."""
+    """The last training step before which the rows of the batch were checked."""
     began: int
-    """Stage passes before this step."""
+    """Number of stage passes before the present step."""
     once: OncePerStepBuffers
     written: set[str]
-    """Parameters that a pass of the model writes to."""
+    """Names of the parameters that a pass of the model writes to."""
 
     @property
     def paths(self) -> PassRecorder:
-        """The recorded code paths of a model that reads values."""
+        """The recorded code paths of a model that reads tensor values."""
 
     def skip(self, stages: bool = True) -> None:
         """Skips the checks of the first steps."""
 
     def before(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Runs before the micro-batches of a step or of an evaluation."""
+        """Runs the checks before the micro-batches of a step or of an evaluation."""
 
     def check(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
         """Runs the checks that are due before the next step."""
@@ -157,7 +161,7 @@ class StepChecks(Protocol):
         """Repeats the checks after the passes of a step, before its update."""
 
     def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Runs after the micro-batches of a step or of an evaluation."""
+        """Runs the checks after the micro-batches of a step or of an evaluation."""
 
 
 @dataclass
@@ -168,7 +172,7 @@ class StageExecutor:
     mesh: ParallelContext
     anatomy: ModelGraph
     bounds: dict[int, tuple[int, int]]
-    """First block and last block plus one of each stage."""
+    """For each stage: the index of its first block, and the index after its last block."""
     cursor: StageCursor
     reducer: GradReducer
     objective: LossHead
@@ -180,7 +184,7 @@ class StageExecutor:
 
     @contextmanager
     def checked_by(self, checks: StepChecks) -> Iterator[None]:
-        """Uses `checks` instead of the present checks inside the context."""
+        """Replaces `self.checks` by `checks` inside the context."""
         before, self.checks = self.checks, checks
         try:
             yield
@@ -188,12 +192,13 @@ class StageExecutor:
             self.checks = before
 
     def num_inputs(self, stage: int) -> int:
-        """Returns how many tensors `stage` receives."""
+        """Returns the number of tensors that `stage` receives from the previous stage."""
         carry = self.cursor.carry
         return (0 if carry is None else len(carry.spec.message(self.bounds[stage][0]))) + (self.balance is not None)
 
     def forward_stage(self, stage: int, batch: Batch, received: StageTensors) -> StageTensors:
-        """Runs one micro-batch through `stage`. Returns the message to the next stage, or the sum of losses."""
+        """Runs one micro-batch through `stage`. Returns the tensors for the next stage; on the last stage, the sum of
+        the losses."""
         cursor, balance = self.cursor, self.balance
         cursor.start, cursor.stop = self.bounds[stage]
         cursor.passes += 1
@@ -231,12 +236,12 @@ class StageExecutor:
             total = self.objective.sum(output, batch)
         if balance is not None:
             sums = balance.end()
-            # Evaluation excludes the balance loss.
+            # The loss of an evaluation does not include the balance loss.
             total = total + balance.loss(sums) if torch.is_grad_enabled() else total
         return (total,)
 
     def _buffers_of_other_stages(self, stage: int) -> list[torch.Tensor]:
-        """Returns the buffers that another stage of this rank updates. The model's own code outside of blocks runs on
+        """Returns the buffers that belong to other stages of this rank. The model's code outside of blocks runs on
         every stage, so it could change these buffers too."""
         stages = self.extra_state.buffer_stages
         if self.mesh.plan.stages == self.mesh.plan.pp or not (stages and self.model.training):
@@ -244,7 +249,8 @@ class StageExecutor:
         return [buffer for name, buffer in self.model.named_buffers() if stages.get(name, stage) != stage]
 
     def _check_blocks_run(self) -> None:
-        """Checks that the pass ran the blocks of the first pass of its stage, and no backward inside of a forward.
+        """Checks that the pass ran the same blocks as the first pass of its stage, and no backward inside of the
+        forward.
 
         If a pass skips a block (random depth), its all-gathers and messages do not match those of other ranks. A
         backward inside of a forward would add its gradients to those of the step.
@@ -287,8 +293,8 @@ class Engine:
     unfilled: frozenset[str] = frozenset()
     """Parameters on the meta device that have no values yet."""
     coupled_at_start: str = ""
-    """The path of a module that computed batch statistics in the mode (training or evaluation) that the model had
-    before sharding."""
+    """The path of a module that computed batch statistics before sharding, in the mode (training or evaluation) at that
+    time. '' if there is none."""
 
     @property
     def model(self) -> nn.Module:
@@ -312,12 +318,12 @@ class Engine:
 
     @property
     def objective(self) -> LossHead:
-        """The loss."""
+        """Computes the loss from the outputs of the model."""
         return self.executor.objective
 
     @property
     def run(self) -> StageCursor:
-        """The stage that is running."""
+        """Tracks which stage is running."""
         return self.executor.cursor
 
     @property
@@ -337,27 +343,27 @@ class Engine:
 
     @property
     def context(self) -> ContextState | None:
-        """How this rank computes its part of the sequence."""
+        """How this rank computes its part of the sequence; None without context parallelism."""
         return self.executor.context
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The global shape of each parameter, in the model's order."""
+        """The global shape of each parameter by name, in the model's order."""
         return self.shards.shapes
 
     @property
     def preflight(self) -> StepChecks:
-        """The checks around the passes of a step."""
+        """The checks before and after the passes of a step."""
         return self.executor.checks
 
     def mark_initialized(self) -> None:
-        """Records that all parameters have values."""
+        """Marks all parameters as initialised."""
         self.unfilled = frozenset()
 
     def forward_backward(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
-        """Runs all micro-batches of this rank's replica; no gradients where `scale` is None.
+        """Runs all micro-batches of this rank's replica, without gradients if `scale` is None.
 
-        Returns the sum of losses on the last stage (float64 scalar), 0 on the others.
+        Returns the sum of the losses on the last stage (float64 scalar), 0 on other stages.
         """
         if scale is not None:
             check_batch_norm(self.statistics, self.mesh.plan, len(batches))
@@ -375,14 +381,16 @@ class Engine:
 
     @property
     def statistics(self) -> str:
-        """The path of a module that computes batch statistics in its present mode; '' where there is none.
+        """The path of a module that computes batch statistics in its present mode, '' if there is none.
 
-        A pipeline rank has only some of the modules. So under pipeline parallelism the mode before sharding counts.
+        A pipeline rank has only some of the modules. So under pipeline parallelism the mode before sharding counts too.
         """
         return (self.coupled_at_start if self.mesh.plan.stages > 1 else "") or find_batch_norm(self.model)
 
     def forget(self) -> None:
-        """Discards what the timers counted since `measured` was last called, such as an evaluation between steps."""
+        """Discards the timings and byte counts since the last call of `measured`, for example those of an
+        evaluation.
+        """
         for meter in (
             self.pipeline.wire.meter,
             *(meter for group in self.mesh.groups.values() for meter in group.timers),
@@ -392,13 +400,13 @@ class Engine:
             store.wait_timer.discard()
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns, by kind of parallelism and since the last call, the seconds that this rank waited for others and the
-        bytes that it sent over the network."""
+        """Returns two dicts by kind of parallelism: the seconds that this rank waited for other ranks, and the bytes
+        that it sent over the network. Both count from the last call."""
         found = {name: group.read_stats() for name, group in self.mesh.groups.items()}
         kinds = {
             kind: [found[name] for name in names if name in found] for kind, names in GROUPS_BY_PARALLELISM.items()
         }
-        # The group of tied weights counts as "data" and exists on some ranks only, so every rank reports "data".
+        # The group of tied weights counts as "data" and exists only on some ranks. So every rank reports "data".
         kinds = {kind: meters for kind, meters in kinds.items() if meters or kind == "data"}
         waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items()}
         messages = self.pipeline.wire.meter.read()
@@ -413,11 +421,11 @@ class Engine:
 
     @property
     def _offload_stores(self) -> list[StateSwapper | ActivationStore]:
-        """The offload stores of this rank."""
+        """The stores of offloaded states and activations of this rank."""
         return [each for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None]
 
     def open_ungated(self) -> None:
-        """Gathers, for the whole step, the ZeRO-3 groups that no module wrapper gathers."""
+        """Gathers the ZeRO-3 groups that no module wrapper gathers. They stay gathered for the whole step."""
         for unit in self.zero.units:
             if not unit.hooked:
                 unit.weights.unshard()

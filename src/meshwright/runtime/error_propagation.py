@@ -1,16 +1,16 @@
 """Propagates the exception of one rank to the ranks that wait for it.
 
-A collective call (`parallelize`, `Trainer.step`, ...) is made by every rank. If one rank raises in it, the other ranks
-would wait for it forever. The raising rank therefore writes one line into the store of the default process group. A
-rank that waits longer than STORE_POLL_SECONDS reads the store at this interval, and raises the error in that line.
+Every rank makes each collective call (`parallelize`, `Trainer.step`, ...). If one rank raises inside the call, the
+other ranks would wait for it forever. So the raising rank writes one line into the store of the default process group.
+A rank that waits longer than STORE_POLL_SECONDS reads the store at this interval and raises the error that it finds.
 Shorter waits have no cost.
 
-Everything here happens on the host. Waits for shared memory read the store themselves (shm/memory.py). A wait for NCCL
-never blocks the host, so it is not watched.
+All of this happens on the host. Waits for shared memory read the store themselves (shm/memory.py). A wait for NCCL
+never blocks the host, so no such wait is watched.
 
-[Note: waits inside gloo] A wait for gloo blocks inside the library. So a thread reads the store during the wait. The
-thread interrupts the wait by a receive that times out immediately. gloo then closes all connections of this rank in the
-process group, which cannot be used any more. Source: gloo/transport/tcp/unbound_buffer.cc, `waitRecv`.
+[Note: waits inside gloo] A wait for gloo blocks inside the library. So a thread reads the store during the wait. To
+interrupt the wait, the thread starts a receive that times out immediately. gloo then closes all connections of this
+rank in the process group, which cannot be used any more. Source: gloo/transport/tcp/unbound_buffer.cc, `waitRecv`.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ from meshwright.core.errors import (
 T = TypeVar("T")
 
 STORE_POLL_SECONDS = 0.2
-"""Seconds of a wait after which the store is read for the first time, and seconds between two reads."""
+"""Seconds from the beginning of a wait to the first read of the store, and from one read to the next."""
 
 BARRIER_POLL_SECONDS = 0.01
-"""Seconds between two reads of the store by a rank that makes another call after an exception."""
+"""Seconds between two reads of the store while a rank waits, after an exception, for the other ranks to raise too."""
 
 BARRIER_TIMEOUT_SECONDS = 1800.0
-"""Seconds that this rank then waits for the other ranks, as in a collective."""
+"""Maximum seconds of this wait."""
 
 MAX_IDLE_POLLS = 25
-"""Polls without a wait for gloo after which the watching thread ends."""
+"""Number of polls without a wait for gloo after which the watching thread ends."""
 
 MAX_MESSAGE_CHARACTERS = 200
-"""Largest number of propagated characters of a message, for exceptions outside of PROPAGATED_ERROR_CLASSES."""
+"""Maximum number of characters of a propagated message, for exceptions outside of PROPAGATED_ERROR_CLASSES."""
 
 PROPAGATED_ERROR_CLASSES = {
     kind.__name__: kind
     for kind in (MeshwrightError, InputError, PlanRefused, NothingFits, VerificationFailed, Interrupted)
 }
-"""Classes that an exception keeps on the other ranks."""
+"""Exception classes that other ranks raise with the same class."""
 
 ERROR_KEY, CALL_COUNT_KEY, BROKEN_GROUP_KEY = "error", "meshwright/parallelize", "meshwright/broken"
-"""Keys of the store: the error of one `parallelize`, the number of its calls by each rank, and the error because of
-which ranks have closed connections."""
+"""Keys of the store: the error of one `parallelize`; the number of `parallelize` calls of each rank; the error after
+which ranks have closed gloo connections."""
 
 
 class ErrorRecord(NamedTuple):
-    """The exception that `rank` raised in its collective call number `call`. `kind` is its name in
-    PROPAGATED_ERROR_CLASSES, empty for other classes."""
+    """The exception that `rank` raised in its collective call number `call`. `kind` is its class name if the class is
+    in PROPAGATED_ERROR_CLASSES, '' otherwise."""
 
     call: int
     rank: int
@@ -77,11 +77,11 @@ class ErrorRecord(NamedTuple):
     message: str
     exit_code: int = 1
     is_final: bool = False
-    """Whether a rank has left a collective because of this error, so that no later call can succeed."""
+    """Whether a rank has left a collective because of this error. If so, no later call can succeed."""
 
     def to_exception(self, is_earlier: bool) -> MeshwrightError:
-        """Returns the exception for other ranks. `is_earlier`: it was raised in an earlier call, after which this rank
-        went on.
+        """Returns the exception that other ranks raise. `is_earlier`: it was raised in an earlier call, and this rank
+        has made another call since.
 
         >>> ErrorRecord(3, 1, "PlanRefused", "plan pp2: no").to_exception(False)
         PlanRefused('rank 1: plan pp2: no')
@@ -97,8 +97,8 @@ class ErrorRecord(NamedTuple):
 
 
 class RemoteRankError(ConnectionError):
-    """Is raised in a rank that would otherwise wait forever, because another rank has raised. The collective call
-    converts it to an error for users."""
+    """Interrupts a wait that would never end, because another rank has raised. The collective call converts this
+    exception to an error for users."""
 
     def __init__(self, record: ErrorRecord, is_earlier: bool) -> None:
         self.record, self.is_earlier = record, is_earlier
@@ -111,14 +111,14 @@ class _GlooWait(NamedTuple):
 
 
 class ErrorPropagator:
-    """Counts the collective calls of one `parallelize` and its trainer, identically on every rank. Without a store
-    there is one rank, and the propagator does nothing."""
+    """Counts the collective calls of one `parallelize` and its trainer. The counts are equal on all ranks. Without a
+    store there is only one rank, and this object does nothing."""
 
     def __init__(self, store: dist.Store | None = None, prefix: str = "", rank: int = 0) -> None:
         self._store, self._key, self._rank = store, f"{prefix}/{ERROR_KEY}", rank
         self.report_alive: Callable[[], None] = lambda: None
-        """Called between the parts of work that may take minutes before a step, so that a supervisor does not consider
-        the rank hung."""
+        """Is called during work before a step that may take minutes, so that a supervisor does not consider the rank
+        hung."""
         self._call_number = self._raised_in = 0
         self._is_inside = False
         self._due = 0.0
@@ -141,10 +141,10 @@ class ErrorPropagator:
 
     @contextmanager
     def call(self, inner: AbstractContextManager[T]) -> Iterator[T]:
-        """Runs one collective call around `inner`. An exception inside is propagated to the other ranks, and their
-        exceptions to this rank. A nested call is part of the outer call.
+        """Runs one collective call around `inner`. Sends an exception inside it to the other ranks, and raises their
+        exceptions on this rank. A nested call is part of the outer call.
 
-        Raises: the exception of another rank as one line, of its class if that is in PROPAGATED_ERROR_CLASSES.
+        Raises: the exception of another rank as one line, with its class if that is in PROPAGATED_ERROR_CLASSES.
         """
         if self._store is None or self._is_inside:
             with inner as value:
@@ -172,8 +172,8 @@ class ErrorPropagator:
             self._is_inside = False
 
     def _check_all_raised(self) -> None:
-        """Checks that every rank raised in the last call, as all ranks do when they refuse the same input. Raises
-        MeshwrightError if one did not."""
+        """Waits until every rank has raised in the last call, as all ranks do when they refuse the same input. Raises
+        MeshwrightError if a rank did not raise."""
         assert self._store is not None
         end = time.monotonic() + BARRIER_TIMEOUT_SECONDS
         while (
@@ -186,10 +186,11 @@ class ErrorPropagator:
         if self._final_record is not None:
             raise self._final_record.to_exception(is_earlier=True)
 
-    # --- waits
+    # --- waiting
 
     def poll(self, waited: float) -> None:
-        """Reads the store if that is due for a wait of `waited` seconds. Raises RemoteRankError."""
+        """Reads the store if a read is due after `waited` seconds of a wait. Raises RemoteRankError if another rank has
+        raised."""
         now = time.monotonic()
         if waited < STORE_POLL_SECONDS or now < self._due:
             return
@@ -198,23 +199,23 @@ class ErrorPropagator:
             raise raised
 
     def connection_lost(self, error: ConnectionError) -> ConnectionError:
-        """Returns `error`, a lost connection. It is not propagated, since its cause is the rank at the other end.
-        Raises RemoteRankError if that rank has raised."""
+        """Returns the lost connection `error`. It is not propagated, because its cause is the rank at the other end.
+        Raises RemoteRankError if another rank has raised."""
         if (raised := self._raised()) is not None:
             raise raised
         self._lost = error
         return error
 
     def ranks_diverged(self) -> bool:
-        """Whether a rank has left a collective because of the exception of another, so that no rank completes what is
-        in flight."""
+        """Returns whether a rank has left a collective because of another rank's exception. Then no rank completes the
+        collectives in flight."""
         record = self._read(self._key)
         return self._final_record is not None or (record is not None and record.is_final)
 
     @contextmanager
     def interruptible_wait(self, process: dist.ProcessGroup | None) -> Iterator[None]:
-        """Inside, this rank may block in gloo, in `process` or the default group ([Note: waits inside gloo]). Raises
-        RemoteRankError."""
+        """Allows this rank to block in gloo inside the context, in `process` or the default group ([Note: waits inside
+        gloo]). Raises RemoteRankError when another rank raises."""
         self._wait = _GlooWait(process, time.monotonic())
         if self._thread is None:
             self._start()
@@ -255,8 +256,8 @@ class ErrorPropagator:
     # --------------------------------------------------------------------------------------------------------------
 
     def _raised(self) -> RemoteRankError | None:
-        """Returns what another rank raised in this call, the previous or the next one (ranks differ by at
-        most one call). An error that all ranks raised is excluded."""
+        """Returns the error of another rank in this call, in the previous or in the next one, None if there is none.
+        Ranks differ by at most one call. An error that all ranks raised does not count."""
         record = self._read(self._key)
         if record is None:
             return None
@@ -265,7 +266,8 @@ class ErrorPropagator:
         return RemoteRankError(record, is_earlier=True) if record.is_final else None
 
     def _publish(self, error: Exception) -> None:
-        """Writes `error` to the store. The first rank that raises in a call is the one that the others report."""
+        """Writes `error` to the store, unless another rank has already raised in this call. The other ranks report the
+        first error."""
         known = self._read(self._key)
         if known is not None and (known.is_final or known.call > max(self._raised_in, self._call_number - 2)):
             return
@@ -286,7 +288,8 @@ class ErrorPropagator:
             return None
 
     def _set(self, key: str, record: ErrorRecord, expected: str | None = None) -> None:
-        """Writes `record`, if the key has the value `expected` (empty for none)."""
+        """Writes `record` to `key`. If `expected` is given, writes only if the present value is `expected` ('' for no
+        value)."""
         assert self._store is not None
         try:
             if expected is None:
@@ -302,14 +305,14 @@ CURRENT_PROPAGATOR: ContextVar[ErrorPropagator | None] = ContextVar("CURRENT", d
 
 
 def interruptible_wait(process: dist.ProcessGroup | None = None) -> AbstractContextManager[None]:
-    """Inside, this rank may wait in `process` or the default group; the wait ends when another rank raises. Raises
-    RemoteRankError."""
+    """Allows this rank to block in gloo inside the context, in `process` or the default group. Raises RemoteRankError
+    when another rank raises."""
     calls = CURRENT_PROPAGATOR.get()
     return nullcontext() if calls is None else calls.interruptible_wait(process)
 
 
 def gather_objects(mine: T) -> list[T]:
-    """Returns the objects of all ranks, in order of rank. Every rank calls it."""
+    """Returns the objects `mine` of all ranks, in order of rank. Every rank calls it."""
     if not dist.is_initialized():
         return [mine]
     found = [mine] * dist.get_world_size()
@@ -330,8 +333,8 @@ def interrupt_gloo(process: dist.ProcessGroup | None) -> None:
 
 
 def describe_error(error: Exception) -> tuple[str, str]:
-    """Returns the name of its class in PROPAGATED_ERROR_CLASSES and its message; for other classes, class, first line
-    and place.
+    """Returns the class name and the message of `error`, if its class is in PROPAGATED_ERROR_CLASSES. Otherwise returns
+    '', and the class, the first line and the code location in one line.
 
     >>> describe_error(InputError("no labels")), describe_error(ValueError("no"))
     (('InputError', 'no labels'), ('', 'ValueError: no'))
@@ -352,7 +355,7 @@ def _record_to_json(record: ErrorRecord) -> str:
 
 
 def _exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields `error` and the exceptions that it was raised from or during."""
+    """Yields `error`, and then the chain of exceptions that caused it or were active when it was raised."""
     found: BaseException | None = error
     while found is not None:
         yield found

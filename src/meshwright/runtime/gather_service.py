@@ -1,12 +1,13 @@
 """Gathers full weights and gradients of a sharded run on rank 0, a few at a time.
 
-A full tensor is the sum over all ranks of tensors that are zero except for the local pieces (state_dict.py). Exactly
-one counted rank stores each element, so the sum is exact, and no rank needs the layout of another. The tensors of a
-request pass in order through one bucket of BUCKET_BYTES on every rank, by all-reduces. Only rank 0 has full tensors.
+A full tensor is the sum over all ranks of tensors that contain the rank's local pieces (state_dict.py) and zeros
+everywhere else. Each element counts on exactly one rank. So the sum is exact, and no rank needs the layout of another
+rank. The tensors of a request pass in order through one bucket of BUCKET_BYTES on every rank, by all-reduces. Only rank
+0 stores full tensors.
 
-[Note: requests] Rank 0 runs code whose order of modules no other rank can foresee. It sends a header (what, how many,
-which names) before each request. The other ranks answer in `serve` until rank 0 ends. A rank that cannot supply its
-part sets the last element of the bucket, and the request fails on every rank.
+[Note: requests] Rank 0 runs code whose order of modules the other ranks cannot know in advance. So it sends a header
+before each request: the kind of tensors, their number and their names. The other ranks answer in `serve` until rank 0
+ends. A rank that cannot supply its pieces sets the last element of the bucket. Then the request fails on every rank.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from meshwright.runtime.state_dict import BUFFER_PREFIX, REPLICA_PREFIX, LocalPi
 from meshwright.spec.layout import ShardMetadata
 
 BUCKET_BYTES = 1 << 22
-"""Largest number of bytes of one all-reduce."""
+"""Maximum number of bytes of one all-reduce."""
 REQUEST_WEIGHTS, REQUEST_GRADIENTS, REQUEST_BUFFERS, REQUEST_END = range(4)
 HEADER_LENGTH = 2
 TensorSink = Callable[[str, int, torch.Tensor], None]
-"""Receives a name, an offset into the flattened full tensor, and the elements from this offset on. The elements are
-valid during the call only."""
+"""A function that receives a tensor name, an offset into the flattened full tensor, and the elements from this offset
+on. The elements are valid only during the call."""
 
 
 class ElementRange(NamedTuple):
-    """Stores a range of elements, `start` to `stop`, of the flattened full tensor `name`."""
+    """Elements [start, stop) of the flattened full tensor `name`."""
 
     name: str
     start: int
@@ -46,33 +47,33 @@ class ElementRange(NamedTuple):
 
 @contextmanager
 def without_torch_modes() -> Iterator[None]:
-    """Disables torch modes in this thread. The operations inside are not those of a model, and a mode costs more than a
-    small operation."""
+    """Disables torch modes in this thread. The operations inside the context are not those of a model, and a mode costs
+    more than a small operation."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 class GatherService:
-    """Answers requests of rank 0. `names`: all parameters, in the order of the model; `buffers`: those of the saved
-    state."""
+    """Answers requests of rank 0. `names` are all parameters in the model's order. `buffers` are the buffers of the
+    state dict."""
 
     def __init__(self, engine: Engine, compute: torch.dtype) -> None:
         self.engine, self.compute = engine, compute
         self.names = tuple(engine.shapes)
         self.buffers = tuple(engine.shards.buffers)
         self.bytes = 0
-        """Bytes of full tensors that rank 0 has requested."""
+        """Number of bytes of full tensors that rank 0 has requested."""
         self._bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=engine.mesh.device)
 
-    # --- rank 0
+    # --- requests by rank 0
 
     def weights(self, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
-        """Returns full weights of dtype `kind`, rounded from the main weights to the compute dtype as the update rounds
-        them."""
+        """Returns full weights by name, in dtype `kind`. The main weights are first rounded to the compute dtype, as in
+        the update."""
         return self._stored(REQUEST_WEIGHTS, names, kind)
 
     def weight_range(self, wanted: ElementRange, kind: torch.dtype) -> torch.Tensor:
-        """Returns a range of elements of the flattened weight, as `weights` does."""
+        """Returns elements of a flattened weight, rounded as in `weights`."""
         found = torch.empty(wanted.stop - wanted.start, dtype=kind, device=self.engine.mesh.device)
 
         def take(name: str, start: int, part: torch.Tensor) -> None:
@@ -82,16 +83,15 @@ class GatherService:
         return found
 
     def gradients(self, names: Sequence[str], take: TensorSink) -> None:
-        """Passes the full gradients of the last backward, times the loss scale, to `take`."""
+        """Passes the full gradients of the last backward to `take`. They are multiplied by the loss scale."""
         self._request(REQUEST_GRADIENTS, self._whole(REQUEST_GRADIENTS, names), take)
 
     def gradient_range(self, wanted: ElementRange, take: TensorSink) -> None:
-        """Passes a range of elements of a gradient to `take`, as `gradients` does."""
+        """Passes elements of a flattened gradient to `take`, scaled as in `gradients`."""
         self._request(REQUEST_GRADIENTS, [wanted], take)
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers of the saved state of the first replica; those that are not floating-point become
-        float64."""
+        """Returns the buffers of the state dict by name, from the first replica. All are float64."""
         return self._stored(REQUEST_BUFFERS, self.buffers, torch.float64)
 
     def end(self) -> None:
@@ -124,15 +124,15 @@ class GatherService:
         self.bytes += sum(each.stop - each.start for each in ranges) * self._type(what).itemsize
 
     def _send(self, numbers: list[int]) -> list[int]:
-        """Sends rank 0's numbers to every rank, and returns them."""
+        """Sends `numbers` from rank 0 to every rank. Returns them on every rank."""
         message = torch.tensor(numbers, dtype=torch.float64, device=self.engine.mesh.device)
         all_reduce(message, self.engine.mesh.world).wait()
         return [int(number) for number in message.tolist()]
 
-    # --- the other ranks
+    # --- answers of the other ranks
 
     def serve(self) -> None:
-        """Answers requests until rank 0 ends. Rank 0 reports a failed request."""
+        """Answers requests until rank 0 ends. If a request fails, rank 0 reports the error."""
         with without_torch_modes():
             while True:
                 what, count = self._send([0] * HEADER_LENGTH)
@@ -150,10 +150,10 @@ class GatherService:
     # --- all ranks
 
     def _answer(self, what: int, ranges: Sequence[ElementRange], take: TensorSink | None) -> None:
-        """Passes the elements `ranges` to `take` on rank 0.
+        """Gathers the elements `ranges`, and passes them to `take` on rank 0.
 
         Raises:
-            InputError: one rank cannot supply its part; on every rank.
+            InputError: a rank cannot supply its pieces. Every rank raises it.
         """
         kind, failure = self._type(what), ""
         longest = BUCKET_BYTES // kind.itemsize - 1
@@ -205,7 +205,8 @@ class GatherService:
         return self.engine.shards.buffer_shapes if what == REQUEST_BUFFERS else self.engine.shapes
 
     def _type(self, what: int) -> torch.dtype:
-        """Returns the dtype of the sent data. It is equal on all ranks and does not depend on what they store."""
+        """Returns the dtype of the sent data. It is equal on all ranks, because it does not depend on what a rank
+        stores."""
         if what == REQUEST_BUFFERS:
             return torch.float64
         if what == REQUEST_WEIGHTS:
@@ -233,7 +234,7 @@ class GatherService:
 
 
 class BucketSpan(NamedTuple):
-    """Stores elements `start` to `stop` of range number `tensor` of a request."""
+    """A part of one element range of a request: its elements [start, stop). `tensor` is the index of the range."""
 
     tensor: int
     start: int
@@ -241,14 +242,14 @@ class BucketSpan(NamedTuple):
 
 
 class GatherBucket(NamedTuple):
-    """Stores the contents of one all-reduce."""
+    """Describes the contents of one all-reduce."""
 
     spans: tuple[BucketSpan, ...]
     size: int
 
 
 def split_into_buckets(sizes: Sequence[int], longest: int) -> Iterator[GatherBucket]:
-    """Splits tensors of `sizes` elements, in order, into windows of `longest` elements.
+    """Yields the buckets for tensors of `sizes` elements in order, with at most `longest` elements per bucket.
 
     >>> [window.size for window in split_into_buckets([3, 0, 4], 5)]
     [5, 2]
@@ -270,7 +271,7 @@ def split_into_buckets(sizes: Sequence[int], longest: int) -> Iterator[GatherBuc
 
 
 def write_piece(window: torch.Tensor, first: int, piece: ShardMetadata, data: torch.Tensor) -> None:
-    """Writes the elements of `piece` that fall into `window`. `data` is the local data of the piece, and `window`
+    """Writes the elements of `piece` that are inside `window` to it. `data` is the local data of the piece. `window`
     begins at element `first` of the flattened full tensor."""
     begin = max(piece.start, _local_offset(first, piece))
     end = min(piece.stop, _local_offset(first + window.numel(), piece))
@@ -284,7 +285,7 @@ def write_piece(window: torch.Tensor, first: int, piece: ShardMetadata, data: to
 
 
 def _local_offset(at: int, piece: ShardMetadata) -> int:
-    """Returns the number of elements of the local tensor before element `at` of the flattened full one."""
+    """Returns the offset in the local tensor of element `at` of the flattened full tensor."""
     if piece.split is None:
         return at
     inner = math.prod(piece.shape[piece.split + 1 :])
@@ -296,7 +297,7 @@ def _local_offset(at: int, piece: ShardMetadata) -> int:
 
 
 def full_indices(index: torch.Tensor, piece: ShardMetadata) -> torch.Tensor:
-    """Returns the indices in the flattened full tensor of elements of the local tensor."""
+    """Returns the indices in the flattened full tensor of the elements `index` of the local tensor."""
     if piece.split is None:
         return index
     inner = math.prod(piece.shape[piece.split + 1 :])

@@ -1,11 +1,12 @@
 """Returns freed memory of the C library's heap to the system.
 
 Flattening a model into buffers, and the first step of an optimizer, leave holes in the heap between small live
-allocations. A 110 M model in bfloat16 with optimizer states on disk has 1,013 MiB RSS after the first step without
-`malloc_trim` and 789 MiB with it.
+allocations. A model of 110 M parameters in bfloat16 with optimizer states on disk has 1,013 MiB RSS after the first
+step without `malloc_trim`, and 789 MiB with it.
 
-[Note: scratch] MKL caches the work space of its matrix products: 5 MiB for each product that is longer than all
-previous products. The preflight checks before the first step leave work space that steps do not need."""
+[Note: scratch] MKL caches the workspace of its matrix products: 5 MiB for each product that is longer than all previous
+products. The preflight checks before the first step leave workspace that steps do not need.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ TORCH_CPU_LIBRARY = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
 
 
 def malloc_trim() -> None:
-    """Frees MKL's buffers and trims the heap. Call it only while no matrix product runs.
+    """Frees MKL's buffers and trims the heap. Must not be called while a matrix product runs.
 
-    Does nothing where the C library has no `malloc_trim` or torch has no MKL."""
+    Does nothing if the C library has no `malloc_trim` or torch has no MKL.
+    """
     if not sys.platform.startswith("linux"):
         return
     with suppress(OSError, AttributeError):

@@ -1,11 +1,12 @@
-"""State that is not a parameter: optimizer states of any structure, options of parameter groups, buffers, and what
-modules add to a state dict.
+"""State that is not a parameter: optimizer states of any structure, options of parameter groups, buffers, and the extra
+state of modules.
 
 Optimizers store states of any type for a tensor: Python numbers, lists of matrices, strings. `describe_state` describes
-such a state as JSON; its tensors are saved as pieces, each by its path in the state (`GG.0`). `restore_state` builds
-the state from both. Saving a checkpoint fails for a state that cannot be described, because it would be lost.
+such a state as JSON. Its tensors are saved as pieces, named by their path in the state (`GG.0`). `restore_state`
+restores the state from both. If a state cannot be described, saving a checkpoint fails, because the state would be
+lost.
 
-`get_extra_state` of modules is part of the plain model's state dict and of a checkpoint.
+The result of a module's `get_extra_state` is part of the plain model's state dict and of a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from meshwright.runtime.shard.optimizer_shard import ScalarState, scalar_type
 StateDescription = dict[str, Any]
 
 EXTRA_STATE_KEY = "_extra_state"
-"""The last part of a state-dict key that `get_extra_state` fills."""
+"""The last part of the state-dict keys whose values come from `get_extra_state`."""
 
 
 @dataclass(frozen=True)
 class ExtraState:
-    """Entries of the model's state dict that are neither parameters nor a buffer of one stage."""
+    """Describes the entries of the model's state dict other than parameters, and the names of shared parameters."""
 
     shared_names: dict[str, str] = field(default_factory=dict)
-    """The further names of shared parameters, with the first name of each."""
+    """For each further name of a shared parameter, its first name."""
     buffer_stages: dict[str, int] = field(default_factory=dict)
-    """The stage that updates each buffer. Other stages have a stale value or no value."""
+    """The stage that updates each buffer. On other stages the buffer is stale or does not exist."""
     module_keys: tuple[str, ...] = ()
-    """Keys that `get_extra_state` fills."""
+    """State-dict keys whose values come from `get_extra_state`."""
 
 
 def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of a state with the path to each.
+    """Yields (path, tensor) for each tensor in the state `value`.
 
     >>> [path for path, _ in iter_tensors({"m": torch.zeros(2), "GG": [torch.zeros(1), 3]})]
     ['m', 'GG.0']
@@ -54,7 +55,7 @@ def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor
 
 
 def describe_state(value: Any, name: str) -> StateDescription:
-    """Describes the state of the parameter `name` as JSON.
+    """Returns a JSON description of the state `value` of the parameter `name`.
 
     Raises:
         InputError: The state contains something that a checkpoint cannot store.
@@ -81,9 +82,9 @@ def describe_state(value: Any, name: str) -> StateDescription:
 
 
 def restore_state(description: StateDescription, device: Callable[[str, int], torch.device], key: str = "") -> Any:
-    """Returns the described state with tensors of zeros.
+    """Returns the described state, with zeros in its tensors.
 
-    `device` returns the device of a tensor from its key and its number of dimensions.
+    `device(key, dims)` returns the device of the tensor with state key `key` and `dims` dimensions.
     """
     ((kind, content),) = description.items()
     if kind == "tensor":
@@ -98,7 +99,7 @@ def restore_state(description: StateDescription, device: Callable[[str, int], to
 
 
 def encode_option(value: Any) -> Any:
-    """Returns an option of a parameter group for a checkpoint; Ellipsis where it cannot be stored.
+    """Returns an option of a parameter group in the form that a checkpoint stores, Ellipsis if it cannot be stored.
 
     Learning rates are numbers, tensors of one number, or numpy scalars.
 
@@ -120,7 +121,7 @@ def encode_option(value: Any) -> Any:
 
 
 def decode_option(encoded: Any, current: Any) -> Any:
-    """Returns the option that `encode_option` encoded. A tensor is on the device of the `current` option."""
+    """Decodes an option that `encode_option` encoded. A tensor is returned on the device of the `current` option."""
     if isinstance(encoded, list | tuple):
         is_same_length = isinstance(current, list | tuple) and len(current) == len(encoded)
         return tuple(map(decode_option, encoded, current if is_same_length else [None] * len(encoded)))
@@ -132,12 +133,12 @@ def decode_option(encoded: Any, current: Any) -> Any:
 
 
 def collect_extra_states(model: nn.Module, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns the extra states of the modules of this rank by state-dict key. Replicas have the same."""
+    """Returns the extra states of this rank's modules by state-dict key. They are equal on replicas."""
     return {name: module.get_extra_state() for name, module in _modules_with_extra_state(model, keys).items()}
 
 
 def serializable_extra_states(model: nn.Module, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns the extra states of the modules of this rank for a checkpoint.
+    """Returns the extra states of this rank's modules in the form that a checkpoint stores.
 
     Raises:
         InputError: A state does not consist of numbers, strings, and lists and dicts of them.
@@ -161,7 +162,7 @@ def serializable_extra_states(model: nn.Module, keys: Sequence[str]) -> dict[str
 
 
 def load_extra_states(model: nn.Module, keys: Sequence[str], saved: Mapping[str, Any]) -> None:
-    """Sets the saved extra states of the modules of this rank."""
+    """Loads the extra states `saved` into this rank's modules."""
     for name, module in _modules_with_extra_state(model, keys).items():
         if name in saved:
             module.set_extra_state(saved[name])

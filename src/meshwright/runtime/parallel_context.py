@@ -1,8 +1,8 @@
 """The parallel context of a run: the plan, the topology, the communication groups, the device, and the offload stores.
 
-It is built once (build/context.py), frozen, and passed as an argument, never kept in a global. An axis of one rank has
-no group: code asks `group is None` and does nothing. Ranks that share memory form groups without process groups, which
-cost threads and sockets, and have no device mesh.
+build/context.py makes it once. It is immutable, and is passed as an argument and never stored in a global variable. An
+axis with one rank has no group: code checks `group is None` and does nothing. Ranks that share memory have neither
+process groups, which cost threads and sockets, nor a device mesh.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.spec.plan import Plan
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The parallel context of a rank. `device_mesh` has only axes of more than one rank."""
+    """The parallel context of a rank. `device_mesh` has only axes with more than one rank."""
 
     plan: Plan
     topology: Topology
@@ -35,18 +35,18 @@ class ParallelContext:
     device_mesh: DeviceMesh | None = None
     p2p_groups: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     state_swapper: StateSwapper | None = None
-    """Swaps optimizer states and weights; None where the plan offloads none."""
+    """Swaps optimizer states and weights. None if the plan offloads neither."""
     activation_store: ActivationStore | None = None
-    """Stores activations on disk; None where the plan offloads none to disk."""
+    """Stores activations on disk. None if the plan does not offload them to disk."""
     error_propagator: ErrorPropagator = field(default_factory=ErrorPropagator)
 
     def group(self, axis: str) -> CommGroup | None:
-        """Returns the group of the ranks along `axis` that share this rank's other coordinates; None for one rank."""
+        """Returns the group of the ranks along `axis` that have this rank's other coordinates, None for one rank."""
         return self.groups.get(axis)
 
     @property
     def grid(self) -> RankGrid:
-        """Ranks as coordinates."""
+        """Maps ranks to coordinates."""
         return self.topology.grid
 
     @property
@@ -95,5 +95,5 @@ class ParallelContext:
         )
 
     def pipeline_rank(self, pp: int) -> int:
-        """Returns the global rank at pipeline position `pp` with this rank's other coordinates."""
+        """Returns the global rank with pipeline coordinate `pp` and this rank's other coordinates."""
         return self.grid.rank(self.coords._replace(pp=pp))

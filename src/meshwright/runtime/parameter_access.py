@@ -1,4 +1,4 @@
-"""Gathers full parameters outside of the forward. Every rank reads them all, and changes are written back to the
+"""Gathers full parameters outside of the forward. Every rank can read all of them. Changes are written back to the
 shards.
 
     with trainer.full_parameters(model.head) as full:             # all ranks; reads
@@ -7,12 +7,12 @@ shards.
         for parameter in model.parameters():
             parameter.clamp_(-1, 1)
 
-Inside the context the parameters of the model are full under every plan, those of other pipeline stages included, in
-the dtype of the main weights. It follows FSDP's `summon_full_params`. It costs the memory of the requested parameters
-on every rank, and one all-gather of them.
+Inside the context the parameters of the model are full under every plan, in the dtype of the main weights. This
+includes parameters of other pipeline stages. The interface follows FSDP's `summon_full_params`. The cost is the memory
+of the requested parameters on every rank and one all-gather.
 
-Also refuses parameters that code outside the model's forward must not use: parameters that a loss reads although no
-rank has all of them, and parameter objects from before `parallelize`.
+Two other functions make parameters inaccessible: those that a loss reads although no rank stores all of them, and
+parameter objects from before `parallelize`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MODEL_PREFIX = "model/"
 
 @contextmanager
 def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> Iterator[dict[str, nn.Parameter]]:
-    """Returns the parameters of `module`, by default of the whole model, by their names in the model; see the module
+    """Yields the full parameters of `module` (default: the whole model) by their names in the model; see the module
     docstring. All ranks call it.
 
     Raises:
@@ -87,7 +87,7 @@ def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> It
 
 
 def _parameter_names(engine: Engine, module: nn.Module | None) -> list[str]:
-    """Returns the names in the model of the parameters of `module`, in the order of the model."""
+    """Returns the full names of the parameters of `module`, in the model's order."""
     paths = [
         path for path, each in engine.model.named_modules(remove_duplicate=False) if module is None or each is module
     ]
@@ -99,7 +99,7 @@ def _parameter_names(engine: Engine, module: nn.Module | None) -> list[str]:
 
 
 def _gather_parameters(engine: Engine, names: list[str]) -> dict[str, torch.Tensor]:
-    """Returns full tensors on every rank."""
+    """Returns the full tensors `names` on every rank."""
     wanted = set(names)
     stored = [
         (item.piece, item.data.detach())
@@ -116,8 +116,8 @@ def _gather_parameters(engine: Engine, names: list[str]) -> dict[str, torch.Tens
 
 @contextmanager
 def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
-    """Sets the model's own parameters to the values of `full`. It temporarily registers parameters that this rank does
-    not have."""
+    """Sets the model's parameters to the values of `full`. Temporarily registers parameters that this rank does not
+    store. Yields the parameters by name."""
     own = {name: each for unit in engine.zero.units for name, each in unit.parameters.items()}
     units = [unit for unit in engine.zero.units if unit.parameters.keys() & full.keys()]
     closed = [unit for unit in units if unit.weights.access_guard.is_denied]
@@ -157,7 +157,7 @@ def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int
     """Checks that all ranks made the same change and kept all shapes.
 
     Raises:
-        InputError: they did not; on every rank.
+        InputError: a rank made another change. Every rank raises it.
     """
     found = gather_objects(after)
     for rank, other in enumerate(found):
@@ -185,7 +185,7 @@ def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int
 
 @torch.no_grad()
 def _write_shards(engine: Engine, full: dict[str, torch.Tensor]) -> None:
-    """Writes into the shards of this rank, and updates all replicas from there."""
+    """Writes the full tensors into the shards of this rank, and updates all replicas from the shards."""
     engine.zero.quiesce()
     for piece, data in state_dict.weight_pieces(engine, saving=False):
         name = piece.name.removeprefix(MODEL_PREFIX)
@@ -206,8 +206,8 @@ def _elements_of_piece(full: torch.Tensor, piece: ShardMetadata) -> torch.Tensor
 
 
 def install_load_checks(model: nn.Module, plan: str) -> None:
-    """Makes `load_state_dict` of the model and its modules raise a one-line error in two cases: the given state does
-    not fit, or this rank does not store all of a tensor."""
+    """Adds checks to `load_state_dict` of the model and its modules. A one-line error is raised if the given state does
+    not fit, or if this rank does not store all of a tensor."""
     for module in model.modules():
         module.register_load_state_dict_pre_hook(partial(_check_load, plan))
 
@@ -257,8 +257,8 @@ def loss_access_guard(
 ) -> ForwardAccessGuard:
     """Returns the context in which a loss of the user runs.
 
-    Where ranks have shards or stages, the loss must not read parameters: a penalty would be that of some parameters,
-    counted by some ranks or by several. Data-parallel ranks have all parameters: a penalty counts once there, as a mean
+    If ranks have shards or stages, the loss must not read parameters. A penalty would cover only some parameters, and
+    one or several ranks would count it. Data-parallel ranks have all parameters. There a penalty counts once, as a mean
     over rows, and the guard records that there is one.
     """
     if loss is None:
@@ -282,8 +282,8 @@ def parameter_refs(model: nn.Module) -> ParameterRefs:
 
 
 def guard_stale_parameters(engine: Engine, before: ParameterRefs) -> None:
-    """Invalidates parameter objects that user code took from the model before sharding and that the model no longer
-    uses."""
+    """Makes parameter objects inaccessible that user code took from the model before sharding and that the model no
+    longer uses."""
     present = {id(parameter) for unit in engine.zero.units for parameter in unit.parameters.values()}
     present |= {id(parameter) for parameter in engine.model.parameters()}
     removed = {

@@ -1,8 +1,8 @@
-"""Describes the state of a sharded run as pieces of logical tensors (spec/layout.py). Checkpoints write and read these
-pieces, and full tensors are assembled from them.
+"""Describes the state of a sharded run as pieces of logical tensors (spec/layout.py). Checkpoints save and load these
+pieces. Full tensors are assembled from them.
 
-Saving writes every element once, and divides the work among replicas. Loading restores all pieces of each rank.
-Checkpoints contain main weights if these exist, so that weights are not rounded.
+Saving writes each element once. Replicas divide the work. Loading restores all pieces of each rank. Checkpoints store
+the float32 main weights where they exist, so that weights are not rounded.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.layout import ShardMetadata
 
 REPLICA_PREFIX, OUTER_PREFIX, BUFFER_PREFIX = "replica-", "outer/", "buffer/"
-"""Prefixes of piece names: state of one local-SGD replica, state of the outer optimizer, and buffers of the saved
-state."""
+"""Prefixes of piece names, for: the state of one local-SGD replica; the state of the outer optimizer; and buffers."""
 
 
 class LocalPiece(NamedTuple):
-    """Stores a piece and the range of this rank's buffer that contains it."""
+    """A piece of a logical tensor, and a view of this rank's memory that contains it."""
 
     piece: ShardMetadata
     data: torch.Tensor
@@ -62,11 +61,11 @@ def _param_group_pieces(
     saving: bool,
     but: Set[str] = frozenset(),
 ) -> Iterator[LocalPiece]:
-    """Yields pieces named `kind/parameter` of `parts`, which together are the local shard of `unit`, without the
-    parameters `but`.
+    """Yields the pieces of `parts`, named `kind/parameter`, except those of the parameters `but`. Together, `parts` are
+    the local shard of `unit`.
 
-    With local SGD, names of each replica except the first have a prefix. The state of the outer optimizer has none,
-    because it is equal on all replicas.
+    With local SGD, the names of each replica except the first have a prefix. The state of the outer optimizer has no
+    prefix, because it is equal on all replicas.
     """
     if not kind.startswith(OUTER_PREFIX):
         kind = f"{_replica_prefix(unit)}{kind}"
@@ -104,7 +103,8 @@ def _param_group_pieces(
 
 
 def _replica_prefix(unit: FlatParamGroup) -> str:
-    """Returns the name prefix of state of this replica alone; '' for the first local-SGD replica."""
+    """Returns the prefix of the names of this local-SGD replica's pieces; '' for the first replica and without local
+    SGD."""
     copy = unit.placement.diloco.replica if unit.placement.diloco is not None else 0
     return f"{REPLICA_PREFIX}{copy}/" if copy else ""
 
@@ -123,10 +123,9 @@ def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 
 
 def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
-    """Yields the buffers of the saved state (running means, router biases) in the modules that this rank holds.
+    """Yields the buffers of the state dict (running means, router biases) in the modules of this rank.
 
-    For saving, it yields only buffers that belong to stages of this rank. Channel statistics are sharded like the
-    channels.
+    For saving, it yields only buffers of this rank's stages. Channel statistics are sharded like the channels.
     """
     here = engine.mesh.plan.stages_of(engine.mesh.coords.pp)
     for name, buffer in engine.model.named_buffers(remove_duplicate=False):
@@ -154,8 +153,8 @@ def gradient_pieces(engine: Engine) -> Iterator[LocalPiece]:
 
 
 def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[LocalPiece]:
-    """Yields the pieces of the parameters `names`: weights ("model") or gradients ("gradient"), every element once over
-    all ranks."""
+    """Yields the pieces of the parameters `names`: weights (`kind` "model") or gradients ("gradient"). Over all ranks,
+    each element occurs once."""
     for unit in _param_groups(engine, True):
         if names.isdisjoint(unit.layout.offsets) or (kind == "gradient" and unit.frozen):
             continue
@@ -166,7 +165,8 @@ def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[Loca
 
 
 def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:
-    """Yields states with one element per weight, and all states of full tensors. Scalars are in `optimizer_scalars`."""
+    """Yields the pieces of elementwise states, and all states of full tensors. Scalar states are in
+    `optimizer_scalars`."""
     for unit in _param_groups(engine, saving):
         if (full_tensors := engine.updater.full_tensor_step(unit)) is not None:
             yield from _full_tensor_states(unit, full_tensors, optimizer, saving)
@@ -178,8 +178,8 @@ def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: b
 def _full_tensor_states(
     unit: FlatParamGroup, full_tensors: FullTensorStep, optimizer: torch.optim.Optimizer, saving: bool
 ) -> Iterator[LocalPiece]:
-    """Yields the states, of any shape, of the full tensors that this rank owns. If several ranks have equal states, one
-    of these ranks saves them."""
+    """Yields the states, of any shape, of the full tensors that this rank owns. If several ranks have equal states,
+    only one of them saves the states."""
     for part, parameter in zip(full_tensors.owned, full_tensors.parameters, strict=True):
         if saving and (unit.placement.replica or (not part.split and full_tensors.tensor_rank)):
             continue
@@ -198,8 +198,9 @@ def _full_tensor_states(
 
 
 def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Returns the addresses of weights and states. Code with views of weights or states must renew its views when an
-    address changes."""
+    """Returns the addresses of weights and states. When an address changes, code that holds views must make new
+    views.
+    """
     found = [part.data_ptr() for unit in engine.zero.units for part in unit.optim_shard.parts]
     found += [
         part.data_ptr()
@@ -213,12 +214,12 @@ def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[
 
 
 def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the non-tensor state of the optimizer.
+    """Returns the state of the optimizer that is not elementwise.
 
-    It contains the dtypes of the states and the options of the groups. Scalars are stored once where they are equal for
-    all parameters of a group that no update has skipped, else by name. It also contains the optimizer's own values, and
-    those of tensors that are updated in full. `empty` lists groups without parameters on this rank, whose options an
-    update may not have changed.
+    It contains the dtypes of the states and the options of the parameter groups. It also contains the optimizer's own
+    counters, and the states of tensors that are updated in full. A scalar state is stored once for all parameters of a
+    group that no update has skipped. Skipped parameters have entries by name. `empty` lists the groups without
+    parameters on this rank, because an update may not have changed their options.
 
     Raises:
         InputError: a state cannot be saved.
@@ -233,7 +234,7 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
             for key, parts in unit.optim_shard.state_parts(optimizer).items()
             if parts
         }
-    # Stops reading at the first group with scalars, since a read synchronises with the device.
+    # The loop reads only the first group that has scalars, because each read synchronises with the device.
     for unit in reversed(engine.zero.trainable):
         scalars = scalars or dict(unit.optim_shard.scalar_states(optimizer))
     single = [run for unit in engine.zero.trainable for run in unit.optim_shard.isolated if not run.has_no_state]
@@ -270,8 +271,7 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
 def _param_with_scalars(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
 ) -> ShardParam | None:
-    """Returns a shard parameter of the group that has states and does not belong to a tensor that an update has
-    skipped."""
+    """Returns one of `parameters` that has states and that no update has skipped, None if there is none."""
     return next(
         (run for run in parameters if isinstance(run, ShardParam) and not run.isolated and optimizer.state.get(run)),
         None,
@@ -279,7 +279,7 @@ def _param_with_scalars(
 
 
 def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Returns the counters of the optimizer itself, which belong to no parameter."""
+    """Returns the optimizer's own numeric attributes by name, which belong to no parameter."""
     return {
         key: value
         for key, value in vars(optimizer).items()
@@ -288,8 +288,8 @@ def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the `optimizer_scalars` of all ranks. A rank without trained parameters or full tensors has no kinds and
-    no scalars. So both come from the first rank that has them."""
+    """Merges the `optimizer_scalars` of all ranks. If ranks differ in an entry, the first rank that has it wins. For
+    example, a rank without trained parameters has no dtypes and no scalars."""
     one = given[0]
     for other in given[1:]:
         both = [
@@ -307,11 +307,12 @@ def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 KERNEL_OPTIONS = ("fused", "foreach", "capturable")
-"""Options that select kernels. They are not loaded, because a checkpoint may come from a different machine."""
+"""Optimizer options that select kernels. Loading skips them, because a checkpoint may come from another machine."""
 
 
 def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Creates empty states of the kinds and scalars in `saved`, for loading. Stateless parameters get none.
+    """Creates empty states with the dtypes and scalars of `saved`, which loading then fills. Parameters without saved
+    states get none.
 
     Raises:
         InputError: the groups of the optimizer differ from the saved ones.
@@ -358,13 +359,15 @@ def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: d
 
 
 def _typed_scalars(numbers: dict[str, float], saved: dict[str, Any]) -> ScalarValues:
-    """Returns the scalars `numbers` with their saved types. Older checkpoints have only float32 scalars."""
+    """Returns the scalars `numbers` with their saved types, or as float32 if the checkpoint is older and has no
+    types.
+    """
     kinds = saved.get("types", {})
     return {key: ScalarState(value, kinds.get(key, "float32")) for key, value in numbers.items()}
 
 
 def _state_device(optimizer: torch.optim.Optimizer, parameter: FullParam, key: str, dims: int) -> torch.device:
-    """Returns the device that a state of `parameter` is on."""
+    """Returns the device on which the optimizer stores the state `key` of `parameter`."""
     if dims or backend_of(parameter.device).memory_is_host:
         return parameter.device
     return scalar_device(
@@ -375,7 +378,7 @@ def _state_device(optimizer: torch.optim.Optimizer, parameter: FullParam, key: s
 
 
 def strip_replica_prefix(local: LocalPiece) -> LocalPiece:
-    """Returns the same piece under the name of a run without local SGD."""
+    """Returns the same piece with the name that it has in a run without local SGD."""
     name = local.piece.name
     return (
         local._replace(piece=local.piece._replace(name=name.partition("/")[2]))
@@ -385,7 +388,7 @@ def strip_replica_prefix(local: LocalPiece) -> LocalPiece:
 
 
 def outer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
-    """Yields the start weights and the momentum of the outer optimizer (local SGD)."""
+    """Yields the pieces of the outer optimizer of local SGD: start weights and momentum."""
     if engine.outer is not None:
         for unit, begun, velocity in zip(engine.outer.units, engine.outer.anchors, engine.outer.velocity, strict=True):
             yield from _param_group_pieces(engine, f"{OUTER_PREFIX}begun", unit, [begun], saving)
@@ -393,7 +396,7 @@ def outer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 
 
 def assemble_tensors(pieces: Iterable[tuple[ShardMetadata, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Assembles full tensors from pieces that cover them, by name without the kind."""
+    """Assembles full tensors from pieces that cover them. Returns the tensors by parameter name."""
     local: dict[tuple[str, Any], tuple[ShardMetadata, torch.Tensor]] = {}
     full: dict[str, torch.Tensor] = {}
     for piece, data in pieces:
@@ -419,8 +422,8 @@ def assemble_tensors(pieces: Iterable[tuple[ShardMetadata, torch.Tensor]]) -> di
 
 
 def gather_state_dict(engine: Engine) -> dict[str, Any] | None:
-    """Returns the full state dict of the plain model on rank 0. It has weights, buffers, extra state of modules, and
-    shared tensors under each of their names, in the order of a plain state dict."""
+    """Returns on rank 0 the full state dict of the plain model, None on other ranks. It contains weights, buffers,
+    extra state of modules and every name of shared tensors, in the order of a plain state dict."""
     engine.zero.external_writes.sync(engine)
     full = gather_full_tensors(engine, (*weight_pieces(engine, saving=True), *buffer_pieces(engine, saving=True)))
     extra = (
@@ -439,17 +442,17 @@ def gather_state_dict(engine: Engine) -> dict[str, Any] | None:
 
 
 def empty_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """Returns parameters without elements, of which no rank holds a piece."""
+    """Returns the parameters with zero elements by name. No rank has a piece of them."""
     dtype = torch.float32 if engine.recipe.master else getattr(torch, engine.recipe.compute)
     return {name: torch.empty(shape, dtype=dtype) for name, shape in engine.shapes.items() if not shape.numel()}
 
 
 def gather_full_tensors(engine: Engine, pieces: Iterable[LocalPiece]) -> dict[str, torch.Tensor] | None:
-    """Returns the full tensors on rank 0 (on the CPU), None on other ranks."""
+    """Returns on rank 0 the full tensors by name, on the CPU; None on other ranks."""
     mine = ((item.piece, item.data.detach()) for item in pieces if not item.piece.name.startswith(REPLICA_PREFIX))
     if engine.mesh.world is None:
         return assemble_tensors(mine)
-    # A copy, since serialising a view sends its whole storage.
+    # Pieces are copied before they are sent, because serialising a view would send its whole storage.
     sent = [(piece, data.to("cpu", copy=True)) for piece, data in mine]
     gathered: list[Any] | None = [None] * dist.get_world_size() if engine.mesh.rank == 0 else None
     with interruptible_wait():

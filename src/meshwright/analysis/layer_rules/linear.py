@@ -18,7 +18,7 @@ class LinearRule(LayerRule):
     adds_bias_last = True
 
     def matches(self, module: nn.Module) -> bool:
-        """Returns whether `module` is a Linear without submodules whose forward is a linear map."""
+        """Returns whether `module` is a Linear without submodules whose forward computes a linear map."""
         kind = type(module)
         if kind.forward is nn.Linear.forward:
             return True

@@ -1,4 +1,4 @@
-"""The tensor-parallel rule of a layer type: what the analysis and the runtime need to know to split its weight."""
+"""The tensor-parallel rule of a layer type: everything that the analysis and the runtime need to split its weight."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ import meshwright.analysis.layer_rules as rules
 class LayerRule:
     """How layers of one type are split over tensor ranks, by output features (column) or by input features (row).
 
-    The defaults apply to layers without a rule. Such a layer runs its own forward on a local weight, and must have no
-    bias as a row layer.
+    The defaults apply to layers without a rule. Such a layer runs its own forward on a local weight. It can be a row
+    layer only without a bias.
     """
 
     is_matmul: bool = False
-    """Whether the forward is y = x W + b. If so, the runtime replaces it by fused column and row layers."""
+    """Whether the forward is y = x W + b. If so, the runtime replaces the forward by that of a fused column or row
+    layer.
+    """
     adds_bias_last: bool = False
     """Whether the bias is added after the product. If so, a row layer adds it once, after the sum over ranks."""
     output_dim: int = 0
-    """The dimension of the weight that holds the output features."""
+    """The dimension of the weight that indexes the output features."""
 
     def matches(self, module: nn.Module) -> bool:
         """Returns whether the rule applies to `module`."""
         return False
 
     def size_attributes(self, module: nn.Module) -> tuple[str, str]:
-        """Returns the names of the attributes that store the first and the second size of the weight."""
+        """Returns the names of the module attributes that store the sizes of the first and of the second dimension of
+        the weight.
+        """
         return ("nx", "nf") if hasattr(module, "nf") else ("out_features", "in_features")
 
     def forward_without_bias(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Returns the output of a row layer before the sum over ranks. Only for rules with `adds_bias_last`."""
+        """Returns the output of a row layer before the sum over ranks. Used only for rules with `adds_bias_last`."""
         raise NotImplementedError(f"{type(module).__name__} has no forward without its bias")
 
     def add_bias(self, output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -61,5 +65,5 @@ def rule_of(module: nn.Module) -> LayerRule:
 
 
 def is_linear_like(module: nn.Module) -> bool:
-    """Returns whether the forward of `module` is y = x W + b, so that it may be replaced."""
+    """Returns whether the forward of `module` is y = x W + b, so that the runtime may replace it."""
     return rule_of(module).is_matmul

@@ -8,7 +8,7 @@ from meshwright.analysis.layer_rules.rule import LayerRule
 
 
 class TransposedLinearRule(LayerRule):
-    """The rule of y = x W + b with a weight (in, out). It matches the class by name, so transformers need not be
+    """The rule of y = x W + b with a weight (in, out). It matches the class by name, so that transformers need not be
     installed.
     """
 

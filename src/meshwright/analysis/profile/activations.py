@@ -1,28 +1,28 @@
-"""Profiles one forward and backward on fake tensors: assigns every operation and every saved byte to the layer that is
+"""Profiles one forward and backward on fake tensors. Assigns every operation and every saved byte to the layer that is
 running.
 
 [Note: saved bytes] A saved-tensor hook sees what autograd saves. A storage counts once, for the layer that saves it
 first. A storage that several blocks save (rotary tables, a mask) counts for the layer that made it. Parameters do not
-count. Elements of the compute type and bytes of fixed types are counted separately. A cast to float32 makes a new
-storage only where the compute type is narrower. The profile runs in the job's compute type on CPU tensors. Their
-shapes, saved tensors and types are those of a device, with three exceptions that are corrected here. On a device
-dropout saves a mask of one byte per element, attention applies dropout inside its kernel (as on CUDA), and statistics
-of norms take 4 bytes. On the CPU torch falls back on full score matrices where there is dropout, or where values have
-another width than queries (multi-head latent attention). CUDA kernels recompute dropout from its seed, and the
-memory-efficient kernel supports any width.
+count. Elements in the compute dtype and bytes in fixed dtypes are counted separately. A cast to float32 makes a new
+storage only if the compute dtype is narrower. The profile runs in the job's compute dtype on CPU tensors. Shapes, saved
+tensors and dtypes are those of a device, with three exceptions that the profile corrects. On a device dropout saves a
+mask of one byte per element, attention applies dropout inside its kernel (as on CUDA), and statistics of norms take 4
+bytes. On the CPU torch computes full score matrices if attention has dropout, or if values and queries have different
+widths (multi-head latent attention). CUDA kernels recompute dropout from its seed, and the memory-efficient kernel
+supports any width.
 
 [Note: sharded activations] The output of a column-parallel weight is sharded over tensor ranks. So is everything
-computed from it, until a row-parallel weight sums it. The size of saved sharded tensors is divided by tp, that of all
-others is not.
+computed from it, until a row-parallel weight sums it. The size of saved sharded tensors is divided by tp. The size of
+all others is not.
 
-[Note: compiled] A compiled block saves less (runtime/compile.py). It does not save a tensor that is saved only for
-recomputable functions and can itself be recomputed. An exception is a reduction whose result is at most a quarter of
-its inputs, such as a norm's 1/rms, since torch does not recompute reductions. The tape that finds what selective
-recompute drops also knows for which functions a tensor is saved.
+[Note: compiled] A compiled block saves less (runtime/compile.py). It drops a tensor that is saved only for recomputable
+functions and can itself be recomputed. An exception is a reduction whose result is at most a quarter of its inputs,
+such as a norm's 1/rms, because torch does not recompute reductions. The tape that finds what selective recompute drops
+also records for which functions a tensor is saved.
 
-[Note: transient] The transient bytes of a layer are measured while it runs backward. They are the live bytes in
-addition to everything that this layer and the layers before it have saved. The saved tensor that backward requests
-shows which layer is running.
+[Note: transient] The transient bytes of a layer are measured while backward runs this layer. They are the live bytes in
+addition to what this layer and all earlier layers have saved. The saved tensor that backward requests shows which layer
+is running.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def fused_attention(
     *rest: Any,
     **named: Any,
 ) -> torch.Tensor:
-    """Computes attention with a fused kernel without dropout. Takes the arguments of `scaled_dot_product_attention`."""
+    """Computes attention without score matrices, as a fused kernel without dropout does. Takes the arguments of
+    `scaled_dot_product_attention`. Returns the result of attention.
+    """
     causal = bool(named.get("is_causal", rest[1] if len(rest) > 1 else False))
     scale, grouped = named.get("scale"), bool(named.get("enable_gqa", False))
     if value.shape[-1] == query.shape[-1] or query.ndim != 4:
@@ -77,17 +79,17 @@ MHA_DROPOUT_INDEX = 10
 """Position of `dropout_p` among the arguments of `multi_head_attention_forward`."""
 
 REDUCTION_FACTOR = 4
-"""If the inputs of a function are at least this many times larger than its output, a compiler treats it as a
-reduction.
+"""A compiler treats a function as a reduction if its inputs have at least this many times as many elements as its
+output.
 """
 
 STATISTIC_BYTES = 4
-"""Bytes of a mean or 1/std on a device, whatever the type of the input."""
+"""Bytes of a mean or 1/std on a device, for any dtype of the input."""
 
 
 @dataclass
 class DroppedBytes:
-    """The part of a layer's saved bytes that is not saved: `derived` under selective recompute, `fused` in compiled
+    """Bytes of a layer's saved tensors that are dropped: `derived` under selective recompute, `fused` in compiled
     blocks.
     """
 
@@ -105,7 +107,7 @@ class DroppedBytes:
 
 @dataclass
 class LayerStats:
-    """Totals of one layer in one profiled step over the batch."""
+    """Totals of one layer in one profiled step, over the whole batch."""
 
     flops: float = 0.0
     attention: float = 0.0
@@ -123,16 +125,16 @@ class LayerStats:
     dropped: DroppedBytes = field(default_factory=DroppedBytes)
 
     def values(self) -> dict[str, float]:
-        """Returns all totals by name, those of `dropped` included."""
+        """Returns all totals by name, including those of `dropped`."""
         return {name: value for name, value in (vars(self) | vars(self.dropped)).items() if name != "dropped"}
 
 
 class StorageOrigin(NamedTuple):
-    """The origin of a storage: the layer that made it, the weight if it is computed from a single weight alone, and
-    whether it is sharded.
+    """Describes where a storage comes from: the layer that made it, the weight if it is computed from one weight alone,
+    and whether it is sharded.
 
-    `is_statistic`: the mean or 1/std of a norm. `is_core`: what fused attention saves in addition to its operands and
-    its output.
+    `is_statistic`: it is the mean or 1/std of a norm. `is_core`: fused attention saves it in addition to its operands
+    and output.
     """
 
     layer: str
@@ -154,7 +156,7 @@ class SavedStorage:
 
 @dataclass
 class ActivationProfiler:
-    """Profiles one step. `layers` is complete after `backward`."""
+    """Profiles one step. After `backward`, `layers` has the totals of each layer."""
 
     compute: torch.dtype
     splits: Mapping[str, TpSplit]
@@ -162,7 +164,7 @@ class ActivationProfiler:
     rows: int
     layers: dict[str, LayerStats] = field(default_factory=lambda: defaultdict(LayerStats))
     looked_up: dict[str, int] = field(default_factory=dict)
-    """Tables that are indexed by position alone, such as learned positions, with the number of positions."""
+    """For each table that is indexed by position alone, such as learned positions: the number of positions."""
     origins: weakref.WeakKeyDictionary[Any, StorageOrigin] = field(default_factory=weakref.WeakKeyDictionary)
     saved: weakref.WeakKeyDictionary[Any, SavedStorage] = field(default_factory=weakref.WeakKeyDictionary)
     alive: dict[weakref.ref[Any], int] = field(default_factory=dict)
@@ -170,20 +172,20 @@ class ActivationProfiler:
     dropped: dict[str, weakref.WeakKeyDictionary[Any, str]] = field(
         default_factory=lambda: {what: weakref.WeakKeyDictionary() for what in ("derived", "fused")}
     )
-    """For selective recompute and for compiled blocks: the storages that are dropped, by the block that would save
+    """For selective recompute and for compiled blocks: the dropped storages, with the block that would save each of
     them.
     """
     gates: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
-    """Dropped storages that a block saves after all if it is compiled in pieces between products."""
+    """Dropped storages that a block does save if it is compiled in pieces between products."""
     tape: RematTape | None = None
     packed: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
-    """Saved tensors of the running block, and whether each is saved for a recomputable function."""
+    """Saved tensors of the running block, and for each whether it is saved for a recomputable function."""
     before: dict[str, float] | None = None
-    """During backward: for each layer, the bytes that it and the layers before it have saved."""
+    """During backward: for each layer, the bytes that this layer and all earlier layers have saved."""
 
     def register_inputs(self, parameters: Mapping[str, torch.Tensor], inputs: Any) -> None:
-        """Registers parameters, which do not count, and inputs. The runtime casts floating-point inputs, so they belong
-        to the layer that saves them.
+        """Registers parameters, which do not count, and the inputs of the model. The runtime casts floating-point
+        inputs, so these belong to the layer that saves them.
         """
         for name, tensor in parameters.items():
             self.origins[tensor.untyped_storage()] = StorageOrigin("", name)
@@ -192,12 +194,14 @@ class ActivationProfiler:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records operations and saved tensors while it is entered."""
+        """Records operations and saved tensors inside the context."""
         with saved_tensors_hooks(self._pack, self._unpack), _CudaLikeFunctions(), _ProfilerMode(self):
             yield
 
     def backward(self, outputs: list[torch.Tensor], order: list[str]) -> None:
-        """Runs the backward of `outputs`, whose layers ran in `order`, and assigns the saved bytes."""
+        """Runs backward from `outputs`, and assigns the saved bytes and transient bytes to layers. The layers ran in
+        `order`.
+        """
         self._book()
         total, self.before = 0.0, {}
         for place in order:
@@ -218,7 +222,7 @@ class ActivationProfiler:
         self.tape.__enter__()
 
     def end_block(self) -> None:
-        """Records the end of a block, and computes what selective recompute and the compiler would drop."""
+        """Records the end of a block. Computes what selective recompute and the compiler drop."""
         tape = self.end_tape()
         assert tape is not None
         requested = tape.requested_values(tensor for tensor, _ in self.packed)
@@ -242,8 +246,8 @@ class ActivationProfiler:
         )
 
     def _behind_products(self, requested: Iterable[RematValue]) -> list[RematValue]:
-        """Returns the values that are saved for a function after a product, where that product ran after their inputs
-        were saved.
+        """Returns those of `requested` that are saved for a function that runs after a product, if this product ran
+        after their inputs were saved.
 
         See [Note: in pieces] in planner/cost/activations.py.
         """
@@ -275,7 +279,7 @@ class ActivationProfiler:
         return cut
 
     def end_tape(self) -> RematTape | None:
-        """Ends the tape of the running block and returns it."""
+        """Ends the tape of the running block and returns it, None if no block is running."""
         tape, self.tape = self.tape, None
         if tape is not None:
             tape.__exit__(None, None, None)
@@ -316,7 +320,7 @@ class ActivationProfiler:
                 self.layers[place].dropped.fused_gates += entry.size / entry.dtype.itemsize
 
     def _add(self, what: str, place: str, storage: Any, dtype: torch.dtype, size: float) -> None:
-        """Adds `size` bytes as `saved`, `derived` or `fused`."""
+        """Adds `size` bytes to the total `what` of the layer `place`: `saved`, `derived` or `fused`."""
         tally, origin = self.layers[place], self.origins.get(storage, StorageOrigin(""))
         is_element = dtype == self.compute and not origin.is_statistic and not origin.is_core
         amount = (
@@ -330,7 +334,7 @@ class ActivationProfiler:
 
     # --- operations
     def record(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Records one operation."""
+        """Records one operation: the origin of its results, and the FLOPs and bytes of the running layer."""
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not made:
             return
@@ -343,7 +347,7 @@ class ActivationProfiler:
             tally.transient = max(tally.transient, self.live - self.before.get(self.layer, 0.0))
             return
         if not fresh and not operation._schema.is_mutable:
-            return  # a view
+            return  # the operation only makes a view
         origins = [self.origins.get(storage, StorageOrigin(self.layer)) for storage in storages]
         weights = [origin.weight for origin in origins if origin.weight is not None]
         name = operation_name(operation)
@@ -409,7 +413,7 @@ class _ProfilerMode(TorchDispatchMode):
 
 
 class _CudaLikeFunctions(TorchFunctionMode):
-    """Runs dropout and attention as a CUDA device does. A key-value cache saves nothing, since training does not use
+    """Runs dropout and attention as a CUDA device does. A key-value cache stores nothing, because training does not use
     it.
     """
 
@@ -427,7 +431,7 @@ class _CudaLikeFunctions(TorchFunctionMode):
 
 
 def _recompute_bytes(value: RematValue) -> int:
-    """Returns the bytes that are read and written to recompute a value."""
+    """Returns the number of bytes that the recompute of a value reads and writes."""
     return value.nbytes + sum(map(_view_bytes, value.sources))
 
 

@@ -1,8 +1,8 @@
-"""Runs one training step of a model on fake tensors and returns the statistics of every layer for one batch.
+"""Runs one training step of a model on fake tensors. Returns the statistics of every layer for one batch.
 
-For a model that reads token ids, a token of the profile is a token id. For any other model, a row of the batch is one
-token, and `Workload.sequence` is 1: parameters, FLOPs and saved bytes are those of a sample. Parameters have the
-compute type of the job, and buffers have their own types, as in the runtime, since these types decide what norms and
+For a model that reads token ids, a token of the profile is a token id. For any other model, a row of the batch counts
+as one token and `Workload.sequence` is 1. Parameters, FLOPs and saved bytes are then those of a row. As in the runtime,
+parameters have the compute dtype of the job and buffers have their own dtypes. These dtypes decide what norms and
 attention cast to float32. Fake tensors replace the tensors of the model, so the model does not change.
 """
 
@@ -26,12 +26,12 @@ from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.profile.activations import ActivationProfiler, LayerStats
 
 DEFAULT_IMAGE_PIXELS = 224
-"""Default pixels per side of an image, where a model with convolutions does not give a size."""
+"""Default width and height of an image in pixels, if a model with convolutions does not specify a size."""
 
 
 @dataclass(frozen=True)
 class TraceInputs:
-    """The shapes and types of the inputs by name, with rows as the first dimension. The input named '' is passed by
+    """The shapes and dtypes of the inputs by name. The first dimension is rows. The input named '' is passed by
     position. `tokens` is the number of tokens per row.
     """
 
@@ -44,7 +44,9 @@ class TraceInputs:
         )
 
     def make(self, rows: int, compute: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """Returns arguments with `rows` rows. Floating-point arguments have the compute type, as in the runtime."""
+        """Returns positional and keyword arguments with `rows` rows. Floating-point arguments have the dtype `compute`,
+        as in the runtime.
+        """
         made = {
             name: torch.zeros(rows, *shape, dtype=compute if dtype.is_floating_point else dtype)
             for name, (shape, dtype) in self.shapes.items()
@@ -53,7 +55,7 @@ class TraceInputs:
 
 
 def make_trace_inputs(model: nn.Module, sequence: int, batch: Mapping[str, Any] | None) -> TraceInputs:
-    """Returns the inputs to call `model` with."""
+    """Returns the inputs with which `model` is traced."""
     example = make_example(model, batch, sequence, DEFAULT_IMAGE_PIXELS)
     shapes = {
         name: (tuple(value.shape[1:]), value.dtype)
@@ -72,8 +74,8 @@ FRONT, BETWEEN, BACK, EMBEDDING, HEAD = "front", "between", "back", "embedding",
 class FakeStepResult:
     """The result of a step over `rows` rows.
 
-    It has the bytes per element, the statistics of the layers in forward order, the number and width of the logits, and
-    the number of learned positions.
+    It contains the bytes per element, the statistics of the layers in forward order, the number and the width of the
+    logits, and the number of learned positions.
     """
 
     rows: int
@@ -87,11 +89,10 @@ class FakeStepResult:
 def trace_step(
     model: nn.Module, graph: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
 ) -> FakeStepResult:
-    """Runs one step over `rows` rows in the type `compute`. Passes on any exception of the model on tensors without
-    values.
+    """Returns the result of one step over `rows` rows in the dtype `compute`. Exceptions of the model propagate.
 
-    Without a key-value cache, Hugging Face models check whether a batch is packed, which needs values. With a cache
-    they do not check. Some models have no cache that works in training.
+    Without a key-value cache, Hugging Face models check whether a batch is packed, for which they need values. With a
+    cache they do not check. The caches of some models do not work in training.
     """
     try:
         return _trace_step(model, graph, inputs, compute, rows, cache=True)
@@ -129,7 +130,7 @@ def _trace_step(
 
 
 def fake_like(tensor: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """Returns a fake tensor in place of a parameter or a buffer."""
+    """Returns a fake tensor that replaces the parameter or buffer `tensor`."""
     is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
     made = torch.empty(tensor.shape, dtype=compute if is_weight else tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
@@ -137,9 +138,7 @@ def fake_like(tensor: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def training_mode(model: nn.Module, cache: bool) -> Iterator[None]:
-    """Sets training mode, and sets the configuration's `use_cache`, if it has one, to `cache`. Restores both on
-    exit.
-    """
+    """Sets training mode and the configuration's `use_cache` (if it exists) to `cache`. Restores both on exit."""
     modes = [(module, module.training) for module in model.modules()]
     config: Any = getattr(model, "config", None)
     before = getattr(config, "use_cache", None)
@@ -157,7 +156,9 @@ def training_mode(model: nn.Module, cache: bool) -> Iterator[None]:
 
 @contextmanager
 def silence_fake_tensor_log() -> Iterator[None]:
-    """Silences torch's log of tracebacks for failures on fake tensors, since this package reports them in one line."""
+    """Suppresses torch's log of tracebacks for failures on fake tensors. This package reports such a failure in one
+    line.
+    """
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:
@@ -174,7 +175,7 @@ def layer_order(place: str) -> tuple[int, int]:
 
 
 def layer_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Module]]:
-    """Returns the modules whose forward is that of a layer."""
+    """Returns (layer, module) of the modules whose forward is that of a layer."""
     if graph.blocks is None:
         return [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
     stacks = [path for path, _ in graph.stacks] if graph.spans_stacks else [graph.blocks]
@@ -193,8 +194,8 @@ def layer_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Mod
 
 @contextmanager
 def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfiler) -> Iterator[None]:
-    """Notifies the profiler which layer is running. Code outside of layers counts as before the blocks, after the
-    blocks of a stack, or after the last block.
+    """Reports the running layer to the profiler. Code outside of layers counts as one of three layers: before the
+    blocks, after the blocks of a stack, or after the last block.
     """
     stack: list[str] = []
     handles = []
@@ -235,7 +236,7 @@ def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfil
 
 
 def differentiable_outputs(result: Any) -> list[torch.Tensor]:
-    """Returns the logits where the result has any, else every tensor that has a gradient."""
+    """Returns the logits in `result` if it has any, otherwise every tensor that has a gradient."""
     if isinstance(result, dict) and "logits" in result:
         result = result["logits"]
     result = getattr(result, "logits", result)
@@ -246,8 +247,8 @@ def differentiable_outputs(result: Any) -> list[torch.Tensor]:
 
 
 def max_positions(model: nn.Module, graph: ModelGraph, profiler: ActivationProfiler) -> int:
-    """Returns the longest sequence that learned positions allow, 0 where there are none. Some tables begin with one or
-    two padding rows.
+    """Returns the longest sequence that learned positions allow, 0 if there are none. Some tables begin with one or two
+    padding rows, which do not count.
     """
     declared = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0
     inside = tuple(f"{path}." for path, _ in graph.stacks) or ("\n",)

@@ -1,8 +1,8 @@
 """The cost of one operation: FLOPs of matrix products, FLOPs of attention, and bytes that all other operations move.
 
 FLOPs of products and convolutions follow torch's own formulas (`torch.utils.flop_counter`). Attention executes two
-products over the context. A causal mask halves them (Korthikanti et al., arXiv 2205.05198, count both halves). Views
-cost nothing.
+products over the context. A causal mask halves them. (Korthikanti et al., arXiv 2205.05198, count the full products.)
+Views cost nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FUSED_ATTENTION_OPS = frozenset(
      "_scaled_dot_product_attention_math_for_mps"}
 )  # fmt: skip
 IS_CAUSAL_INDEX = {"_scaled_dot_product_efficient_attention": 5, "_scaled_dot_product_cudnn_attention": 6}
-"""The position of `is_causal` among the arguments. It is 4 for all other kernels."""
+"""The position of `is_causal` among the arguments of a kernel. It is 4 for all other kernels."""
 GROUPED_MM = "_grouped_mm"
 
 
 class OperationCost(NamedTuple):
-    """The forward cost of one operation. `is_product`: a matrix product or convolution, even without a weight."""
+    """The forward cost of one operation. `is_product`: it is a matrix product or convolution, even without a weight."""
 
     flops: float = 0.0
     attention: float = 0.0
@@ -41,8 +41,8 @@ def operation_name(operation: Any) -> str:
 def operation_cost(
     operation: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor], weighs: bool
 ) -> OperationCost:
-    """Returns the cost of one call. `given` and `made` are the input and output tensors. `weighs`: an input is a
-    parameter.
+    """Returns the cost of one call of `operation`. `given` and `made` are its input and output tensors. `weighs`: an
+    input is a parameter.
     """
     name = operation_name(operation)
     if name in FUSED_ATTENTION_OPS:
@@ -59,7 +59,7 @@ def operation_cost(
 
 
 def fused_attention_flops(name: str, args: Any, kwargs: Any) -> float:
-    """Returns the forward FLOPs of a fused attention kernel."""
+    """Returns the forward FLOPs of a call of the fused attention kernel `name`."""
     query, key, value = args[:3]
     place = IS_CAUSAL_INDEX.get(name, 4)
     causal = kwargs.get("is_causal", args[place] if len(args) > place else False)
@@ -68,7 +68,7 @@ def fused_attention_flops(name: str, args: Any, kwargs: Any) -> float:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes that are read when all of `tensor` is read. An expanded element is read once."""
+    """Returns the number of bytes that are read when all of `tensor` is read. An expanded element is read once."""
     elements = (
         math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
         if tensor.numel()

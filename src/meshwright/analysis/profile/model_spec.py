@@ -1,11 +1,11 @@
-"""Makes a `ModelSpec` of a module. The analysis gives its structure; two steps on fake tensors give its costs and saved
+"""Makes a `ModelSpec` of a module. The analysis gives its structure. Two steps on fake tensors give costs and saved
 bytes.
 
 The second step has twice as many rows as the first. The cost of a layer per token is the difference between the two
-steps, divided by the added tokens. So tables that do not grow with the batch, and gradients of weights, do not count.
-Saved bytes and attention hold for the traced sequence length. They include terms that grow with its square
-(probabilities of unfused attention, masks). What the loss saves is added to the layer that makes the logits. Adjacent
-blocks with equal costs become one layer with a repeat count.
+steps, divided by the number of added tokens. So tables that do not grow with the batch do not count, and neither do
+gradients of weights. Saved bytes and attention are valid for the traced sequence length. They include terms that grow
+with its square (probabilities of unfused attention, masks). The tensors that the loss saves are added to the layer that
+makes the logits. Adjacent blocks with equal costs become one layer with a repeat count.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.precision import recipe
 
 MIN_TOKENS, MAX_ROWS = 4096, 64
-"""Minimum tokens of the smaller batch, and maximum rows. With this many tokens, activations outweigh gradients of
-weights at a layer's peak.
+"""Minimum number of tokens of the smaller batch, and maximum number of its rows. With this many tokens, activations
+exceed gradients of weights at a layer's memory peak.
 """
 LOSS_BYTES_PER_LOGIT, LOSS_BYTES_PER_LABEL = 4, 10
 LOSS_LOGIT_PASSES = 4
-"""The loss saves the softmax of each logit in float32, and for each label its index and whether it is valid. It reads
-and writes the logits LOSS_LOGIT_PASSES times.
+"""Number of times that the loss reads or writes all logits. It saves the softmax of each logit in float32. For each
+label it saves its index and whether it is valid.
 """
 
 
@@ -53,10 +53,11 @@ def describe(
     name: str = "",
     precision: str = "bf16",
 ) -> ModelSpec:
-    """Returns the `ModelSpec` of `model`, or of the model that a function builds. Nothing is allocated or computed.
+    """Returns the `ModelSpec` of `model`, or of the model that `model` builds if it is a function. Nothing is allocated
+    or computed.
 
-    `batch` is an example batch, where the model does not describe its inputs. `precision` is that of the job. It
-    decides what is cast to float32.
+    `batch` is an example batch, if the model does not describe its inputs. `precision` is that of the job. It
+    determines which tensors are cast to float32.
 
     Raises:
         InputError: the model cannot be built or traced.
@@ -68,7 +69,7 @@ def describe(
     compute, tried = getattr(torch, recipe(precision).compute), ""
     try:
         graph = analyze_model(module, example=batch)
-        if graph.embedding and len(graph.stacks) > 1:  # blocks as the runtime numbers them
+        if graph.embedding and len(graph.stacks) > 1:  # number blocks as the runtime does
             graph = graph.across_stacks()
         inputs = make_trace_inputs(module, sequence, batch)
         tried = f" with {inputs}"
@@ -92,10 +93,10 @@ def describe(
 def _trace_rows(
     model: nn.Module, graph: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
 ) -> FakeStepResult:
-    """Traces a step, in bfloat16 where it fails in the compute type.
+    """Returns the result of a traced step in the dtype `compute`, or in bfloat16 if it fails.
 
-    Torch implements the shapes of grouped expert products only for bf16. Tensors that the bfloat16 step casts to
-    float32 have as many bytes as in a float32 step.
+    torch implements the shapes of grouped expert products only for bfloat16. The float32 tensors of the bfloat16 step
+    have as many bytes as in a float32 step.
     """
     try:
         return trace_step(model, graph, inputs, compute, rows)
@@ -106,7 +107,7 @@ def _trace_rows(
 
 
 def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
-    """Returns what `make` builds, on the meta device where it can be built there.
+    """Returns the model that `make` builds, on the meta device if possible.
 
     Raises:
         InputError: the model cannot be built.
@@ -140,7 +141,7 @@ def _error_line(error: Exception) -> str:
 def spec_from_runs(
     name: str, model: nn.Module, graph: ModelGraph, tokens: int, runs: list[FakeStepResult]
 ) -> ModelSpec:
-    """Returns the spec from the two steps, with layers in forward order."""
+    """Returns the spec from the results `runs` of the two steps. Its layers are in forward order."""
     few, many = runs
     accounts = {place: _per_token(few.layers[place], many.layers[place], few, tokens) for place in few.layers}
     _add_loss(accounts, few, tokens)
@@ -181,7 +182,7 @@ def spec_from_runs(
 
 
 def _per_token(few: LayerStats, many: LayerStats, run: FakeStepResult, tokens: int) -> dict[str, float]:
-    """Returns the fields of `LayerSpec`, per token, from the difference between the two steps."""
+    """Returns the fields of `LayerSpec` per token, from the difference between the two steps `few` and `many`."""
     before = few.values()
     added = {name: (value - before[name]) / (run.rows * tokens) for name, value in many.values().items()}
     added = {name: value if name.startswith(("derived", "fused")) else max(value, 0.0) for name, value in added.items()}
@@ -200,8 +201,8 @@ def _per_token(few: LayerStats, many: LayerStats, run: FakeStepResult, tokens: i
 
 
 def _add_loss(accounts: dict[str, dict[str, float]], run: FakeStepResult, tokens: int) -> None:
-    """Adds the costs of the loss. The ranks that have the vocabulary also have the softmax of the logits. The logits
-    are live until the loss has read them.
+    """Adds the costs of the loss to the layer that makes the logits. Each rank with a shard of the vocabulary also
+    saves the softmax of its logits. The logits are live until the loss has read them.
     """
     each = run.logits / (run.rows * tokens)
     account = accounts[HEAD if HEAD in accounts else next(reversed(accounts))]
@@ -212,8 +213,8 @@ def _add_loss(accounts: dict[str, dict[str, float]], run: FakeStepResult, tokens
 
 
 def _layer_parameters(model: nn.Module, graph: ModelGraph) -> dict[str, tuple[ParameterSpec, ...]]:
-    """Returns the parameters of each layer as the runtime assigns them. A tied vocabulary is also listed first in the
-    head.
+    """Returns the parameters of each layer as the runtime assigns them. A tied vocabulary weight is also the first
+    parameter of the head.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stacked = {f"{experts.path}.{name}": experts.count for experts in graph.experts for name in experts.names}
@@ -240,20 +241,20 @@ def _layer_parameters(model: nn.Module, graph: ModelGraph) -> dict[str, tuple[Pa
 
 
 def _are_identical(first: LayerSpec, second: LayerSpec) -> bool:
-    """Returns whether two blocks are equal except for their transient bytes."""
+    """Returns whether two blocks are equal, except for their transient bytes."""
     if first.name != second.name or first.name != "block":
         return False
     return first.but(repeat=1, transient=0.0) == second.but(transient=0.0)
 
 
 def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStepResult) -> str:
-    """Returns why a batch must not be divided, '' where the shapes show no reason.
+    """Returns why a batch must not be divided, '' if the shapes show no reason.
 
     The first step of a training run checks this with values (runtime/preflight/batch_separability.py).
     """
     if path := find_batch_norm(model):
         return Message("{path} is a norm with statistics of the batch", path=path)
-    pairs = many.logits * few.rows**2 == few.logits * many.rows**2  # a contrastive loss
+    pairs = many.logits * few.rows**2 == few.logits * many.rows**2  # all pairs of rows, as in a contrastive loss
     return Message("what it returns grows with the square of the rows") if pairs else ""
 
 

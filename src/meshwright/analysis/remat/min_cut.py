@@ -1,8 +1,9 @@
-"""Plans selective recompute: a minimum cut between what cannot be recomputed and what autograd asks to save.
+"""Plans selective recompute by a minimum cut between the values that cannot be recomputed and those that autograd asks
+to save.
 
 [Note: minimum cut] The saved storages are a minimum cut: of all sets from which every requested tensor can be
-recomputed, the set with the fewest bytes. Of several sets with equal bytes, the plan takes the one that leaves least to
-recompute. Inputs of the block, weights and buffers are resident anyway and cost nothing. Source: H. He, Min-cut optimal
+recomputed, the set with the fewest bytes. Of several such sets, the plan takes the one with the fewest recomputed
+values. Inputs of the block, weights and buffers are resident anyway and cost nothing. Source: H. He, Min-cut optimal
 recomputation with AOTAutograd, 2022, which torch.compile applies to compiled graphs. Here it is applied to eager
 blocks, with one vertex for each storage.
 """
@@ -17,29 +18,29 @@ import networkx  # type: ignore[import-untyped]
 import torch
 
 STEPS_PER_BYTE = 4096
-"""Recompute steps that weigh as much as one byte. The ratio is so high that steps only decide between cuts of equal
-bytes.
+"""Number of recomputed values that cost as much as one byte. The number is so high that it decides only between cuts
+with equal bytes.
 """
 MAX_CACHED_PLANS = 64
-"""Maximum number of cached plans. A plan is cached for each distinct graph of a block."""
+"""Maximum number of cached plans. There is one plan for each distinct graph of a block."""
 
 RematPlanCache = dict[Any, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]]
-"""For each graph of a block, as indices in the order of values: the saved values, and for each requested value that is
-not saved, the values to recompute.
+"""For each graph of a block: the saved values; and for each requested value that is not saved, the values to recompute.
+Values are indices in the order of creation.
 """
 
 
 class RematValue:
     """One storage in the forward of a block.
 
-    - `function` made the storage, as its result number `place`, from `args` and `kwargs`, in which views replace
-      tensors. It is None where the storage cannot be recomputed.
+    - `function` made the storage, as its result number `place`, from `args` and `kwargs`. Views replace tensors in
+      these. `function` is None if the storage cannot be recomputed.
     - `free`: the storage is resident anyway.
-    - `entered`: it is an input of the block.
-    - `gathered`: it is a weight, whose storage is freed and later filled with the same values again.
+    - `entered`: the storage is an input of the block.
+    - `gathered`: the storage is a weight, which is freed and later filled with the same values again.
     - `saved` is what the tape saved of the storage.
-    - `recomputed` is the recomputed tensor, which `pending_tensors` saved tensors still need.
-    - `pending_values` counts the recomputed values that still read the storage.
+    - `recomputed` is the recomputed tensor. `pending_tensors` is the number of saved tensors that still need it.
+    - `pending_values` is the number of recomputed values that still read the storage.
     """
 
     __slots__ = (
@@ -80,17 +81,19 @@ class RematValue:
 
     @property
     def reads(self) -> dict[RematValue, None]:
-        """The values that it is computed from, each once."""
+        """The values from which this value is computed, each once."""
         return {view.value: None for view in self.sources}
 
     @property
     def is_written(self) -> bool:
-        """Whether the storage was written to since it was made, first read, or saved."""
+        """Whether the storage was written to after it was made, first read, or saved."""
         return self.probe._version != self.version
 
     @property
     def is_recomputable(self) -> bool:
-        """Whether its function is known and the inputs of the function are unmodified."""
+        """Whether the storage can be recomputed: its function is known, and the inputs of the function are
+        unmodified.
+        """
         return (
             self.function is not None
             and not self.is_written
@@ -99,12 +102,12 @@ class RematValue:
 
     @property
     def is_resident(self) -> bool:
-        """Whether it is in memory even if it is not saved."""
+        """Whether the storage is in memory even if it is not saved."""
         return self.free and self.storage() is not None
 
 
 class StorageView(NamedTuple):
-    """A tensor as a view: its layout in the storage of a value, and the version that was read."""
+    """A tensor as a view: its geometry in the storage of a value, and the version of the storage that was read."""
 
     value: RematValue
     size: torch.Size
@@ -114,14 +117,14 @@ class StorageView(NamedTuple):
     version: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this part of the storage of `whole`."""
+        """Returns this view of the storage of `whole`."""
         part: Any = torch.empty(0, dtype=self.dtype, device=whole.device)
         return part.set_(whole.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
 
 
 class RematPlan(NamedTuple):
-    """A plan. `saved` values are saved. `needed` values are resident and must stay referenced. `recomputed` values are
-    computed again, in the order in which they were made.
+    """A plan for one block. `saved` values are saved. `needed` values are resident and must stay referenced.
+    `recomputed` values are recomputed, in the order in which they were made.
 
     `recomputed_for` has, for each requested value that is not saved, the values to recompute.
     """
@@ -133,8 +136,8 @@ class RematPlan(NamedTuple):
 
 
 def plan_remat(requested: dict[RematValue, None], cuts: RematPlanCache, stay: Collection[RematValue] = ()) -> RematPlan:
-    """Returns how to obtain all of `requested` ([Note: minimum cut]). Values in `stay` are not recomputed, even if they
-    could be.
+    """Returns the plan for obtaining all of `requested` ([Note: minimum cut]). Values in `stay` are not recomputed,
+    even if they could be.
     """
     order = ancestors_in_order(requested)
     number = {value: at for at, value in enumerate(order)}
@@ -172,8 +175,8 @@ def plan_remat(requested: dict[RematValue, None], cuts: RematPlanCache, stay: Co
 
 
 def ancestors_in_order(requested: Iterable[RematValue], known: Collection[RematValue] = ()) -> list[RematValue]:
-    """Returns `requested` and everything that they are computed from, sources first. The search stops at `known` and at
-    resident values.
+    """Returns `requested` and all values from which they are computed, sources first. The search stops at `known` and
+    at resident values.
     """
     found: dict[RematValue, None] = {}
     ahead = [*requested][::-1]

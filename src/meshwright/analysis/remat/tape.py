@@ -1,25 +1,25 @@
-"""A tape of one forward of a block, for selective recompute: it records which saved tensors can be recomputed from
+"""A tape of one forward of a block, for selective recompute. It records which saved tensors can be recomputed from
 others by cheap operations.
 
 A `RematTape` records elementwise operations, norms, sums and copies (`RECOMPUTABLE_OPS`). The results of matrix
 products, attention, random functions and custom functions cannot be recomputed. At the end of the forward, every tensor
-that autograd asked to save is either saved or dropped. A dropped tensor is recomputed from saved ones when backward
+that autograd asked to save is either saved or dropped. A dropped tensor is recomputed from saved tensors when backward
 requests it.
 
 Guarantees:
-- A recomputed tensor is bitwise equal, since the same kernels read the same values.
+- A recomputed tensor is bitwise equal, because the same kernels read the same values.
 
 [Note: tape memory] The tape keeps no memory alive that the block would have freed. The exception is an input that is
-smaller than the tensor made from it (the 16-bit input of a float32 copy). Freed values can be recomputed as
-intermediate results, but cannot be saved.
+smaller than the tensor made from it (the 16-bit input of a float32 copy). A freed value can be recomputed as an
+intermediate result, but cannot be saved.
 
-[Note: freeing recomputed tensors] A recomputed tensor is freed when the last of the saved tensors that need it has been
-requested. A tensor that only other recomputed values read is freed when these values exist. Some tensors are never
+[Note: freeing recomputed tensors] A recomputed tensor is freed when backward has requested the last saved tensor that
+needs it. A tensor that only other recomputed values read is freed when these values exist. Some tensors are never
 requested, such as those of a result that no loss reads. They keep only their sources alive.
 
-[Note: in-place writes] If a value is written to after an operation has read it, recomputing that operation would read
-other values. Version counters detect this, and such a value is saved. If something is written to after the block has
-run, backward raises an error, as autograd does. Of buffers that other forwards write to, a copy is saved.
+[Note: in-place writes] If a value is written to after an operation has read it, recomputing the operation would read
+the new value. Version counters detect this. Such a value is saved. If a value is written to after the block has run,
+backward raises an error, as autograd does. If other forwards write to a buffer, a copy of the buffer is saved.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ OWN_CHECKPOINT_REASON = (
 
 
 def active_saved_tensor_hooks() -> Any:
-    """Returns the active saved-tensor hooks, None where autograd saves tensors itself.
+    """Returns the active saved-tensor hooks, None if there are none.
 
-    This attribute is private to torch. If torch moves it, the tests of models that checkpoint activations themselves
+    The attribute is private to torch. If torch moves it, the tests of models that checkpoint activations themselves
     fail.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def saved_tensor_state() -> tuple[Any, bool]:
-    """Returns the active hooks, and whether gradients are enabled. Inside an activation checkpoint of the model itself,
-    one of the two differs.
+    """Returns the active saved-tensor hooks, and whether gradients are enabled. An activation checkpoint of the model
+    itself changes one of the two.
     """
     return active_saved_tensor_hooks(), torch.is_grad_enabled()
 
@@ -77,7 +77,7 @@ RECOMPUTABLE_OPS = frozenset([
     "__truediv__", "__pow__", "__neg__",
 ])
 # fmt: on
-"""Names of torch functions that read and write their tensors about once. They return the same values whenever they are
+"""Names of torch functions that read and write their tensors about once, and return the same values whenever they are
 called.
 """
 
@@ -87,8 +87,8 @@ UnpackHook = Callable[[Any], torch.Tensor]
 
 
 class SavedTensor:
-    """What autograd stores in place of a tensor. While the block runs forward it is the tensor itself. Afterwards it is
-    a view, or the result of saving the tensor.
+    """The object that autograd stores in place of a tensor. During the block's forward it contains the tensor.
+    Afterwards it contains a view of a recomputable storage, or the result of saving the tensor.
     """
 
     __slots__ = ("probe", "recomputes", "saved", "tensor", "version", "view")
@@ -104,7 +104,7 @@ class SavedTensor:
 class RematTape(TorchFunctionMode):
     """The tape of one forward of a block with inputs `entering`, and of its backward.
 
-    `keep` saves a tensor and `take` loads it. `weights` are storages that are freed and filled again.
+    `keep` saves a tensor, and `take` loads it. `weights` are storages that are freed and gathered again (ZeRO 3).
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RematTape(TorchFunctionMode):
         self.saved: list[SavedTensor] = []
         self.small: list[torch.Tensor] = []
         self.is_cheap = False
-        """Whether a recomputable function is running. If so, autograd saves tensors for that function."""
+        """Whether a recomputable function is running, for which autograd then saves tensors."""
         self.entering = [tensor for tensor in entering if self._is_plain(tensor)]
         for tensor in self.entering:
             self.values.setdefault(tensor.untyped_storage(), RematValue(tensor, free=True, entered=True))
@@ -153,8 +153,8 @@ class RematTape(TorchFunctionMode):
             self.small += [flat_storage_view(each) for each in given]
 
     def _seen(self, given: Any, sources: list[StorageView]) -> Any:
-        """Returns `given` with views in place of tensors. The views are appended to `sources`. Returns None where a
-        tensor cannot be followed.
+        """Returns `given` with a `StorageView` in place of each tensor, and appends the views to `sources`. Returns
+        None if a tensor cannot be tracked.
         """
         if isinstance(given, torch.Tensor):
             if not self._is_plain(given):
@@ -174,7 +174,7 @@ class RematTape(TorchFunctionMode):
         )
 
     def view(self, tensor: torch.Tensor) -> StorageView:
-        """Returns the view of `tensor` in its storage."""
+        """Returns the view of the storage of `tensor` that covers the tensor."""
         value = self.values.get(tensor.untyped_storage())
         if value is None:  # a weight, a buffer, a tensor made outside of the tape, or one that cannot be recomputed
             storage = tensor.untyped_storage()
@@ -194,7 +194,7 @@ class RematTape(TorchFunctionMode):
             return False
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Packs a tensor that autograd saves; the pack hook of `saved_tensors_hooks`."""
+        """Returns a `SavedTensor` for a tensor that autograd saves. This is the pack hook of `saved_tensors_hooks`."""
         if not self._is_plain(tensor):
             return tensor
         self.saved.append(SavedTensor(tensor.detach()))
@@ -202,9 +202,10 @@ class RematTape(TorchFunctionMode):
 
     # --- end of the forward
     def finish(self, cuts: RematPlanCache, moving: Collection[int] = ()) -> RematPlan:
-        """Ends the forward of the block: saves what must be saved and drops everything else.
+        """Ends the forward of the block. Saves the tensors that must be saved and drops all others. Returns the
+        decision.
 
-        `cuts` caches plans by the graph of a block. `moving` are storages of buffers that other forwards write to.
+        `cuts` caches decisions by the graph of a block. `moving` are storages of buffers that other forwards write to.
         """
         requested = self.requested_values(saved.tensor for saved in self.saved if saved.tensor is not None)
         cut = plan_remat(requested, cuts)
@@ -235,13 +236,13 @@ class RematTape(TorchFunctionMode):
         return cut
 
     def requested_values(self, tensors: Iterable[torch.Tensor]) -> dict[RematValue, None]:
-        """Returns the values of `tensors` that the tape knows and that are not resident anyway."""
+        """Returns the values on the tape that contain `tensors`, without values that are resident anyway."""
         found = (self.values.get(tensor.untyped_storage()) for tensor in tensors)
         return {value: None for value in found if value is not None and not value.is_resident}
 
     # --- backward
     def unpack(self, saved: Any) -> torch.Tensor:
-        """Returns the tensor that `pack` stored or dropped; the unpack hook of `saved_tensors_hooks`."""
+        """Returns the tensor that `pack` received. This is the unpack hook of `saved_tensors_hooks`."""
         if isinstance(saved, torch.Tensor):
             return saved
         if saved.tensor is not None:  # an error ended the forward before `finish`
@@ -282,7 +283,7 @@ class RematTape(TorchFunctionMode):
 
 
 def modified_in_place_error(dtype: torch.dtype, now: int, then: int) -> RuntimeError:
-    """Returns the error for a saved tensor that was written in place."""
+    """Returns the error for a saved tensor that was written to in place."""
     return RuntimeError(
         f"a tensor of {dtype} that a block's backward needs was written in place after it was kept (version {now} "
         f"for {then}; rc-sac): "
@@ -300,7 +301,7 @@ def is_recomputable(function: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def flat_storage_view(value: RematValue) -> torch.Tensor:
-    """Returns a resident storage as one flat tensor."""
+    """Returns the storage of a resident value as one flat tensor."""
     storage = value.storage()
     assert storage is not None
     dtype = value.probe.dtype

@@ -31,7 +31,7 @@ def make_parallel_context(
     offload_to: str | Path | None = None,
     error_propagator: ErrorPropagator | None = None,
 ) -> ParallelContext:
-    """Builds the context of `plan` over the ranks of the default process group. All ranks call it.
+    """Returns the context of `plan` over the ranks of the default process group. All ranks call it.
 
     `timeout`: seconds after which a wait for another rank fails. `offload_to`: the folder of offloaded states and
     activations.
@@ -85,7 +85,8 @@ def make_parallel_context(
 
 
 def _connect_ranks(grid: RankGrid, device: torch.device, timeout: float) -> Topology:
-    """Connects the shared memory of CPU ranks, and exchanges the hosts of ranks with accelerators."""
+    """Connects the shared memory of CPU ranks. For ranks with accelerators exchanges their hosts. Returns the
+    topology."""
     if grid.plan.world == 1:
         return Topology(grid, dist.get_rank() if dist.is_initialized() else 0)
     if backend_of(device).memory_is_host:

@@ -1,8 +1,8 @@
 """Builds the engine of a model and a plan, by an ordered list of passes.
 
-The passes up to `check_shards` analyse the model and raise every error of the user. They leave the model unchanged;
-random state and configuration are restored. The later passes change it in place: they shard tensors, drop the modules
-of other stages, flatten parameters, and wrap blocks. Every parameter is accounted for.
+The passes up to `check_shards` analyse the model and raise all errors of the user. They leave the model unchanged, and
+restore random state and configuration. The later passes change the model in place: they shard tensors, drop the modules
+of other stages, flatten parameters, and wrap blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CHECKS: tuple[BuildPass, ...] = (
     describe_shards,
     check_shards,
 )
-"""Passes that raise every error of the user and leave the model as it is."""
+"""Passes that raise all errors of the user and leave the model unchanged."""
 
 CHANGES: tuple[BuildPass, ...] = (
     prepare_model,
@@ -69,12 +69,12 @@ def parallelize_model(
     make_optimizer: OptimizerFactory,
     **hints: Unpack[ModelHints],
 ) -> tuple[Engine, ParamGroups]:
-    """Shards `model` in place and returns its engine, and the parameter groups of the optimizer.
+    """Shards `model` in place. Returns its engine and the parameter groups of the optimizer.
 
-    The parameters of `model` must be whole and the same on every rank. All ranks call it.
+    The parameters of `model` must be full and equal on every rank. All ranks call it.
 
     Raises:
-        InputError: The model cannot be trained under the plan; it is then unchanged.
+        InputError: The model cannot be trained under the plan. The model is unchanged in this case.
     """
     build = Build()
     build.model, build.base, build.recipe, build.make_optimizer, build.hints = (

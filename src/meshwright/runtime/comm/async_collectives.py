@@ -1,9 +1,9 @@
-"""Starts collectives on flat buffers now and finishes them later.
+"""Starts collectives on flat buffers and finishes them later.
 
-gloo runs an all-reduce well, but its reduce-scatter and all-gather are slow. At 16 MiB and 2 ranks the three took 14,
-40 and 77 ms, and one all-to-all took 8 ms (bench/exchange.py). On gloo reduce-scatter and all-gather therefore use an
-all-to-all, and the reduction sums in a fixed order. NCCL uses its own flat collectives. Ranks of one host without
-accelerators read each other's memory (shm/collectives.py). On several hosts each host sends a sum once
+gloo's all-reduce is fast, but its reduce-scatter and all-gather are slow. For 16 MiB and 2 ranks, all-reduce took 14
+ms, reduce-scatter 40 ms, all-gather 77 ms, and one all-to-all 8 ms (bench/exchange.py). So on gloo, reduce-scatter and
+all-gather use an all-to-all, and reductions sum in a fixed order. NCCL uses its own flat collectives. Ranks of one host
+without accelerators read each other's memory (shm/collectives.py). On several hosts each host sends a sum once
 (hierarchical.py).
 """
 
@@ -21,7 +21,7 @@ from meshwright.runtime.error_propagation import interruptible_wait
 
 
 class CollectiveWork:
-    """A collective in flight, like torch.distributed.Work. The first `wait` finishes the collective; later calls do
+    """A collective in flight, like torch.distributed.Work. The first `wait` finishes the collective. Later calls do
     nothing."""
 
     def __init__(
@@ -31,11 +31,11 @@ class CollectiveWork:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` returns without waiting for other ranks."""
+        """Returns whether `wait` would return without waiting for other ranks."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Waits until the collective is complete, then runs its last step."""
+        """Waits until the collective is complete. Then runs its last step."""
         work, then = self._work, self._finish
         self._work = self._finish = None
         if work is None and then is None:
@@ -48,7 +48,7 @@ class CollectiveWork:
                 then()
 
     def then(self, then: Callable[[], None]) -> CollectiveWork:
-        """Returns the work with `then` as its last step. `then` must wait for this work itself."""
+        """Returns a work whose last step is `then`. `then` must wait for this work itself."""
         return CollectiveWork(self._work, then, self._group)
 
 
@@ -58,15 +58,15 @@ COMPLETED_WORK = CollectiveWork(None)
 def all_reduce(
     flat: torch.Tensor, group: CommGroup | None, use_max: bool = False, inter_host: InterHostReducer | None = None
 ) -> CollectiveWork:
-    """Sums the contiguous tensor `flat` over `group` in place, or takes the maximum of each element if `use_max`.
-    `inter_host` compresses the traffic between hosts."""
+    """Sums the contiguous tensor `flat` in place over `group`, or takes the maximum of each element if `use_max`.
+    `inter_host` compresses the traffic between hosts. Returns the work."""
     if group is None:
         return COMPLETED_WORK
     if group.shm is not None:
         return CollectiveWork(None, group.shm.all_reduce(flat.view(-1), use_max, inter_host), group)
     if inter_host is not None:
         return CollectiveWork(None, inter_host.all_reduce(flat.view(-1), group, group).wait, group)
-    # Bytes of a ring all-reduce.
+    # The number of sent bytes is that of a ring all-reduce.
     group.timer.sent += 2 * (group.size - 1) / group.size * flat.numel() * flat.element_size()
     operation = dist.ReduceOp.MAX if use_max else dist.ReduceOp.SUM
     return CollectiveWork(dist.all_reduce(flat, operation, group=group.process_group, async_op=True), None, group)
@@ -80,8 +80,8 @@ def reduce_scatter(
     sizes: Sequence[int] | None = None,
 ) -> CollectiveWork:
     """Reduces `full` (n elements) over `group` and writes this rank's slice of the sum to `out` (n / ranks elements,
-    possibly inside `full`). `sizes` gives the elements of each rank's slice if they are unequal. `inter_host`
-    compresses the traffic between hosts."""
+    possibly inside `full`). `sizes` are the numbers of elements of each rank's slice, if unequal. `inter_host`
+    compresses the traffic between hosts. Returns the work."""
     if group is None:
         return CollectiveWork(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
     if uses_shared_memory(group, sizes):
@@ -108,8 +108,8 @@ def reduce_scatter(
 
 
 def uses_shared_memory(group: CommGroup, sizes: Sequence[int] | None) -> bool:
-    """Whether slices go through shared memory. A hierarchical group takes equal slices only; unequal ones use the
-    process group of all of its ranks."""
+    """Returns whether slices of `sizes` go through shared memory. A hierarchical group supports only equal slices.
+    Unequal slices use the process group of all of its ranks."""
     return group.shm is not None and (sizes is None or group.process_group is None)
 
 
@@ -125,7 +125,7 @@ def all_gather(
     full: torch.Tensor, shard: torch.Tensor, group: CommGroup | None, sizes: Sequence[int] | None = None
 ) -> CollectiveWork:
     """Gathers the shards of all ranks of `group` into `full`, in order of rank. `shard` may be this rank's slice of
-    `full`. `sizes` is as in `reduce_scatter`."""
+    `full`. `sizes` are the numbers of elements of the shards, if unequal. Returns the work."""
     if group is None:
         return CollectiveWork(None, None if shard.data_ptr() == full.data_ptr() else lambda: _copy(full, shard))
     if uses_shared_memory(group, sizes):
@@ -148,8 +148,8 @@ def all_gather(
 
 
 def all_to_all(out: torch.Tensor, full: torch.Tensor, group: CommGroup | None) -> CollectiveWork:
-    """Exchanges equal slices of flat tensors: on rank r, `out` receives slice r of every rank's `full`, in order of
-    rank."""
+    """Exchanges equal slices of flat tensors. On rank r, `out` receives slice r of every rank's `full`, in order of
+    rank. Returns the work."""
     if group is None:
         return CollectiveWork(None, lambda: _copy(out, full))
     rows = [[1] * group.size] * group.size
@@ -159,8 +159,8 @@ def all_to_all(out: torch.Tensor, full: torch.Tensor, group: CommGroup | None) -
 def all_to_all_rows(
     out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]], group: CommGroup
 ) -> CollectiveWork:
-    """Exchanges uneven rows: rank i sends `rows[i][j]` rows of its `sent` to rank j. `out` receives this rank's rows in
-    order of rank."""
+    """Exchanges uneven numbers of rows: rank i sends `rows[i][j]` rows of its `sent` to rank j. `out` receives this
+    rank's rows in order of rank. Returns the work."""
     if group.shm is not None and group.process_group is None:
         return CollectiveWork(None, group.shm.all_to_all_rows(out, sent, rows), group)
     incoming, outgoing = [row[group.index] for row in rows], list(rows[group.index])
@@ -170,16 +170,16 @@ def all_to_all_rows(
 
 
 def exchange_rows(sent: torch.Tensor, rows: Sequence[Sequence[int]], group: CommGroup) -> torch.Tensor:
-    """Returns the rows that `all_to_all_rows` brings to this rank, in order of rank."""
+    """Returns the rows that this rank receives in `all_to_all_rows`, in order of the sending rank."""
     received = sent.new_empty(sum(row[group.index] for row in rows), sent.shape[1])
     all_to_all_rows(received, sent.contiguous(), rows, group).wait()
     return received
 
 
 def _retain(buffer: torch.Tensor) -> None:
-    """Does nothing: the closure that calls it keeps `buffer` alive until the collective has read it."""
+    """Does nothing. The closure that calls it keeps `buffer` alive until the collective has read the buffer."""
 
 
 def _torch_collective(name: str, old_name: str) -> Callable[..., dist.Work]:
-    """Returns torch's flat collective `name`, or `old_name` before torch 2.13, which renamed them."""
+    """Returns torch's flat collective `name`. Before torch 2.13, returns `old_name`."""
     return getattr(dist, name, None) or getattr(dist, old_name)

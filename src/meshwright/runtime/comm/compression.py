@@ -1,19 +1,19 @@
 """Compresses gradients between hosts, with error feedback.
 
-Compression changes the result, so the workload sets it. Ranks of one host send nothing over a network, so their sums
-are exact. Each host adds its residual of the last step to its sum, sends the nearest value that the codec can
-represent, and keeps the difference as the new residual (error feedback: Seide et al., 1-Bit Stochastic Gradient
-Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, arXiv 1901.09847). Every host decodes the messages of
-all hosts, its own included, and adds them in order of host.
+Compression changes the result, so only the workload can enable it. The sum over the ranks of one host is exact. Each
+host adds its residual of the last step to this sum and sends the nearest value that the codec can represent. The
+difference is the new residual (error feedback: Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et
+al., Error Feedback Fixes SignSGD, arXiv 1901.09847). Every host decodes the messages of all hosts, including its own,
+and adds them in order of host.
 
     bf16      2 bytes per element
     int8      1 byte per element and a float32 scale for each block, whose largest element is 127
     low-rank  PowerSGD (powersgd.py)
 
-With h hosts, a compressed all-reduce sends h - 1 times the encoded slice of a host. An uncompressed all-reduce sends 2
-(h - 1) / h times the slice. A reduce-scatter sends (h - 1) / h times the buffer, encoded or not.
+With h hosts, a host sends in a compressed all-reduce h - 1 times its encoded slice. In an uncompressed all-reduce it
+sends 2 (h - 1) / h times the slice. In a reduce-scatter it sends (h - 1) / h times the buffer, encoded or not.
 
-Guarantees: all hosts compute the same sum, and the same sum in every run.
+Guarantees: the sum is bitwise equal on all hosts and in every run.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ if TYPE_CHECKING:
 
 
 CPU_TILE_ELEMENTS = 1 << 18
-"""Elements encoded at a time on a CPU, so that they stay in the cache. A multiple of the block length."""
+"""Number of elements that a CPU encodes at a time, so that they stay in the cache. It is a multiple of the
+block length."""
 ACCELERATOR_TILE_ELEMENTS = 1 << 24
-"""Elements encoded at a time on an accelerator. Each tile costs a few kernel launches."""
+"""Number of elements that an accelerator encodes at a time. Each tile costs a few kernel launches."""
 
 
 def tile_elements(device: torch.device) -> int:
-    """Returns how many elements are encoded at a time on `device`."""
+    """Returns the number of elements that `device` encodes at a time."""
     return CPU_TILE_ELEMENTS if backend_of(device).memory_is_host else ACCELERATOR_TILE_ELEMENTS
 
 
 class GradientCodec(Protocol):
-    """Encodes a vector of at most one tile as bytes, and decodes it."""
+    """Encodes a vector of at most one tile as bytes, and decodes the bytes."""
 
     def size(self, numel: int) -> int:
-        """Returns the bytes of `numel` encoded elements."""
+        """Returns the number of bytes of `numel` encoded elements."""
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
-        """Writes the bytes of `values` to `encoded`. On return `values` contains the encoding error, with zeros for
+        """Writes the encoded `values` to `encoded`. On return `values` contains the encoding error, with zeros for
         non-finite elements."""
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor, add: bool) -> None:
-        """Sets `values` to the decoded elements, or adds these if `add`."""
+        """Sets `values` to the decoded elements, or adds these to `values` if `add`."""
 
 
 class Bfloat16Codec:
@@ -70,17 +71,17 @@ class Bfloat16Codec:
     """
 
     def size(self, numel: int) -> int:
-        """Returns the bytes of `numel` encoded elements."""
+        """Returns the number of bytes of `numel` encoded elements."""
         return 2 * numel
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
-        """Encodes `values`, which become the encoding error."""
+        """Writes the encoded `values` to `encoded`. On return `values` contains the encoding error."""
         codes = encoded.view(torch.bfloat16)
         codes.copy_(values)
         values.sub_(codes).nan_to_num_(0.0, 0.0, 0.0)
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor, add: bool) -> None:
-        """Sets `values` to the decoded elements, or adds these if `add`."""
+        """Sets `values` to the decoded elements, or adds these to `values` if `add`."""
         codes = encoded.view(torch.bfloat16)
         if add:
             values.add_(codes.to(values.dtype))
@@ -89,7 +90,7 @@ class Bfloat16Codec:
 
 
 class Int8Codec:
-    """Stores the float32 scales of all blocks, then one byte per element.
+    """Encodes a vector as the float32 scales of all blocks, followed by one byte per element.
 
     >>> codec, values = Int8Codec(), torch.tensor([127.0, -3.5, 0.75])
     >>> encoded = torch.empty(4 + INT8_BLOCK_NUMEL, dtype=torch.uint8)
@@ -101,11 +102,11 @@ class Int8Codec:
     """
 
     def size(self, numel: int) -> int:
-        """Returns the bytes of `numel` encoded elements."""
+        """Returns the number of bytes of `numel` encoded elements."""
         return -(-numel // INT8_BLOCK_NUMEL) * (4 + INT8_BLOCK_NUMEL)
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
-        """Encodes `values`, which become the encoding error."""
+        """Writes the encoded `values` to `encoded`. On return `values` contains the encoding error."""
         scales, codes = self._views(encoded, values.numel())
         blocks = self._blocks(values)
         whole = blocks.float().abs()
@@ -113,13 +114,14 @@ class Int8Codec:
         torch.div(blocks, scales.clamp_min(torch.finfo(torch.float32).tiny), out=whole).round_()
         codes.copy_(whole)
         blocks.addcmul_(whole.to(blocks.dtype), scales.to(blocks.dtype), value=-1)
-        # All ranks skip a step with non-finite values; on a device the check would synchronise.
+        # All ranks skip a step with non-finite values. On an accelerator the check is omitted, because it would
+        # synchronise.
         if not backend_of(blocks.device).memory_is_host or not bool(torch.isfinite(scales).all()):
             blocks.nan_to_num_(0.0, 0.0, 0.0)
         _copy_back(values, blocks)
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor, add: bool) -> None:
-        """Sets `values` to the decoded elements, or adds these if `add`."""
+        """Sets `values` to the decoded elements, or adds these to `values` if `add`."""
         scales, codes = self._views(encoded, values.numel())
         blocks = self._blocks(values)
         if add:
@@ -141,7 +143,7 @@ class Int8Codec:
 
 
 def _copy_back(values: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Copies the elements of a padded copy back to `values`."""
+    """Copies the elements from `blocks` back to `values`, if `blocks` is a padded copy."""
     if blocks.data_ptr() != values.data_ptr():
         values.copy_(blocks.view(-1)[: values.numel()])
 
@@ -150,14 +152,14 @@ CODECS: dict[str, Callable[[], GradientCodec]] = {"bf16": Bfloat16Codec, "int8":
 
 
 class CompressedReducer:
-    """Reduces the gradients of one buffer between hosts. `residual` stores the encoding errors that this host has not
+    """Reduces the gradients of one buffer between hosts. `residual` contains the encoding errors that this host has not
     sent yet."""
 
     def __init__(self, codec: GradientCodec, residual: torch.Tensor) -> None:
         self.codec, self.residual, self.tile = codec, residual, tile_elements(residual.device)
 
     def all_reduce(self, flat: torch.Tensor, group: CommGroup, second_group: CommGroup) -> CollectiveWork:
-        """Starts summing `flat` over `group` in place."""
+        """Starts the in-place sum of `flat` over `group`. Returns the work."""
         encoded = self._encode(flat.view(1, -1)).view(-1)
         received = encoded.new_empty(group.size * encoded.numel())
         return self._decode_after(all_gather(received, encoded, group), received, flat, group)
@@ -165,17 +167,17 @@ class CompressedReducer:
     def reduce_scatter(
         self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, second_group: CommGroup
     ) -> CollectiveWork:
-        """Starts summing `full` over `group`; this rank's slice of the sum goes to `out`."""
+        """Starts the sum of `full` over `group` and writes this rank's slice of the sum to `out`. Returns the work."""
         encoded = self._encode(full.view(group.size, -1)).view(-1)
         received = torch.empty_like(encoded)
         return self._decode_after(all_to_all(received, encoded, group), received, out, group)
 
     def _sizes(self, numel: int) -> list[int]:
-        """Returns the bytes of each tile of `numel` elements."""
+        """Returns the number of encoded bytes of each tile of `numel` elements."""
         return [self.codec.size(min(self.tile, numel - first)) for first in range(0, numel, self.tile)]
 
     def _encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encodes each row of `rows` plus its residual. The encoding error is the new residual."""
+        """Encodes each row of `rows` plus its residual. The encoding error becomes the new residual."""
         sizes = self._sizes(rows.shape[1])
         encoded = torch.empty(len(rows), sum(sizes), dtype=torch.uint8, device=rows.device)
         for row, residual, into in zip(rows, self.residual.view(rows.shape), encoded, strict=True):
@@ -201,7 +203,7 @@ class CompressedReducer:
 
 
 class FlatSlice(NamedTuple):
-    """Elements `start` to `stop` of a buffer that contains `tensors`, given by offset and shape."""
+    """Elements [start, stop) of a buffer. `tensors` are the offset and shape of each tensor in the buffer."""
 
     start: int
     stop: int
@@ -210,7 +212,7 @@ class FlatSlice(NamedTuple):
 
 
 class ReducerPair(NamedTuple):
-    """The compressed reducers over the shard group and over the replicas of a parameter group; None without
+    """The compressed reducers of a parameter group: over its shard group and over its replicas. None means no
     compression."""
 
     shards: CompressedReducer | PowerSGDReducer | None
@@ -220,8 +222,8 @@ class ReducerPair(NamedTuple):
 def make_compressed_reducer(
     compression: GradientCompression | None, group: CommGroup | None, vector: FlatSlice, scattered: bool
 ) -> CompressedReducer | PowerSGDReducer | None:
-    """Returns the reducer of `vector` (of its slices if `scattered`) over `group`. Returns None if the group is on one
-    host or compression is off."""
+    """Returns the reducer of `vector` over `group`, or of its slices if `scattered`. Returns None if the group is on
+    one host or compression is off."""
     if compression is None or group is None or group.process_group is None or group.intra_host:
         return None
     runs = _inter_host_ranges(group, vector.start, vector.stop, scattered)

@@ -1,8 +1,8 @@
-"""Process groups as the runtime sees them: the ranks along one axis of the plan, and how they exchange tensors.
+"""Process groups of the runtime: the ranks along one axis of the plan, and how they exchange tensors.
 
-An axis of one rank has no group: callers test `group is None`. Ranks of one host without accelerators use shared memory
-(shm/collectives.py). If every host has equally many ranks, a group uses shared memory inside each host and a process
-group between hosts (hierarchical.py). All other groups use a process group of torch.
+An axis with one rank has no group: callers check `group is None`. Ranks of one host without accelerators use shared
+memory (shm/collectives.py). If every host has the same number of ranks, a group uses shared memory inside each host and
+a process group between hosts (hierarchical.py). All other groups use a process group of torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CommStats(NamedTuple):
 
 @dataclass
 class CommTimer:
-    """Communication statistics of one process group. `wait_timer` runs while this rank waits."""
+    """Communication statistics of one process group. `wait_timer` measures the time for which this rank waits."""
 
     wait_timer: WaitTimer = field(default_factory=WaitTimer)
     sent: float = 0.0
@@ -41,15 +41,16 @@ class CommTimer:
         return found
 
     def discard(self) -> None:
-        """Drops the statistics since the last reading."""
+        """Discards the statistics since the last reading."""
         self.sent = 0.0
         self.wait_timer.discard()
 
 
 @dataclass(frozen=True, eq=False)
 class CommGroup:
-    """A group of ranks. `ranks` are global ranks and `index` is the position of this rank among them. `process_group`
-    is None if all ranks share memory. `shm` is set if all ranks share memory, or if every host has several of them."""
+    """A group of ranks. `ranks` are global ranks, and `index` is the position of this rank among them. `process_group`
+    is None if all ranks share memory. `shm` is set if all ranks share memory, or if every host has several of the
+    ranks."""
 
     ranks: tuple[int, ...]
     index: int
@@ -78,26 +79,26 @@ class CommGroup:
         return [each.timer for each in (self, *(self.shm.inter_host_groups if self.shm is not None else ()))]
 
     def read_stats(self) -> CommStats:
-        """Returns the statistics since the last call. Bytes include the traffic between hosts. Waits for that traffic
-        are part of the group's own waits."""
+        """Returns the statistics since the last call. They include the bytes sent between hosts. Waits for these
+        transfers are part of the waits of the group."""
         own, *between = [meter.read() for meter in self.timers]
         return CommStats(own.sent + sum(each.sent for each in between), own.waited)
 
     def is_native(self, tensor: torch.Tensor) -> bool:
-        """Whether NCCL transfers `tensor`. The flat collectives of NCCL are fast."""
+        """Returns whether NCCL transfers `tensor`. The flat collectives of NCCL are fast."""
         return self.process_group is not None and uses_nccl(self.backends, tensor.device.type)
 
     @cached_property
     def backends(self) -> str:
-        """The backend of each device type, as torch names them ('cpu:gloo,cuda:nccl'). A single name would be wrong for
-        a group with two backends."""
+        """The backend for each device type, in torch's form ('cpu:gloo,cuda:nccl'). One name would be wrong for a group
+        with two backends."""
         return dist.get_backend_config(self.process_group)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardPlacement:
-    """How a parameter group is sharded and replicated: this rank stores shard `shard` of `shards` of replica `replica`
-    of `replicas`."""
+    """How a parameter group is sharded and replicated. This rank stores shard `shard` of `shards` shards, in replica
+    `replica` of `replicas` replicas."""
 
     shards: int
     shard: int
@@ -110,13 +111,13 @@ class ShardPlacement:
     tensor_group: CommGroup | None
     """The tensor ranks, among which tensors are split or replicated."""
     weights: tuple[int, ...] = ()
-    """Relative sizes of the shards; empty for equal ones."""
+    """Relative sizes of the shards. Empty if they are equal."""
     diloco: ShardPlacement | None = None
-    """With DiLoCo, the placement across the replicas, used when they synchronise (`without_replicas`)."""
+    """With DiLoCo, the placement over all replicas, which is used when they synchronise (`without_replicas`)."""
 
 
 def uses_nccl(backends: str, device: str) -> bool:
-    """Whether tensors on `device` use NCCL in a group with these `backends`.
+    """Returns whether tensors on `device` use NCCL in a group with these `backends`.
 
     >>> uses_nccl("cpu:gloo,cuda:nccl", "cuda"), uses_nccl("cuda:nccl", "cuda")
     (True, True)
@@ -127,39 +128,41 @@ def uses_nccl(backends: str, device: str) -> bool:
 
 
 def without_replicas(sharing: ShardPlacement) -> ShardPlacement:
-    """Returns the placement of one DiLoCo replica, which does not reduce over the other replicas in a step."""
+    """Returns the placement of one DiLoCo replica. Within a step such a replica does not reduce over the other
+    replicas."""
     return replace(sharing, replicas=1, replica=0, replicate_group=None, diloco=sharing)
 
 
 def wrap_process_group(process: dist.ProcessGroup | None) -> CommGroup | None:
-    """Returns the group of a process group of torch, or None for one rank."""
+    """Returns the `CommGroup` of a process group of torch, None for one rank."""
     if process is None or dist.get_world_size(process) == 1:
         return None
     return CommGroup(tuple(dist.get_process_group_ranks(process)), dist.get_rank(process), process)
 
 
 def wrap_shm_collectives(lanes: ShmCollectives) -> CommGroup:
-    """Returns the group of ranks that share memory."""
+    """Returns the `CommGroup` of ranks that share memory."""
     return CommGroup(lanes.ranks, lanes.index, shm=lanes)
 
 
 def shutdown_groups(groups: Sequence[CommGroup | None]) -> None:
-    """Waits until the other ranks of `groups` have read all inputs in this rank's memory. Call it before this rank
-    ends."""
+    """Waits until the other ranks of `groups` have read all inputs in this rank's memory. Must be called before this
+    rank ends."""
     for group in groups:
         if group is not None and group.shm is not None:
             group.shm.close()
 
 
 def quiesce_groups(groups: Sequence[CommGroup | None]) -> None:
-    """Waits until no rank of `groups` reads this rank's shared memory, so that it may be written."""
+    """Waits until no rank of `groups` reads this rank's shared memory. Afterwards the memory may be written."""
     for group in groups:
         if group is not None and group.shm is not None:
             group.shm.quiesce()
 
 
 def shrink_staging_buffers(groups: Iterable[CommGroup | None]) -> None:
-    """Frees staging memory left by collectives larger than those of training. Every rank of the groups calls it."""
+    """Frees the staging memory of collectives that were larger than those of training. Every rank of the groups calls
+    it."""
     for group in groups:
         if group is not None and group.shm is not None:
             group.shm.buffers.shrink()

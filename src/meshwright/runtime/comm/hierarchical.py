@@ -1,21 +1,21 @@
-"""Hierarchical collectives of ranks on several hosts, with equally many ranks on each: data crosses the network once
+"""Hierarchical collectives of ranks on several hosts with the same number of ranks each. Data crosses the network once
 per host instead of once per rank.
 
-The ranks of a host sum in shared memory (shm/collectives.py). Rank l of every host then reduces its slice with rank l
-of the other hosts over the network. Finally the ranks of a host read the other slices from each other. With h hosts of
-m ranks and n bytes, a host sends
+First the ranks of a host sum in shared memory (shm/collectives.py). Then rank l of every host reduces its slice with
+rank l of the other hosts over the network. Finally the ranks of a host read the other slices from each other. With h
+hosts of m ranks and a tensor of n bytes, a host sends
 
     all-reduce        2 (h - 1) / h n    (a ring over all ranks: 2 (h m - 1) / (h m) n, if hosts are contiguous in it)
     reduce-scatter      (h - 1) / h n    (an all-to-all of all ranks: m times that)
     all-gather          (h - 1) / h n    (the same)
 
-Sums differ from those of a flat collective only in their order, which is fixed: ranks of a host first, then hosts.
-Source: Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH (2005), section 4.
-Horovod calls it hierarchical; NCCL does it by itself.
+Sums differ from those of a flat collective only in the order of addition. This order is fixed: first the ranks of a
+host, then the hosts. Source: Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH
+(2005), section 4. Horovod calls these collectives hierarchical. NCCL uses them automatically.
 
-[Note: ways across] A reduction sends between hosts once the ranks of its host have contributed. An all-gather sends
-immediately. So the order of reductions, all-gathers and second messages differs between ranks. Each of the three has
-its own process group, in which all ranks use one order.
+[Note: ways across] A reduction sends to other hosts once the ranks of its host have contributed. An all-gather sends
+immediately. So the order of reductions, all-gathers and second messages differs between ranks. So each of these three
+kinds has its own process group, in which all ranks use one order.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from meshwright.runtime.comm.shm.memory import SharedMemory
 
 NUM_INTER_HOST_GROUPS = 3
-"""Process groups between hosts: for reductions, for second messages of reductions, and for all-gathers."""
+"""Number of process groups between hosts: for reductions, for second messages of reductions, and for all-gathers."""
 
 RanksByHost = Sequence[Sequence[int]]
 """For each host, the positions of its ranks in the group."""
 
 
 def ranks_by_host(hosts: Sequence[str]) -> RanksByHost | None:
-    """Groups the ranks of a group by host; `hosts` gives the host id of each rank. None if all are on one host, or if
-    hosts have different numbers of ranks.
+    """Returns the positions of the ranks of each host. `hosts` has the host id of each rank. Returns None if all ranks
+    are on one host, or if hosts have different numbers of ranks.
 
     >>> ranks_by_host(["a", "b", "a", "b"]), ranks_by_host(["a", "a"])
     ([[0, 2], [1, 3]], None)
@@ -65,9 +65,9 @@ def ranks_by_host(hosts: Sequence[str]) -> RanksByHost | None:
 
 
 class HierarchicalGroup(ShmCollectives):
-    """Collectives of this rank's host in a group that spans several hosts. `ranks` are all ranks of the group, `hosts`
-    their positions by host. `groups` are the NUM_INTER_HOST_GROUPS groups of the ranks with this rank's position in
-    each host."""
+    """Collectives of this rank in a group that spans several hosts. `ranks` are all ranks of the group, and `hosts`
+    their positions by host. `groups` are the NUM_INTER_HOST_GROUPS process groups of the ranks that have this rank's
+    position in their hosts."""
 
     def __init__(
         self, host: SharedMemory, ranks: Sequence[int], hosts: RanksByHost, first: int, groups: Sequence[CommGroup]
@@ -81,7 +81,7 @@ class HierarchicalGroup(ShmCollectives):
     def all_reduce(
         self, flat: torch.Tensor, use_max: bool = False, inter_host: InterHostReducer | None = None
     ) -> Callable[[], None]:
-        """Starts summing `flat` over all hosts in place; returns the function that finishes it."""
+        """Starts the in-place sum of `flat` over all hosts. Returns the function that finishes it."""
         number, memory = self.begin(flat)
 
         def sum_own() -> InterHostTransfer | None:
@@ -109,14 +109,15 @@ class HierarchicalGroup(ShmCollectives):
         inter_host: InterHostReducer | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Callable[[], None]:
-        """Starts summing `full` over all hosts; this rank's slice goes to `out`. Returns the function
-        that finishes it."""
+        """Starts to sum `full` over all hosts. This rank's slice of the sum goes to `out`. Returns the function that
+        finishes the collective."""
         assert sizes is None, "unequal slices go through the process group"
         number, memory = self.begin(full)
         each = out.numel()
 
         def sum_own() -> InterHostTransfer:
-            """Sums the slices of all ranks with this rank's position in their hosts, then sends them."""
+            """Sums, over the ranks of this host, the slices that the ranks at this position in all hosts need. Then
+            sends the sums."""
             sums = torch.empty(len(self.ranks_by_host) * each, dtype=full.dtype)
             for row, into in zip(self.ranks_by_host, sums.split(each), strict=True):
                 start = row[self.index] * each
@@ -133,7 +134,7 @@ class HierarchicalGroup(ShmCollectives):
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None
     ) -> Callable[[], None]:
-        """Starts gathering the shards of all ranks into `full`; returns the function that finishes it."""
+        """Starts to gather the shards of all ranks into `full`. Returns the function that finishes it."""
         assert sizes is None, "unequal slices go through the process group"
         number, each = self.next_number(), shard.numel()
         gathered = self.staging_buffer(len(self.ranks_by_host) * each, shard.dtype)
@@ -153,4 +154,4 @@ class HierarchicalGroup(ShmCollectives):
 
 
 def _no_op() -> None:
-    """Does nothing: the transfer has already written its result."""
+    """Does nothing, because the transfer has already written its result."""

@@ -12,7 +12,8 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 def linear_map(x: torch.Tensor, there: TensorMap, back: TensorMap) -> torch.Tensor:
-    """Returns `there(x)`, whose gradient is `back(gradient)`. `back` must be the transpose of `there`."""
+    """Returns `there(x)`. The gradient of `x` is `back(gradient)`. `back` must be the transpose of the linear map
+    `there`."""
     result: torch.Tensor = _LinearMap.apply(x, there, back)
     return result
 

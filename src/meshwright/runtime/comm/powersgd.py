@@ -1,19 +1,20 @@
 """Reduces gradients between hosts as two thin factors of each matrix: PowerSGD (Vogels, Karimireddy, Jaggi, arXiv
 1905.13727, algorithm 1).
 
-M is the sum over hosts of each host's gradient and residual; Q is the factor of the previous step.
+M is the sum over hosts of each host's gradient and residual. Q is a factor from the previous step. A prime means the
+transpose:
 
     P = M Q, summed over hosts; P is made orthonormal; Q = M' P, summed over hosts; the result is P Q'
 
-This is one power iteration per step. Each host's residual is the part of its own M that P Q' does not represent.
-Elements outside of matrices (biases, norms, rows cut at the border of a slice) are sent uncompressed together with P.
-An all-reduce sends 2 (h - 1) / h (rows + columns) x rank elements per matrix.
+This is one power iteration per step. The new residual of a host is the part of its gradient and residual that P Q' does
+not represent. Elements outside of matrices (biases, norms, rows cut at the border of a slice) are sent uncompressed
+together with P. With h hosts, an all-reduce sends 2 (h - 1) / h (rows + columns) x rank elements per matrix.
 
 [Note: second message] Q can be computed only once P of all hosts has arrived, which happens at different times on
-different hosts. Second messages therefore have their own process group and a queue. They start in the order of the
-first messages, which is the same on every host. The residual stores the whole gradient until the second message starts.
-So if a reduction of the same buffer is still in flight, its second message starts before the next gradient is added to
-the residual.
+different hosts. So second messages have their own process group and a queue. They start in the order of the first
+messages, which is equal on every host. Until the second message starts, the residual contains the whole gradient. So
+before the next gradient of a buffer is added to the residual, the second message of an earlier reduction of this buffer
+is started.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class MatrixSlice(NamedTuple):
 def compressible_matrices(
     tensors: Sequence[tuple[int, tuple[int, ...]]], runs: Sequence[tuple[int, int]], rank: int
 ) -> list[MatrixSlice]:
-    """Returns the complete rows of `tensors` (offset and shape) inside the segments `runs` of a buffer, if their
-    factors are smaller than the rows. The segments are concatenated into a vector, and returned offsets are positions
-    in it.
+    """Returns the matrices to compress: the complete rows of `tensors` (offset and shape) inside the segments `runs` of
+    a buffer, if their factors are smaller than the rows. The segments are concatenated into a vector. `start` of a
+    returned matrix is a position in this vector.
 
     >>> compressible_matrices([(0, (4, 100)), (400, (7,))], [(50, 400), (400, 407)], 1)
     [MatrixSlice(start=50, rows=3, columns=100)]
@@ -63,8 +64,8 @@ def compressible_matrices(
 
 
 class PowerSGDReducer:
-    """Reduces the gradients of one buffer between hosts. `residual` stores what this host has not sent yet, followed by
-    the factors Q."""
+    """Reduces the gradients of one buffer between hosts. `residual` contains the parts of gradients that this host has
+    not sent yet, followed by the factors Q."""
 
     def __init__(self, matrices: Sequence[MatrixSlice], numel: int, rank: int, like: torch.Tensor) -> None:
         self.matrices, self.numel, self.rank = matrices, numel, rank
@@ -82,24 +83,26 @@ class PowerSGDReducer:
         self.last_transfer: PowerSGDTransfer | None = None
 
     def matrix_views(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the matrices inside `vector`, as views."""
+        """Returns views of the matrices inside `vector`."""
         return [
             vector[each.start : each.start + each.rows * each.columns].view(each.rows, each.columns)
             for each in self.matrices
         ]
 
     def factor_views(self, joined: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Splits the concatenated factors into matrices of `rank` columns."""
+        """Splits the concatenated factors `joined` into matrices of `rank` columns. `sizes` are their numbers
+        of rows."""
         return [part.view(-1, self.rank) for part in joined.split([size * self.rank for size in sizes])]
 
     def all_reduce(self, flat: torch.Tensor, group: CommGroup, second_group: CommGroup) -> PowerSGDTransfer:
-        """Starts summing `flat` over `group` in place."""
+        """Starts the in-place sum of `flat` over `group`. Returns the transfer."""
         return PowerSGDTransfer(self, flat, slice(None), flat, (group, second_group))
 
     def reduce_scatter(
         self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, second_group: CommGroup
     ) -> PowerSGDTransfer:
-        """Starts summing `full` over `group`; this rank's slice of the sum goes to `out`."""
+        """Starts the sum of `full` over `group` and writes this rank's slice of the sum to `out`. Returns the
+        transfer."""
         each = out.numel()
         return PowerSGDTransfer(
             self, full, slice(group.index * each, (group.index + 1) * each), out, (group, second_group)
@@ -107,7 +110,7 @@ class PowerSGDReducer:
 
 
 class PowerSGDTransfer:
-    """One reduction in flight; see [Note: second message]."""
+    """One reduction in flight ([Note: second message])."""
 
     def __init__(
         self,
@@ -134,13 +137,13 @@ class PowerSGDTransfer:
         self.second_group.second_messages.append(self)
 
     def ensure_second(self) -> CollectiveWork:
-        """Starts the second message and those queued before it; returns its collective."""
+        """Starts this second message, after those that are queued before it. Returns its collective."""
         while self.second_reduce is None:
             self.second_group.second_messages.popleft().start_second()
         return self.second_reduce
 
     def start_second(self) -> None:
-        """Waits for P of all hosts, then starts the reduction of Q."""
+        """Waits for P of all hosts. Then starts the reduction of Q."""
         self.first_reduce.wait()
         p_factors = sum(self.rows) * self.reducer.rank
         self.p_factors = [
@@ -158,7 +161,7 @@ class PowerSGDTransfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` returns at once. Starts second messages whose first one is complete."""
+        """Returns whether `wait` returns immediately. Also starts second messages whose first message is complete."""
         queue = self.second_group.second_messages
         while queue and queue[0].first_reduce.is_done:
             queue.popleft().start_second()
@@ -182,5 +185,5 @@ class PowerSGDTransfer:
 
 
 def _orthonormal_basis(thin: torch.Tensor) -> torch.Tensor:
-    """Returns orthonormal columns with the same span; NaN if `thin` is not finite."""
+    """Returns orthonormal columns with the span of the columns of `thin`; NaN if `thin` is not finite."""
     return torch.linalg.qr(thin)[0] if bool(torch.isfinite(thin).all()) else torch.full_like(thin, torch.nan)

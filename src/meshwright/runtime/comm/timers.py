@@ -1,12 +1,12 @@
 """Measures how long this rank waits for communication and copies.
 
 A CPU rank blocks, so the clock of the host measures the wait. With an accelerator the wait is queued in the compute
-stream while the host continues. One event before and one after the wait measure how long that stream was idle. If the
-host waits too, the events measure how long the stream had no work.
+stream while the host continues. One event before and one event after the wait measure how long this stream was idle. If
+the host waits too, the events measure how long the stream had no work.
 
-[Note: nobody waits for a clock] Events are read only once both are complete. Those of the forward and backward passes
-are complete when the sums of a step reach the host. Events that complete later, such as the all-gather after the
-update, count in the next step, which is also where their time falls.
+[Note: nobody waits for a clock] Events are read only once both are complete. Events of the forward and backward passes
+are complete when the sums of a step reach the host. Events that complete later, such as those of the all-gather after
+the update, count in the next step. This is also the step in which their time passes.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class TimerEvent(Protocol):
         """Records the event in the current stream."""
 
     def query(self) -> bool:
-        """Whether the event is complete."""
+        """Returns whether the event is complete."""
 
     def elapsed_time(self, end_event: Any) -> float:
         """Returns the milliseconds from this event to `end_event`."""
 
 
 class WaitTimer:
-    """Sums the time spent inside the context; nested contexts count once. `event` creates events, for devices on which
-    the stream waits instead of the host."""
+    """Sums the time that is spent inside the context. Nested contexts count once. `event` creates events, for devices
+    on which the stream waits and not the host."""
 
     def __init__(self, event: Callable[[], TimerEvent] | None = None) -> None:
         self._event, self._depth, self._began = event, 0, 0.0
         self._seconds = self._previous_seconds = 0.0
-        """Seconds of waits that began since the last reading, and seconds of earlier waits that were incomplete at the
-        last reading."""
+        """Seconds of waits that began since the last reading; and seconds of earlier waits that were incomplete at that
+        time."""
         self._first: TimerEvent | None = None
         self._pending: deque[tuple[TimerEvent, TimerEvent, bool]] = deque()
-        """First and last event of each wait, and whether it began before the last reading."""
+        """For each wait: its first event, its last event, and whether it began before the last reading."""
         self._free_events: list[TimerEvent] = []
 
     @classmethod
@@ -83,7 +83,7 @@ class WaitTimer:
         return event
 
     def _collect(self) -> None:
-        """Adds up completed waits in order, without waiting for an event."""
+        """Adds up completed waits in order. Does not wait for an event."""
         while self._pending and self._pending[0][1].query():
             first, last, is_previous = self._pending.popleft()
             if is_previous:
@@ -93,14 +93,14 @@ class WaitTimer:
             self._free_events += (first, last)
 
     def read(self) -> float:
-        """Returns the seconds since the last reading, as far as they are known."""
+        """Returns the seconds since the last reading, without waits that are not complete yet."""
         self._collect()
         found, self._seconds, self._previous_seconds = self._seconds + self._previous_seconds, 0.0, 0.0
         self._pending = deque((first, last, True) for first, last, _ in self._pending)
         return found
 
     def discard(self) -> None:
-        """Drops the seconds since the last reading."""
+        """Discards the seconds since the last reading."""
         self._collect()
         self._seconds = 0.0
         self._pending = deque(each for each in self._pending if each[2])

@@ -1,11 +1,12 @@
-"""Where ranks are, and the communication groups among them.
+"""The hosts and coordinates of ranks, and the communication groups of ranks.
 
-`Topology` contains the rank of this process and which ranks share a host or memory; it has no groups. `GroupFactory`
-creates the group of this rank in a partition of all ranks, over the fastest available path: shared memory, a
-hierarchical group (shared memory inside hosts, process groups between them), or one process group.
+`Topology` contains the rank of this process, and which ranks share a host or memory. It contains no groups.
+`GroupFactory` gets a partition of all ranks and creates the group that contains this rank, over the fastest available
+path: shared memory, a hierarchical group (shared memory inside hosts, process groups between them), or one process
+group.
 
-Guarantees: every rank creates all process groups of torch in the same order, including groups that it is not a member
-of. `torch.distributed.new_group` requires this.
+Guarantees: every rank creates all process groups of torch in the same order, including groups that it does not belong
+to. `torch.distributed.new_group` requires this.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from meshwright.spec.grid import RankGrid
 
 EXPERT_GROUPS = ("experts", "expert_tensor", "expert_joined", "expert_shards", "expert_copies")
 GROUP_NAMES = ("world", "pp", "cp", "tp", "shards", "copies", "tie", "heads", "rings", *EXPERT_GROUPS)
-"""Groups that a rank can be in. Each has its own fields in shared memory."""
+"""Names of the groups that a rank can belong to. Each group has its own fields in shared memory."""
 
 P2P_FIRST_FIELD = len(GROUP_NAMES) * FIELDS_PER_GROUP
-"""The first field after those of all groups: the fields of messages between pipeline ranks begin there."""
+"""Index of the first field after those of all groups. The fields of messages between pipeline ranks begin here."""
 
 NON_HIERARCHICAL_GROUPS = ("pp",)
-"""Groups without reductions, which gain nothing from a hierarchy."""
+"""Groups without reductions, for which a hierarchy has no advantage."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class Topology:
     shared_memory: SharedMemory | None = None
     """The memory that this rank shares with the other CPU ranks of its host."""
     shm_host_ids: tuple[str, ...] = ()
-    """The host of each CPU rank, '' for a rank that shares no memory. Empty if no rank shares memory."""
+    """The host id of each CPU rank, '' for a rank that shares no memory. Empty if no rank shares memory."""
     host_ids: tuple[str, ...] = ()
-    """The host of each rank with an accelerator, whose memory is not shared; empty for CPU ranks."""
+    """The host id of each rank with an accelerator. Such ranks share no memory. Empty for CPU ranks."""
 
     @property
     def world(self) -> int:
@@ -54,12 +55,12 @@ class Topology:
         return self.grid.plan.world
 
     def shares_memory(self, ranks: Sequence[int]) -> bool:
-        """Whether all of `ranks` share the memory of one host. This rank need not be among them."""
+        """Returns whether all of `ranks` share the memory of one host. This rank need not be one of `ranks`."""
         names = {self.shm_host_ids[rank] for rank in ranks} if self.shm_host_ids else {""}
         return len(names) == 1 and "" not in names
 
     def is_one_host(self, ranks: Sequence[int]) -> bool:
-        """Whether all of `ranks` have accelerators of one host."""
+        """Returns whether all of `ranks` have accelerators on one host."""
         return bool(self.host_ids) and len({self.host_ids[rank] for rank in ranks}) == 1
 
 
@@ -73,8 +74,7 @@ class GroupFactory:
     def by_parts(
         self, name: str, parts: Sequence[Sequence[int]], process: dist.ProcessGroup | None = None
     ) -> CommGroup | None:
-        """Creates the group `name` for the part of the ranks that contains this rank. Returns None for a part of one
-        rank.
+        """Creates the group `name` of those ranks in `parts` that include this rank. Returns None if this is one rank.
 
         `process`: the process group of this rank, if it exists already.
         """
@@ -104,14 +104,15 @@ class GroupFactory:
         return mine
 
     def by_key(self, name: str, key: Callable[[int], Hashable]) -> CommGroup | None:
-        """Creates the group `name` of all ranks with the `key` of this rank. Returns None for one rank."""
+        """Creates the group `name` of all ranks whose `key` equals that of this rank. Returns None if this is
+        one rank."""
         parts: dict[Hashable, list[int]] = {}
         for rank in range(self.topology.world):
             parts.setdefault(key(rank), []).append(rank)
         return self.by_parts(name, list(parts.values()))
 
     def embedding(self) -> CommGroup | None:
-        """Creates the group of the ranks of the first and the last stage, which share tied weights; None on the other
+        """Creates the group of the first and the last stage's ranks, which share tied weights. Returns None on other
         ranks."""
         grid, plan = self.topology.grid, self.topology.grid.plan
         last = plan.stage_to_rank(plan.stages - 1)
@@ -122,7 +123,7 @@ class GroupFactory:
 
 
 def first_field(name: str) -> int:
-    """Returns the first field of the group `name` in shared memory."""
+    """Returns the index of the first shared-memory field of the group `name`."""
     return GROUP_NAMES.index(name) * FIELDS_PER_GROUP
 
 
@@ -133,10 +134,11 @@ def shm_collectives(topology: Topology, name: str, ranks: Sequence[int]) -> ShmC
 
 
 def build_hierarchical_group(topology: Topology, first: int, ranks: Sequence[int]) -> HierarchicalGroup | None:
-    """Creates the hierarchical group of `ranks`. All ranks call it.
+    """Creates the hierarchical group of `ranks`. All ranks call it. `first` is the index of the group's first
+    shared-memory field.
 
-    Returns None if each host has one of `ranks`, if all `ranks` are on one host, and on all other ranks. `first`: the
-    first field of the group in shared memory.
+    Returns None on ranks outside of the group. Also returns None if each host has only one of `ranks`, or if one host
+    has all of them.
     """
     table = ranks_by_host([topology.shm_host_ids[rank] for rank in ranks])
     mine: HierarchicalGroup | None = None
@@ -153,9 +155,9 @@ def build_hierarchical_group(topology: Topology, first: int, ranks: Sequence[int
 def create_axis_groups(
     topology: Topology, device: torch.device
 ) -> tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]:
-    """Creates the device mesh over the axes of more than one rank, and returns it with its process groups.
+    """Creates the device mesh over the axes with more than one rank. Returns the mesh and its process groups by axis.
 
-    Context ranks subdivide the shards or the replicas, so their groups are created outside the mesh.
+    Context ranks subdivide the shards or the replicas, so their groups are not part of the mesh.
     """
     grid, plan = topology.grid, topology.grid.plan
     axes = {"pp": plan.pp, "copies": plan.state_replicas, "shards": plan.shards, "tp": plan.tp}
@@ -175,7 +177,7 @@ def create_axis_groups(
 
 
 def group_ranks(grid: RankGrid) -> dict[str, list[list[int]]]:
-    """Returns all groups of each axis. Each rank is in exactly one group of an axis.
+    """Returns the groups of each axis, as lists of ranks. Each rank is in exactly one group of an axis.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> found = group_ranks(RankGrid(parse_plan("dp2x2.z1")))

@@ -1,11 +1,11 @@
-"""Runs the blocks of a model on a piece of the sequence: cuts their inputs, and passes attention inside them to
+"""Runs the blocks of a model on a piece of the sequence. Cuts the inputs of blocks, and passes attention calls to
 `attend`.
 
 The hidden state is cut once, before the first block. Other block arguments that span the whole sequence (rotary tables,
-positions) are cut when a block is called, along the dimensions in `places`. verify.py finds these dimensions: their
-size changes with the length of the sequence. A mask of queries by keys is not cut, and attention reads the rows that it
-needs. After the last block most models accept any length. If a model expects the full length, the hidden state is
-extended with zeros at the positions of other ranks. The piece is cut out again before the vocabulary head.
+positions) are cut when a block is called, along the dimensions in `places`. verify.py determines these dimensions:
+their size changes with the length of the sequence. A mask of queries by keys is not cut. Attention reads only the rows
+that it needs. After the last block most models accept any length. If a model expects the full length, the hidden state
+is extended with zeros at the positions of other ranks. Before the vocabulary head it is cut to this rank's piece again.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
 
 ArgPath = tuple[int | str, ...]
 SequenceDims = dict[tuple[int, ArgPath], int | None]
-"""The dimension of the sequence in each tensor argument of each block; None for an argument that is not cut."""
+"""For each tensor argument of each block, the dimension of the sequence; None if the argument is not cut."""
 
 UNSEEN_DIM = -1
 
 SEQUENCE_DIM = 1
-"""The dimension of the sequence in a hidden state (B, T, C)."""
+"""The sequence dimension of a hidden state (B, T, C)."""
 
 
 class SequenceCut(NamedTuple):
-    """Describes how a model runs on pieces of the sequence. `places`: the dimensions to cut. `placed`: whether the
-    layers between the blocks and the head need the full length."""
+    """How a model runs on pieces of the sequence. `places`: the dimensions to cut. `placed`: whether the layers between
+    the blocks and the head need the full length."""
 
     places: SequenceDims
     placed: bool
 
 
 class ContextState:
-    """Runs one model over context ranks. `attend` computes an attention call for this rank's piece. Sequence
-    parallelism splits the block inputs over `tensor_ranks` in addition."""
+    """Runs one model over context ranks. `attend` computes an attention call for this rank's piece. With sequence
+    parallelism, `tensor_ranks` is the number of ranks that further split the block inputs."""
 
     def __init__(
         self, pieces: HeadTailSplit, attend: Callable[[SdpaCall], torch.Tensor], way: SequenceCut, tensor_ranks: int = 1
@@ -53,17 +53,17 @@ class ContextState:
         self._cut: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def cut_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Cuts the hidden state before the first block."""
+        """Returns this rank's piece of the hidden state before the first block."""
         return self.pieces.cut(hidden, SEQUENCE_DIM)
 
     def place_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Extends the hidden state after the last block to the full length, if `placed`, with zeros at the positions of
-        other ranks."""
+        """Returns the hidden state after the last block. If `placed`, it is extended to the full length with zeros at
+        the positions of other ranks."""
         return self.pieces.place(hidden, SEQUENCE_DIM) if self.placed else hidden
 
     def cut_before(self, head: nn.Module) -> Any:
-        """Installs and returns a hook that passes only this rank's positions to `head`. The hook must run before other
-        hooks that change the head's input."""
+        """Installs and returns a hook that passes only this rank's positions to `head`. It runs before other hooks that
+        change the input of the head."""
         cut = lambda module, args, kwargs: with_hidden(args, kwargs, self.cut_hidden(hidden_of(args, kwargs)))
         return head.register_forward_pre_hook(cut, prepend=True, with_kwargs=True)
 
@@ -79,8 +79,8 @@ class ContextState:
         return self.pieces.cut(labels, SEQUENCE_DIM)
 
     def around(self, block: Callable[..., Any], index: int) -> Callable[..., Any]:
-        """Returns the forward of block `index` for a hidden state that is this rank's piece. Backward may call it again
-        (recompute)."""
+        """Returns a forward of block `index` that takes this rank's piece of the hidden state. Backward may call it
+        again to recompute."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden = hidden_of(args, kwargs)
@@ -94,7 +94,7 @@ class ContextState:
         return forward
 
     def forget(self) -> None:
-        """Frees, after a forward pass, the cut tensors that several blocks use."""
+        """Frees the cut tensors that several blocks use. Called after a forward pass."""
         self._cut.clear()
 
     def _piece(
@@ -127,7 +127,7 @@ def is_attention_mask(shape: torch.Size, length: int) -> bool:
 
 
 def iter_arg_tensors(value: Any, path: ArgPath = ()) -> Iterator[tuple[ArgPath, torch.Tensor]]:
-    """Yields every tensor in nested arguments with its path."""
+    """Yields (path, tensor) for every tensor in nested arguments."""
     found: list[tuple[ArgPath, torch.Tensor]] = []
 
     def note(path: ArgPath, tensor: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ def iter_arg_tensors(value: Any, path: ArgPath = ()) -> Iterator[tuple[ArgPath, 
 
 
 def map_tensors(function: Callable[[ArgPath, torch.Tensor], torch.Tensor], value: Any, path: ArgPath = ()) -> Any:
-    """Returns `value` with every tensor in it replaced by `function(path, tensor)`."""
+    """Returns `value` with every nested tensor replaced by `function(path, tensor)`."""
     if isinstance(value, torch.Tensor):
         return function(path, value)
     if isinstance(value, dict):

@@ -1,15 +1,18 @@
-"""Computes attention over a part of the keys, with the log-sum-exp of each query's scores, so that parts can be merged.
+"""Computes attention over a part of the keys. Also computes the log-sum-exp of each query's scores, so that parts can
+be merged.
 
-`SdpaCall` is a call of torch's scaled_dot_product_attention as data. `SdpaInterceptor` intercepts every such call while
-a block runs.
+`SdpaCall` stores the arguments of a call of torch's scaled_dot_product_attention. `SdpaInterceptor` intercepts every
+such call while a block runs.
 
-With scores s = scale q k + bias over a part of the keys, o = softmax(s) v and l = log sum exp s:
+For queries q, and keys k and values v of one part, the scores are s = scale q k + bias. The output is o = softmax(s) v,
+and the log-sum-exp is l = log sum exp s. Two parts 1 and 2 are merged as follows:
 
     merge      l = log(exp l1 + exp l2),  o = o1 exp(l1 - l) + o2 exp(l2 - l)
     backward   of a part needs only the merged o and l: p = exp(s - l) are the final probabilities
 
-The fused kernels of torch compute the parts (private names of torch, only here). On CUDA these are the FlashAttention
-kernels, for 16-bit dtypes without a bias. Where they do not apply, the formulas run as separate operations.
+torch's fused kernels compute the parts. Their names are private to torch, and only this file uses them. On CUDA the
+kernels are those of FlashAttention, for 16-bit dtypes without a bias. If no kernel applies, the formulas run as
+separate operations.
 
 Sources: Rabe and Staats, Self-attention does not need O(n^2) memory, arXiv 2112.05682; Dao, FlashAttention-2, arXiv
 2307.08691, section 3.1; Liu et al., Ring Attention, arXiv 2310.01889.
@@ -34,8 +37,8 @@ from meshwright.runtime.backend import backend_of
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """Stores queries (B, H, T, D), keys and values (B, G, T, ...), where T may be a piece. The mask, if any, is that of
-    the whole sequence."""
+    """The arguments of one attention call: queries (B, H, T, D), keys and values (B, G, T, ...). T may be the length of
+    a piece of the sequence. The mask, if any, is that of the whole sequence."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -51,7 +54,7 @@ class SdpaCall:
         return self.query, self.key, self.value
 
     def objection(self, length: int) -> str:
-        """Returns why pieces cannot compute this call as self-attention over a sequence of `length`; '' if they can."""
+        """Returns why pieces cannot compute this call as self-attention over a sequence of `length`, '' if they can."""
         here, seen = self.query.shape[-2], self.key.shape[-2]
         if self.query.ndim != 4 or here != seen:
             return f"attention from {here} positions to {seen} others is not of one sequence over itself"
@@ -65,7 +68,7 @@ class SdpaCall:
         """Checks that pieces can compute this call.
 
         Raises:
-            InputError: they cannot; with the objection.
+            InputError: pieces cannot compute this call. The message says why.
         """
         if why := self.objection(length):
             raise InputError(Message("cp: {why}: use cp1", why=why))
@@ -81,17 +84,17 @@ def make_sdpa_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> SdpaCall:
-    """Returns the arguments of `scaled_dot_product_attention` as data. The shapes give the head groups."""
+    """Returns the arguments of `scaled_dot_product_attention` as data. The shapes determine the head groups."""
     return SdpaCall(
         query, key, value, attn_mask, float(dropout_p), bool(is_causal), scale or 1.0 / math.sqrt(query.shape[-1])
     )
 
 
 class SdpaInterceptor(TorchFunctionMode):
-    """Intercepts attention calls and computes them by `attend` while it is active.
+    """While active, intercepts attention calls and computes them by `attend`.
 
     Raises:
-        InputError: the model would recompute attention while it is inactive.
+        InputError: the model would recompute attention while this mode is inactive.
     """
 
     def __init__(self, attend: Callable[[SdpaCall], torch.Tensor]) -> None:
@@ -117,7 +120,7 @@ class SdpaInterceptor(TorchFunctionMode):
 
 
 def torch_sdpa(call: SdpaCall) -> torch.Tensor:
-    """Computes the call with torch's own attention."""
+    """Returns the result of torch's own attention for the call."""
     grouped = call.query.shape[1] != call.key.shape[1]
     return F.scaled_dot_product_attention(
         call.query, call.key, call.value, call.mask, call.dropout, call.causal, scale=call.scale, enable_gqa=grouped
@@ -131,12 +134,12 @@ _CUDA_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backwa
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 _MAX_FLASH_HEAD_DIM = 192
-"""Largest head dimension whose gradients FlashAttention computes on all of its devices."""
+"""Largest head dimension for which FlashAttention computes gradients on all devices that it supports."""
 
 
 class PartialAttention(NamedTuple):
-    """Stores queries (B, H, Q, D) and keys and values (B, G, K, ...), H a multiple of G. `bias` (B or 1, H or 1, Q, K)
-    is added to scores."""
+    """Attention of queries (B, H, Q, D) over a part of the keys and values (B, G, K, ...). H is a multiple of G. `bias`
+    (B or 1, H or 1, Q, K) is added to the scores."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -147,19 +150,20 @@ class PartialAttention(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Returns whether torch's fused CPU kernel applies."""
+        """Whether torch's fused CPU kernel can compute this part."""
         return backend_of(self.query.device).memory_is_host and self.value.shape[-1] == self.query.shape[-1]
 
     @property
     def flash(self) -> bool:
-        """Returns whether CUDA's kernels apply. torch knows which devices have them, and whether they are disabled."""
+        """Whether CUDA's FlashAttention kernels can compute this part. torch knows which devices have them, and whether
+        they are disabled."""
         backend = backend_of(self.query.device)
         return supports_flash(self) and backend.supports_flash_attention(self.query, self.key, self.value, self.causal)
 
 
 def supports_flash(part: PartialAttention) -> bool:
-    """Returns whether the fused kernel accepts the dtypes and shapes: 16 bits, no bias, and rows of heads in multiples
-    of 16 bytes.
+    """Returns whether FlashAttention accepts the dtypes and shapes: 16 bits, no bias, and a multiple of 16 bytes per
+    head.
 
     >>> def of(width, dtype, bias=None):
     ...     return PartialAttention(*torch.empty(3, 1, 2, 4, width, dtype=dtype), 1.0, bias=bias)
@@ -181,16 +185,16 @@ def supports_flash(part: PartialAttention) -> bool:
 
 
 def mask_to_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a mask as a bias on scores, with minus infinity for hidden keys. The lowest number of the dtype in a mask
-    also hides a key."""
+    """Returns a mask as a bias on the scores, minus infinity for masked keys. In a floating-point mask, the lowest
+    number of its dtype also masks a key."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     return mask.to(dtype).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
 
 
 def attention_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output (B, H, Q, Dv) and the log-sum-exp (B, H, Q). A query without visible keys has zeros and minus
-    infinity."""
+    """Returns the output (B, H, Q, Dv) and the log-sum-exp (B, H, Q). For a query without visible keys these are zeros
+    and minus infinity."""
     if part.fused:
         output, total = _CPU_FLASH(
             part.query, part.key, part.value, 0.0, part.causal, attn_mask=part.bias, scale=part.scale
@@ -211,8 +215,8 @@ def attention_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tenso
 def attention_backward(
     part: PartialAttention, gradient: torch.Tensor, output: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns this part's summand of the gradients of queries, keys and values, from the merged
-    `output` and `total`."""
+    """Returns this part's contribution to the gradients of queries, keys and values. `output` and `total` are the
+    merged output and log-sum-exp."""
     total = total.masked_fill(total == -math.inf, 0.0)
     if part.fused:
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _CPU_FLASH_BACKWARD(
@@ -241,7 +245,7 @@ def attention_backward(
 
 
 def flash_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and the log-sum-exp of FlashAttention's kernel."""
+    """Returns the output and the log-sum-exp from the FlashAttention kernel."""
     output, total, *_ = _CUDA_FLASH(part.query, part.key, part.value, 0.0, part.causal, scale=part.scale)
     return output, total
 
@@ -251,7 +255,8 @@ def flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of queries, keys and values from FlashAttention's backward kernel.
 
-    The kernel reads `total` row by row. Without dropout the random state is empty."""
+    The kernel requires `total` in row-major layout. Without dropout the random state is empty.
+    """
     drawn = torch.zeros(2, dtype=torch.uint64, device=part.query.device)
     longest = part.query.shape[2], part.key.shape[2]
     given = gradient.contiguous(), part.query, part.key, part.value, output.contiguous(), total.contiguous()
@@ -262,10 +267,10 @@ def flash_backward(
 
 
 class LseMerge:
-    """Accumulates the output and the log-sum-exp of all queries over the parts so far, in at least float32.
+    """Merges the parts of all queries one after the other: accumulates output and log-sum-exp in at least float32.
 
-    The memory layout is (B, Q, H, Dv), as of torch's kernels. The next matrix product reads all heads of a position
-    side by side, so it saves this output and not a copy.
+    The memory layout is (B, Q, H, Dv), like that of torch's kernels. The next matrix product reads all heads of a
+    position next to each other. So it saves this output without a copy.
     """
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
@@ -276,7 +281,7 @@ class LseMerge:
         self.total = torch.full(query.shape[:-1], -math.inf, dtype=precise, device=query.device)
 
     def add(self, rows: slice, output: torch.Tensor, total: torch.Tensor) -> None:
-        """Merges a part over the queries `rows`."""
+        """Merges a part that covers the queries `rows`, with its output and log-sum-exp `total`."""
         before = self.total[..., rows]
         after = torch.logaddexp(before, total)
         level = after.masked_fill(after == -math.inf, 0.0)
@@ -286,7 +291,7 @@ class LseMerge:
         self.total[..., rows] = after
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the merged output in the type of the queries, and the log-sum-exp."""
+        """Returns the merged output in the dtype of the queries, and the log-sum-exp."""
         return self.output.to(self.dtype), self.total
 
 
@@ -305,7 +310,7 @@ def _probabilities(scores: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 
 def _repeat_kv(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Repeats each key-value head for its group of query heads."""
+    """Returns `x` with each key-value head repeated for its group of query heads."""
     return x.repeat_interleave(query.shape[1] // x.shape[1], 1) if x.shape[1] != query.shape[1] else x
 
 

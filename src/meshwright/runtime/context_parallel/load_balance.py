@@ -1,9 +1,9 @@
-"""Assigns the positions of a sequence to context ranks: each rank has one chunk from the front and one from the back.
-So all ranks have equal work under a causal mask.
+"""Assigns the positions of a sequence to context ranks. Each rank has one chunk from the front and one from the back,
+so that all ranks have equal work under a causal mask.
 
-Rule: the sequence is cut into 2c chunks; rank r of c holds chunks r and 2c - 1 - r. A causal query sees the keys before
-it, so chunk i costs i + 1/2 chunks of work. The two chunks of every rank together cost 2c. Source: Llama 3 (arXiv
-2407.21783), section 3.3.2.
+Rule: for c context ranks the sequence is cut into 2c chunks. Rank r has the chunks r and 2c - 1 - r. A causal query
+sees the keys before it, so the work of chunk i is proportional to i + 1/2. For every rank the sum over its two chunks
+is 2c. Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from meshwright.core.messages import Message
 
 @dataclass(frozen=True)
 class HeadTailSplit:
-    """Describes the cut over `ranks` context ranks, for rank `index`."""
+    """The cut of a sequence over `ranks` context ranks, for the rank with index `index`."""
 
     ranks: int
     index: int
 
     def chunk(self, length: int) -> int:
-        """Returns the positions in one chunk.
+        """Returns the number of positions in one chunk of a sequence of `length` positions.
 
         Raises:
-            InputError: the chunks are not equal.
+            InputError: the chunks would be unequal.
         """
         chunk, rest = divmod(length, 2 * self.ranks)
         if rest or not chunk:
@@ -53,7 +53,7 @@ class HeadTailSplit:
         return [slice(at * chunk, (at + 1) * chunk) for at in (self.index, 2 * self.ranks - 1 - self.index)]
 
     def of(self, rank: int) -> HeadTailSplit:
-        """Returns the split of another rank."""
+        """Returns the split for the rank with index `rank`."""
         return HeadTailSplit(self.ranks, rank)
 
     def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ class HeadTailSplit:
         )
 
     def place(self, piece: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns the full length with this rank's piece at its positions and zeros at all others."""
+        """Returns a tensor of the full length, with `piece` at this rank's positions and zeros at all others."""
         length = piece.shape[dim] * self.ranks
         parts, end = [], 0
         for run, chunk in zip((*self.chunks(length), slice(length, length)), (*piece.chunk(2, dim), None), strict=True):
@@ -73,11 +73,11 @@ class HeadTailSplit:
         return torch.cat(parts, dim)
 
     def in_order(self, stacked: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns `stacked` (piece of rank 0, of rank 1, ... along `dim`) with its positions in order."""
+        """Returns `stacked` (piece of rank 0, of rank 1, ... along `dim`) with its positions in sequence order."""
         first, second = stacked.unflatten(dim, (self.ranks, 2, -1)).unbind(dim + 1)
         return torch.cat([first.flatten(dim, dim + 1), second.flip(dim).flatten(dim, dim + 1)], dim)
 
     def stacked(self, ordered: torch.Tensor, dim: int) -> torch.Tensor:
-        """Inverts `in_order`."""
+        """Returns the pieces of all ranks in order of rank along `dim`. Inverts `in_order`."""
         first, second = ordered.unflatten(dim, (2, self.ranks, -1)).unbind(dim)
         return torch.stack([first, second.flip(dim)], dim + 1).flatten(dim, dim + 2)

@@ -1,5 +1,5 @@
-"""Prepares a model for context parallelism. It selects torch's attention, verifies that the model can work on pieces of
-a sequence, and chooses the plan's exchange for attention calls."""
+"""Prepares a model for context parallelism. Selects torch's attention, verifies that the model can run on pieces of a
+sequence, and chooses how the plan exchanges keys, values or heads in attention."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def make_context_state(
     factory: GroupFactory,
     example: ExampleInputs | None = None,
 ) -> ContextState | None:
-    """Returns the context state of this rank; None without context parallelism.
+    """Returns the context state of this rank, None without context parallelism.
 
     Raises:
-        InputError: the model cannot work on pieces.
+        InputError: the model cannot run on pieces of a sequence.
     """
     plan, group = mesh.plan, mesh.group("cp")
     if group is None:
@@ -65,7 +65,7 @@ def make_context_state(
 
 
 def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[SdpaCall], torch.Tensor]:
-    """Returns the attention function of this rank. Groups of neighbours (all context ranks, some, or one) exchange
+    """Returns the attention function of this rank. Groups of neighbouring context ranks (all, some, or one) exchange
     heads. Ranks with the same position in these groups form a ring."""
     grid, cp, heads = mesh.grid, mesh.plan.cp, mesh.plan.ulysses_ranks
     turn, place = divmod(mesh.coords.cp, heads)
@@ -92,7 +92,7 @@ def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[
 
 
 def use_torch_sdpa(model: nn.Module) -> None:
-    """Switches a Hugging Face model with its own attention code to torch's attention, where its configuration has the
+    """Switches a Hugging Face model with its own attention code to torch's attention, if its configuration has this
     option."""
     config: Any = getattr(model, "config", None)
     choose = getattr(model, "set_attn_implementation", None)

@@ -1,11 +1,13 @@
-"""Exchanges positions for heads (Ulysses). One all-to-all gives each context rank the whole sequence of some heads,
-torch attends, and another all-to-all restores the pieces.
+"""Exchanges positions for heads (Ulysses). One all-to-all gives each context rank some heads for the whole sequence.
+torch computes attention, and another all-to-all restores the pieces of the sequence.
 
-[Note: both] If only u neighbours of c context ranks exchange heads, each rank has a longer piece of some heads: their u
-front chunks in order, then their u back chunks. This is the piece of rank c div u among c / u ranks, over which a ring
-attends (`attending`). Key-value heads are repeated until the ranks divide them, which adds at most one head a rank. All
-features of torch's attention work, dropout included: each rank draws for its own heads. Sources: Jacobs et al.,
-DeepSpeed Ulysses, arXiv 2309.14509, section 3; Fang and Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
+[Note: both] If only u neighbours of c context ranks exchange heads, each rank has some heads for a longer piece: the
+front chunks of the u ranks in order, then their back chunks. This is the piece of rank c div u among c / u ranks. These
+ranks form a ring (`attending`). Key-value heads are repeated until the number of ranks divides them, which adds at most
+one head per rank. All features of torch's attention work, including dropout: each rank draws for its own heads.
+Sources:
+Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3; Fang and Zhao, Unified Sequence Parallelism, arXiv
+2405.07719.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
 
 
 class UlyssesExchange(NamedTuple):
-    """Stores the group that exchanges heads and positions, the total number of pieces of the sequence, and the
-    attention in between."""
+    """The group that exchanges heads and positions, the total number of pieces of the sequence, and the attention
+    function that runs between the two exchanges."""
 
     group: CommGroup
     cuts: int
@@ -36,8 +38,8 @@ class UlyssesExchange(NamedTuple):
 
 
 def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """Returns this rank's rows of the attention over the whole sequence, (B, H, T / c, Dv). `pieces`: among the ranks
-    that exchange heads."""
+    """Returns this rank's rows of the attention over the whole sequence, (B, H, T / c, Dv) for c context ranks.
+    `pieces` is the split among the ranks that exchange heads."""
     ranks, heads = pieces.ranks, call.query.shape[1]
     call.check(call.query.shape[-2] * way.cuts)
     if heads % ranks:
@@ -61,7 +63,7 @@ def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchang
 
 
 def sequence_to_heads(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """Exchanges (B, H, T / c, D), a piece of all heads, for (B, H / c, T, D), some heads of all positions in order."""
+    """Exchanges (B, H, T / c, D), all heads of a piece, for (B, H / c, T, D), some heads of all positions in order."""
     sent = x.unflatten(1, (pieces.ranks, -1)).movedim(1, 0).contiguous()
     received = torch.empty_like(sent)
     async_collectives.all_to_all(received.view(-1), sent.view(-1), way.group).wait()
@@ -69,8 +71,8 @@ def sequence_to_heads(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchan
 
 
 def heads_to_sequence(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """Inverts `sequence_to_heads`. The memory layout is (B, T / c, H, D), so the heads of a position are contiguous
-    without a copy."""
+    """Inverts `sequence_to_heads`. The memory layout of the result is (B, T / c, H, D), so that the heads of a position
+    are contiguous without a copy."""
     sent = pieces.stacked(x, 2).unflatten(2, (pieces.ranks, -1)).movedim(2, 0).contiguous()
     received = torch.empty_like(sent)
     async_collectives.all_to_all(received.view(-1), sent.view(-1), way.group).wait()

@@ -1,23 +1,23 @@
-"""Verifies with real values that a model can work on a piece of the sequence, and finds which block arguments span the
-sequence.
+"""Verifies with real values that a model can run on a piece of the sequence, and finds the block arguments that span
+the sequence.
 
-Rule: the model runs once on a whole short text, and the queries, keys, values and result of every attention are
-captured. Then it runs on the piece of each of two ranks. If attention receives the matching piece of the captured
-queries, keys and values, it returns the matching piece of the captured result. The logits must be a piece of the whole
-logits.
+Rule: the model runs once on a whole short text. The check captures the queries, keys, values and result of every
+attention. Then the model runs on the piece of each of two ranks. Attention receives the rank's piece of the captured
+queries, keys and values, and returns the rank's piece of the captured result. The logits must equal the rank's piece of
+the whole logits.
 
-Backward starts at the logits, queries, keys and values with random gradients, and ends at the captured results and the
-parameters. For the results each rank must compute its piece of the whole gradient. For the parameters both ranks
-together must compute the whole gradient. So everything outside attention works on each position separately, or on what
-the whole model provides. Attention over all pieces is exact by its formulas, so the whole model is exact.
+Backward starts from random gradients at the logits, queries, keys and values. It ends at the attention results and at
+the parameters. For the attention results each rank must compute its piece of the whole gradient. For the parameters the
+gradients of both ranks must add up to the whole gradient. So all code outside of attention works on each position
+separately. Attention over all pieces is exact by its formulas, so the whole model is exact.
 
 The check detects a convolution or a cumulative sum along the sequence, use of the first token or of the length,
 positions counted inside a block, and attention that is not torch's. The plan is then refused.
 
-The check runs in training conditions (analysis/run_conditions.py), at two lengths and with two texts, with and without
-every other input of the example. A dimension spans the sequence if its size changes with the length of the text. Of
-identical blocks only the first runs, and the others return their input. In a small model all blocks run. Meta
-parameters get random values as far as the check needs them.
+The check runs in training conditions (analysis/run_conditions.py), at two lengths and with two texts. It runs with and
+without each of the other example inputs. A dimension spans the sequence if its size changes with the length of the
+text. Of identical blocks only the first runs, and the others return their input. In a small model all blocks run. Meta
+parameters that the check needs get random values.
 """
 
 from __future__ import annotations
@@ -63,21 +63,25 @@ from meshwright.runtime.loss.objective import extract_logits
 
 VERIFY_BATCH_SIZE = 3
 SIMULATED_RANKS = 2
-"""Simulated context ranks. Two ranks cover every position, so more ranks add nothing."""
+"""Number of simulated context ranks. Two ranks cover every position, so more ranks would add nothing."""
 CHUNK_LENGTHS = ((3, 2), (2, 1))
-"""Positions in a chunk of the first and the second text. The second pair serves models with few positions."""
+"""Number of positions in a chunk: (first text, second text). The second pair serves models with few positions."""
 TOKEN_STRIDES = (31, 17)
-"""Strides of the token ids of both texts."""
+"""Steps between consecutive token ids of the first and of the second text."""
 
 ForwardFunction = Callable[..., Any]
 
 
 class CannotCutSequence(Exception):
-    """Reports why the model cannot run on pieces. The caller catches it and refuses the plan."""
+    """Says why the model cannot run on pieces of the sequence. The caller then refuses the plan."""
 
 
 def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleInputs | None = None) -> SequenceCut:
-    """Returns how the model works on pieces. Raises CannotCutSequence. The model is unchanged afterwards."""
+    """Returns how to cut the inputs and block arguments along the sequence. The model is unchanged afterwards.
+
+    Raises:
+        CannotCutSequence: the model cannot run on pieces of the sequence.
+    """
     blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     kinds = group_identical_blocks(blocks) if sum(sizes.values()) > MAX_PARAMS_CHECK_ALL_BLOCKS else range(len(blocks))
@@ -103,7 +107,7 @@ def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleI
 
 
 def _extra_inputs(model: nn.Module, example: ExampleInputs | None) -> list[dict[str, torch.Tensor]]:
-    """Returns the sets of example tensors other than the text to test: none of them, each alone, and all."""
+    """Returns the sets of extra inputs for the check: the required ones, these with each optional one, and all."""
     requested = inspect.signature(model.forward).parameters
     first = next(iter(requested), "")
     found = {
@@ -125,14 +129,14 @@ def _extra_inputs(model: nn.Module, example: ExampleInputs | None) -> list[dict[
 
 
 class CapturedRun:
-    """Captures one run on the whole text, and the gradients of its outputs."""
+    """Captures one run on the whole text: its attention calls and outputs. Computes their gradients."""
 
     def __init__(
         self, model: nn.Module, anatomy: ModelGraph, length: int, stride: int, others: dict[str, torch.Tensor]
     ) -> None:
         self.length = length
         self.calls: list[tuple[SdpaCall, torch.Tensor]] = []
-        """The call of every attention, and its result as a leaf."""
+        """For every attention: the call, and a leaf copy of its result."""
         self.given: dict[tuple[int, ArgPath], torch.Size] = {}
         self.hidden: dict[int, torch.Size] = {}
         tables = (tensor for tensor in model.parameters() if not tensor.is_meta)
@@ -172,7 +176,7 @@ class CapturedRun:
         return result.clone()
 
     def gradients(self, model: nn.Module) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
-        """Returns the gradients of the attention results, and of the parameters."""
+        """Returns the gradients of the attention results, and the gradients of the parameters by name."""
         assert self.logits is not None
         terms = [(self.logits, cotangent(self.logits.shape, self.logits, 0))]
         for number, (call, _) in enumerate(self.calls):
@@ -185,7 +189,8 @@ class CapturedRun:
 def weighted_gradients(
     model: nn.Module, terms: list[tuple[torch.Tensor, torch.Tensor]], leaves: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
-    """Returns the gradients of the weighted sum of all results: of `leaves`, and of the model's parameters by name."""
+    """Returns the gradients of the sum of all `terms` (a result and its weight): for `leaves`, and for the model's
+    parameters by name."""
     total = sum((value * weight).sum() for value, weight in terms if value.requires_grad)
     named = {
         name: parameter
@@ -200,7 +205,7 @@ def weighted_gradients(
 
 
 def _resize_input(value: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns ROWS rows of an input. Of (rows, sequence, ...) it takes the first positions, repeated where there are
+    """Returns `value` with VERIFY_BATCH_SIZE rows and `length` positions. Rows and positions are repeated if there are
     too few."""
     value = value[torch.arange(VERIFY_BATCH_SIZE) % len(value)] if value.ndim else value
     return value[:, torch.arange(length) % value.shape[1]] if value.ndim > 1 else value
@@ -277,8 +282,8 @@ def _find_sequence_cut(
     places: SequenceDims,
     before: SequenceCut | None,
 ) -> SequenceCut:
-    """Returns the first of two cuts with which each piece computes its piece of the full result. `before`: the cut for
-    the other inputs."""
+    """Returns the first of two candidate cuts that gives the right result on every piece. `before` is the cut that
+    works with the other inputs."""
     noted = texts[0]
     if not noted.calls:
         raise CannotCutSequence(Message("its blocks do not attend by torch's scaled_dot_product_attention"))
@@ -324,10 +329,10 @@ def _check_piece(
     of_results: list[torch.Tensor | None],
     way: SequenceCut,
 ) -> dict[str, torch.Tensor]:
-    """Returns the gradients of the parameters on one rank.
+    """Runs the model on the piece of one rank and returns its parameter gradients by name.
 
     Raises:
-        CannotCutSequence: the result differs from the piece of the full result.
+        CannotCutSequence: the result is not the rank's piece of the full result.
     """
     calls = iter(enumerate(noted.calls))
     terms: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -397,14 +402,14 @@ def _check_equal(what: str, here: torch.Tensor, there: torch.Tensor, scale: floa
         )
 
 
-# --- the model, changed for a while
+# --- temporary changes to the model
 
 
 @contextmanager
 def replaced_forwards(
     blocks: list[nn.Module], change: Callable[[int, ForwardFunction], ForwardFunction]
 ) -> Iterator[None]:
-    """Replaces the forward of each block by `change(index, forward)`."""
+    """Replaces the forward of block `index` by `change(index, forward)`. Restores it on exit."""
     before = [block.__dict__.get("forward") for block in blocks]
     try:
         for index, block in enumerate(blocks):
@@ -420,7 +425,7 @@ def replaced_forwards(
 
 @contextmanager
 def on_sequence_piece(model: nn.Module, anatomy: ModelGraph, context: ContextState) -> Iterator[None]:
-    """Makes the blocks work on this rank's piece."""
+    """Makes the blocks work on this rank's piece of the sequence."""
     blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
 
     def change(index: int, block: ForwardFunction) -> ForwardFunction:
@@ -447,7 +452,8 @@ def on_sequence_piece(model: nn.Module, anatomy: ModelGraph, context: ContextSta
 
 @contextmanager
 def skipped_blocks(blocks: list[nn.Module], run: set[int]) -> Iterator[None]:
-    """Makes blocks outside `run` return their hidden state, in the form that the others return."""
+    """Makes blocks whose index is not in `run` return their hidden state, with the output structure of the other
+    blocks."""
     form: list[Any] = [None]
 
     def change(index: int, block: ForwardFunction) -> ForwardFunction:

@@ -1,14 +1,16 @@
 """Expert-parallel groups: which ranks store which experts, and which groups exchange tokens and gradients.
 
-[Note: expert ranks] ep is taken from the data ranks first (dp_shard x cp, neighbours), then from the tensor ranks. With
-D data ranks, g = gcd(ep, D) and j = ep / g, the experts are dealt to g data ranks times j of the tp tensor ranks. The
-other x = tp / j tensor ranks split the inner features of each expert (`Plan.expert_tp`). D / g data ranks in every
-replica store the same experts; they sum the gradients, and ZeRO shards the states among them.
+[Note: expert ranks] The ep expert ranks are taken first from the data ranks (dp_shard x cp, neighbours), then from the
+tensor ranks. There are D data ranks and tp tensor ranks. g = gcd(ep, D) data ranks and j = ep / g of the tensor ranks
+divide the experts. The remaining factor x = tp / j of the tensor ranks splits the inner features of each expert
+(`Plan.expert_tp`). In every replica, D / g data ranks store the same experts. They sum the gradients, and ZeRO shards
+the states among them.
 
     data rank d, tensor rank t    expert rank (d mod g) j + t div x    share t mod x    shard d div g
 
-Expert ranks are numbered as their ranks are: where tensor ranks are outside of data ranks, the expert rank is (t div x)
-g + d mod g."""
+This is the numbering if tensor ranks are inside of data ranks in the rank order. Otherwise the expert rank is (t div x)
+g + d mod g.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ from meshwright.spec.grid import RankGrid
 
 
 class EpCoords(NamedTuple):
-    """Stores the coordinates of a rank: `expert` of ep, `share` of x, `rest` of D / g, its data rank `data`, and its
-    index `joined` among the j tensor ranks."""
+    """The coordinates of a rank ([Note: expert ranks]): `expert` among the ep expert ranks, `share` among the x tensor
+    ranks that split an expert, `rest` among the D / g data ranks with the same experts, its data rank `data`, and
+    `joined` among the j tensor ranks that divide the experts."""
 
     pp: int
     replicate: int
@@ -41,25 +44,26 @@ class EpCoords(NamedTuple):
 
 @dataclass(frozen=True)
 class EpGroups:
-    """Stores this rank's expert-parallel groups. Groups of one rank are None."""
+    """This rank's expert-parallel groups. A group of one rank is None."""
 
     place: EpCoords
     ranks: int
-    """The number ep of ranks that the experts are distributed over."""
+    """The number ep of expert ranks."""
     shares: int
     """The number x of tensor ranks that split each expert."""
     group: CommGroup | None
-    """The ep ranks that together hold all experts and exchange tokens."""
+    """The ep expert ranks, which together store all experts and exchange tokens."""
     tensor: CommGroup | None
     """The x tensor ranks that split this rank's experts."""
     joined: CommGroup | None
-    """The j tensor ranks that store different experts. Each sends a part of the tokens that all j have."""
+    """The j tensor ranks that store different experts and have the same tokens. Each of them sends a part of
+    the tokens."""
     sharing: ShardPlacement
     dealt: dict[str, StackedExperts]
-    """The parameters that are distributed over expert ranks, by their full names; none without ep."""
+    """The parameters that are divided over expert ranks, by full name. Empty without ep."""
 
     def dense(self, anatomy: ModelGraph) -> ModelGraph:
-        """Returns `anatomy` without the parameters that expert ranks distribute, for the ordinary cut over tensor
+        """Returns `anatomy` without the parameters that are divided over expert ranks, for the usual split over tensor
         ranks."""
         if not self.dealt:
             return anatomy
@@ -71,12 +75,12 @@ class EpGroups:
         )
 
     def without(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Returns the parameters that are not distributed over expert ranks."""
+        """Returns those of `parameters` that are not divided over expert ranks."""
         return {name: parameter for name, parameter in parameters.items() if name not in self.dealt}
 
 
 def ep_coords(grid: RankGrid, rank: int) -> EpCoords:
-    """Returns the coordinates of a rank among the expert ranks, see [Note: expert ranks].
+    """Returns the coordinates of `rank` among the expert ranks ([Note: expert ranks]).
 
     >>> from meshwright.spec.plan import Plan
     >>> grid = RankGrid(Plan(dp_shard=2, zero=1, tp=4, ep=4))
@@ -93,8 +97,8 @@ def ep_coords(grid: RankGrid, rank: int) -> EpCoords:
 
 
 def make_ep_groups(mesh: ParallelContext, factory: GroupFactory, anatomy: ModelGraph) -> EpGroups:
-    """Creates the groups. All ranks call it. Without ep the tensor ranks split every expert, and the data ranks are
-    those of the dense weights."""
+    """Creates the expert-parallel groups. All ranks call it. Without ep the tensor ranks split every expert, and the
+    data ranks are those of the dense weights."""
     plan, grid = mesh.plan, mesh.grid
     place = ep_coords(grid, mesh.rank)
     if plan.ep == 1:

@@ -1,40 +1,42 @@
 """Balances the load of experts: by the balance loss, by the router bias, and by the capacity limit.
 
-Balance loss. It equals that of one device: a product of two means over a micro-batch, however ranks divide it. With n
-pairs of token and layer, F_e how often expert e was among the top k of these, and P_e the sum of its probabilities,
+Balance loss. This loss is a product of two means over a micro-batch. It equals the balance loss of one device, no
+matter how ranks divide the micro-batch. n is the number of pairs of token and layer. F_e counts how often expert e was
+among the top k of these pairs. P_e is the sum of its probabilities. E is the number of experts:
 
     balance = E / n^2  sum_e F_e P_e
     loss = mean over labels + coefficient x mean over the micro-batches of balance
 
-F is a count and has no gradient, so balance is linear in P. Each rank needs the F of all, and adds the P of its own
-tokens. Pipeline stages send (F, P, n) of the layers so far with the hidden state. The last stage computes the loss, and
-autograd carries the gradient of P back the same way. Context ranks, and tensor ranks that hold parts of a sequence, add
-up F and n.
+F is a count and has no gradient, so balance is linear in P. Each rank needs the F of all ranks, and adds the P of its
+own tokens. Pipeline stages send (F, P, n) of the layers so far with the hidden state. The last stage computes the loss.
+Autograd sends the gradient of P back with the gradient of the hidden state. Context ranks, and tensor ranks that hold
+parts of a sequence, add up F and n.
 
 The micro-batches are those of the plan, as on one device that accumulates over the same micro-batches. A mean over
-different tokens would be a different loss. transformers says which modules are routers and which output holds their
+other tokens would be a different loss. transformers declares which modules are routers and which of their outputs are
 logits (`_can_record_outputs`). A test with real values verifies that the model's own function is this formula. Source:
 Fedus et al., Switch Transformer, arXiv 2101.03961, equations 4 to 6.
 
-Router bias (balance without a loss). After every step the bias by which a router chooses experts moves against the load
-of each expert.
+Router bias (balance without a loss). A router adds a bias b_e to its scores to choose experts. After every step the
+bias decreases for experts with a high load and increases for the others:
 
     b_e <- b_e + rate x sign(mean load - load_e)          the load is that of the whole batch
 
-The bias has no gradient and no effect on weights: it only decides which experts are chosen. Loads are counts, so their
-sums are exact and the biases are bit for bit the same under every plan. The model or the workload enables it
-(`model.expert_bias_rate`, `workload.expert_bias_rate`), because transformers' routers store the bias as a buffer and
-leave its update to the trainer. Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al., arXiv 2408.15664.
+The bias has no gradient and no effect on the routing weights: it only decides which experts are chosen. Loads are
+counts, so their sums are exact, and the biases are bit for bit equal under every plan. The model or the workload
+enables it (`model.expert_bias_rate`, `workload.expert_bias_rate`), because transformers' routers store the bias as a
+buffer and leave its update to the trainer. Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al., arXiv
+2408.15664.
 
-Capacity. An expert takes a limited number of a sequence's tokens. Later pairs of token and expert are dropped: the
-token still has its remaining experts and its residual.
+Capacity. An expert processes a limited number of a sequence's tokens. Pairs of token and expert beyond this limit are
+dropped. The token still has its other experts and its residual connection.
 
-In a sequence of T tokens with k experts each, every one of E experts takes at most ceil(factor x T k / E) pairs, in
-order of position. So the result depends on the sequence alone, and is equal under every plan. It differs from the
-result without a limit, so the model or the workload sets the factor. Ranks with parts of a sequence gather the indices
-of the chosen experts (without gradient). Each rank then selects the pairs of its tokens. Sources: Lepikhin et al.,
-GShard, arXiv 2006.16668, section 2.2 (a group here is a sequence); Fedus et al., Switch Transformer, arXiv 2101.03961,
-2.2.
+In a sequence of T tokens with k experts each, each of E experts takes at most ceil(factor x T k / E) pairs, in order of
+position. So the result depends only on the sequence, and is equal under every plan. The result differs from that
+without a limit. So there is a limit only if the model or the workload sets the factor. Ranks with parts of a sequence
+gather the indices of the chosen experts (without gradient). Each rank then selects the pairs of its tokens. Sources:
+Lepikhin et al., GShard, arXiv 2006.16668, section 2.2 (a group here is a sequence); Fedus et al., Switch Transformer,
+arXiv 2101.03961, 2.2.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ AUX_LOSS_TOLERANCE = 1e-4
 
 
 class AuxLoss:
-    """Computes the balance loss. `sums` of the running pass is the concatenation of F (E), P (E) and n. `share` is the
-    weight of a micro-batch in the loss, in labels."""
+    """Computes the balance loss. `sums` of the running pass is the concatenation of F (E values), P (E values) and n
+    (module docstring). `share` is the number of labels by which a micro-batch is weighted in the loss."""
 
     def __init__(
         self,
@@ -84,25 +86,25 @@ class AuxLoss:
             module.register_forward_hook(self._note)
 
     def begin_step(self, share: float) -> None:
-        """Starts a step; `share` is the weight of a micro-batch in the loss, in labels."""
+        """Starts a step. `share` is the number of labels by which a micro-batch is weighted in the loss."""
         self.share = share
         self.total.zero_()
 
     def begin(self, batch: Batch, received: torch.Tensor | None) -> None:
-        """Starts a pass of a stage; `received`: the sums of the stages before."""
+        """Starts a pass of a stage. `received` are the sums of the previous stages, None on the first stage."""
         mask = batch.get("attention_mask")
         self.mask = None if mask is None else self._own(mask).reshape(-1).double()
         zeros = torch.zeros(2 * self.routing.experts + 1, dtype=torch.float64, device=self.mesh.device)
         self.sums = zeros if received is None else received
 
     def end(self) -> torch.Tensor:
-        """Returns the sums of all stages so far. Later recompute in backward is not counted."""
+        """Ends the pass, so that later recompute is not counted. Returns the sums of all stages so far."""
         sums, self.sums = self.sums, None
         assert sums is not None
         return sums
 
     def loss(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns the balance loss that this rank adds to the sum of the losses of its labels."""
+        """Returns the balance loss that this rank adds to the sum of its labels' losses (float64 scalar)."""
         experts = self.routing.experts
         counted = torch.cat([sums[:experts], sums[-1:]]).detach().clone()
         parted = self.mesh.tp if self.mesh.plan.sequence_parallel else None
@@ -114,7 +116,7 @@ class AuxLoss:
         return added
 
     def _own(self, mask: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens that this rank's routers see."""
+        """Returns the part of `mask` for the tokens that this rank's routers process."""
         mask = mask if self.cut is None else self.cut(mask)
         group = self.mesh.tp if self.mesh.plan.sequence_parallel else None
         return mask if group is None else mask.tensor_split(group.size, 1)[group.index]
@@ -129,9 +131,9 @@ class AuxLoss:
 
 
 def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns how often each expert is among the `chosen` highest of a row of `logits` (N, E), and the sum of its
-    probabilities, in float64. Recompute repeats this in the pass of another micro-batch; backward stores its token
-    weights separately."""
+    """Returns for each expert how many rows of `logits` (N, E) have it among their `chosen` highest, and the sum of its
+    probabilities. Both are (E,) float64, and `mask` weights the rows. Recompute calls this function while another
+    micro-batch is current. So backward uses token weights that were saved separately."""
     logits = logits.reshape(-1, logits.shape[-1])
     precise = torch.promote_types(logits.dtype, torch.float32)
     probabilities = logits.softmax(-1, dtype=precise)
@@ -154,8 +156,8 @@ def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -
 
 
 class RouterSpec:
-    """Describes the routers of a transformers model: modules of one class, whose output `index` holds the logits of
-    `experts`, of which `chosen` win."""
+    """Describes the routers of a transformers model: modules of class `kind`. Output `index` contains logits for
+    `experts` experts. Of these, `chosen` are selected for each token."""
 
     def __init__(self, kind: type[nn.Module], index: int, experts: int, chosen: int) -> None:
         self.kind, self.index, self.experts, self.chosen = kind, index, experts, chosen
@@ -165,7 +167,7 @@ class RouterSpec:
         return [module for module in model.modules() if isinstance(module, self.kind)]
 
     def logits(self, output: Any) -> torch.Tensor:
-        """Returns the logits in the output of a router."""
+        """Returns the logits (N, E) in the output of a router."""
         found: torch.Tensor = output[self.index] if isinstance(output, tuple | list) else output
         return found
 
@@ -173,16 +175,16 @@ class RouterSpec:
 def make_aux_loss(
     model: nn.Module, loss: object | None, mesh: ParallelContext, cut: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> AuxLoss | None:
-    """Returns the load-balancing loss of the model's own loss; None if it has none."""
+    """Returns the balance loss of a model whose own loss has one, None otherwise."""
     routing = check_aux_loss(model, loss, mesh.plan)
     return None if routing is None else AuxLoss(model, mesh, aux_loss_coefficient(model), routing, cut)
 
 
 def check_aux_loss(model: nn.Module, loss: object | None, plan: Plan) -> RouterSpec | None:
-    """Returns where the model routes, if its own loss adds a load-balancing loss.
+    """Returns the routers of a model whose own loss adds a balance loss, None otherwise.
 
     Raises:
-        InputError: The load-balancing loss has another form, or micro-batches have several sizes.
+        InputError: The balance loss has another formula, or micro-batches have different sizes.
     """
     config: Any = getattr(model, "config", None)
     coefficient = aux_loss_coefficient(model)
@@ -216,14 +218,14 @@ def check_aux_loss(model: nn.Module, loss: object | None, plan: Plan) -> RouterS
 
 
 def aux_loss_coefficient(model: nn.Module) -> float:
-    """Returns the coefficient of the balance loss in the model's own loss; 0 where there is none."""
+    """Returns the coefficient of the balance loss in the model's own loss, 0 if it has none."""
     config: Any = getattr(model, "config", None)
     coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0))
     return float(coefficient or 0) if getattr(config, ROUTER_LOGITS_FLAG, False) else 0.0
 
 
 def _find_routers(model: nn.Module, config: Any) -> RouterSpec | None:
-    """Returns the routers that transformers declares, if they are one class of modules."""
+    """Returns the routers that transformers declares for `model`, None if it declares no class of routers."""
     for module in model.modules():
         recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         if recorder is None:
@@ -241,7 +243,7 @@ def _find_routers(model: nn.Module, config: Any) -> RouterSpec | None:
 
 
 def _is_same_formula(theirs: Any, routing: RouterSpec) -> bool:
-    """Returns whether the model's function is the formula, with and without a mask."""
+    """Returns whether the model's balance function `theirs` computes the formula, with and without a mask."""
     generator = torch.Generator().manual_seed(0)
     layers = tuple(torch.randn(6, routing.experts, generator=generator) for _ in range(2))
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -264,7 +266,7 @@ BIAS_RATE_ATTRIBUTE = "expert_bias_rate"
 
 
 def check_expert_bias(model: nn.Module, anatomy: ModelGraph) -> None:
-    """Checks that every router has a bias, where the model enables its update. The model must be full.
+    """Checks that every router has a bias, if the model enables the bias update. The model must not be sharded yet.
 
     Raises:
         InputError: a router has no bias, or the model has no router.
@@ -297,8 +299,8 @@ def check_expert_bias(model: nn.Module, anatomy: ModelGraph) -> None:
 def update_expert_bias(
     model: nn.Module, anatomy: ModelGraph, here: Collection[str], loads: Sequence[Sequence[float]]
 ) -> None:
-    """Updates the biases after a step. `here`: the paths of the expert modules on this rank. `loads`: for each module,
-    the pairs of each expert over the mean."""
+    """Updates the router biases after a step. `here`: the paths of the expert modules on this rank. `loads`: for each
+    expert module, the load of each expert over the mean load."""
     rate: Any = getattr(model, BIAS_RATE_ATTRIBUTE, None)
     for experts, load in zip(anatomy.experts, loads, strict=True) if rate else ():
         if experts.path in here:
@@ -312,11 +314,11 @@ def _bias_buffers(model: nn.Module, experts: StackedExperts) -> list[torch.Tenso
 
 
 CAPACITY_ATTRIBUTE = "expert_capacity"
-"""The model attribute with the capacity factor."""
+"""The model attribute that contains the capacity factor."""
 
 
 class CapacityLimiter:
-    """Limits the pairs of each expert. `rows`: the number of sequences of the running micro-batch."""
+    """Limits the number of pairs of each expert. `rows` is the number of sequences in the running micro-batch."""
 
     def __init__(self, factor: float, mesh: ParallelContext) -> None:
         self.factor, self.rows = factor, 1
@@ -324,7 +326,7 @@ class CapacityLimiter:
         self.pieces = mesh.group("cp")
 
     def mask(self, index: torch.Tensor, experts: int) -> torch.Tensor:
-        """Returns which of the pairs `index` (N, k) of this rank's tokens are within the capacity."""
+        """Returns a mask (N, k): which of the pairs `index` (N, k) of this rank's tokens are within the capacity."""
         whole = index.view(self.rows, -1, index.shape[-1])
         if self.parts is not None:
             whole = collectives.all_gather_dim(whole, self.parts, 1)
@@ -338,7 +340,8 @@ class CapacityLimiter:
 
 
 def within_capacity(index: torch.Tensor, experts: int, factor: float) -> torch.Tensor:
-    """Returns, for whole sequences `index` (B, T, k), the pairs that come before their expert reaches its capacity.
+    """Returns a mask (B, T, k) for whole sequences of expert indices `index` (B, T, k). A pair is within the capacity
+    if fewer earlier pairs of its sequence have chosen the same expert.
 
     >>> within_capacity(torch.tensor([[[0], [0], [1], [0]]]), 2, 1.0).flatten().tolist()
     [True, True, True, False]
@@ -352,7 +355,7 @@ def within_capacity(index: torch.Tensor, experts: int, factor: float) -> torch.T
 
 
 def make_capacity_limiter(model: nn.Module, mixtures: int, mesh: ParallelContext) -> CapacityLimiter | None:
-    """Returns the capacity limiter that the model's attribute requests; None without the attribute."""
+    """Returns the capacity limiter that the model's attribute requests, None without this attribute."""
     factor: Any = getattr(model, CAPACITY_ATTRIBUTE, None)
     if factor is None:
         return None
@@ -377,8 +380,7 @@ def make_capacity_limiter(model: nn.Module, mixtures: int, mesh: ParallelContext
 
 
 def drop_over_capacity(model: nn.Module, mixtures: Sequence[StackedExperts], length: int) -> None:
-    """Applies the capacity limit on one device, for comparisons, where expert modules receive rows of
-    `length` tokens."""
+    """Applies the capacity limit on one device, for comparisons. The expert modules receive rows of `length` tokens."""
     factor = float(getattr(model, CAPACITY_ATTRIBUTE))
 
     def drop(count: int, module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> Any:

@@ -1,22 +1,21 @@
 """Dispatches tokens to the ranks of their experts and combines the results, around the model's own router and experts.
 
-The model routes as on one device. Its module of experts receives hidden states, the indices of each token's experts and
-their weights. The dispatcher replaces the forward of this module on the instance. It sorts the pairs of token and
-expert by expert, and sends them to the expert's rank in one all-to-all. The module's own forward runs on that rank,
-with the rank's experts, numbered from 0. The results return to the ranks of the tokens, where they are weighted and
-summed.
+The model routes as on one device. Its expert module receives hidden states, the indices of each token's experts and the
+routing weights. The dispatcher replaces the forward of the module instance. It sorts the (token, expert) pairs by
+expert and sends each pair to the expert's rank in one all-to-all. On the expert's rank the module's original forward
+runs with the experts of this rank, numbered from 0. The results return to the ranks of the tokens, where they are
+weighted and summed.
 
 No pair is dropped unless the model limits its experts (load_balancing.py), and the sum is that of one device. Tensor
-ranks split the inner features of each expert, or store different experts and each send a part of the tokens ([Note:
-expert ranks]). Some experts receive one row of each token for each expert (Llama 4); their rank receives all of these
-rows.
+ranks split the inner features of each expert. Alternatively they store different experts, and each tensor rank sends a
+part of the tokens ([Note: expert ranks]). Some modules receive one row for each pair of token and expert (Llama 4).
+Then each rank receives all rows of its experts.
 
-    e      experts of this rank                            entered   gradient summed over the ranks that share an expert
-    order  pairs by expert, sent by rank                   parts     of the tokens that tensor ranks share, one each
+Shapes: N tokens, C features, K experts per token, E experts of the model, e experts of this rank, P rows that are sent.
 
 [Note: same steps everywhere] Ranks compute different numbers of pairs, possibly zero. Collectives must still run in one
 order on all ranks. So an expert that no token chose gets a zero gradient in the usual order (`_ZeroGradients`). The
-combined result is saved for backward, so that recompute does not stop before the all-to-all on some ranks. Sources:
+combined result is saved for backward. Otherwise recompute would stop before the all-to-all on some ranks. Sources:
 Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Gale et al., MegaBlocks, arXiv 2211.15841 (dropless).
 """
 
@@ -46,17 +45,17 @@ from meshwright.runtime.tensor_parallel.random import TensorParallelRng, has_dro
 from meshwright.spec.plan import Plan
 
 MAX_REPORTED_LOADS = 1024
-"""Largest number of experts for which a record lists the load of each."""
+"""Maximum number of experts for which a record lists the load of each expert."""
 
 RowCounts = tuple[tuple[int, ...], ...]
-"""The number of rows that rank i (outer) sends to rank j."""
+"""Element (i, j) is the number of rows that rank i sends to rank j."""
 
 
 def check_expert_plan(anatomy: ModelGraph, plan: Plan) -> None:
     """Checks that the experts can be distributed over the ranks of the plan.
 
     Raises:
-        InputError: they cannot.
+        InputError: the experts cannot be distributed.
     """
     ep = plan.ep
     inner = plan.dp_shard * plan.cp * plan.tp
@@ -127,7 +126,7 @@ def _check_experts(experts: StackedExperts, plan: Plan) -> None:
 
 
 def local_dispatchers(model: nn.Module, mixtures: Sequence[ExpertDispatcher]) -> list[ExpertDispatcher]:
-    """Returns the dispatchers whose blocks this rank holds."""
+    """Returns the dispatchers of the blocks that this rank stores."""
     here = {id(module) for module in model.modules()}
     return [mixture for mixture in mixtures if id(mixture.module) in here]
 
@@ -135,8 +134,8 @@ def local_dispatchers(model: nn.Module, mixtures: Sequence[ExpertDispatcher]) ->
 def shard_experts(
     model: nn.Module, anatomy: ModelGraph, ranks: EpGroups, mesh: ParallelContext
 ) -> list[ExpertDispatcher]:
-    """Shards every expert module to this rank's experts, and dispatches tokens of other experts. Parameters must be
-    full, or (ep 1) already cut by tp."""
+    """Replaces the parameters of each expert module by those of this rank's experts. Returns the dispatchers that send
+    tokens to the other ranks. Parameters must be full, or already cut by tp if ep is 1."""
     found = []
     check_expert_bias(model, anatomy)
     capacity = make_capacity_limiter(model, sum(not experts.by_rows for experts in anatomy.experts), mesh)
@@ -160,14 +159,14 @@ def shard_experts(
                 )
             set_expert_count(module, experts, experts.count // ranks.ranks)
         if mesh.tp is not None and not mesh.plan.sequence_parallel and has_dropout(module):
-            # Dropout differs between tensor ranks: they compute different features or pairs.
+            # Tensor ranks compute different features or pairs, so each draws its own dropout.
             TensorParallelRng(mesh.tp, 1).attach([module], [module])
         found.append(ExpertDispatcher(module, experts, ranks, mesh.plan.sequence_parallel, capacity))
     return found
 
 
 def local_experts(full: torch.Tensor, experts: StackedExperts, name: str, ranks: EpGroups) -> torch.Tensor:
-    """Returns a copy of this rank's part of a full expert parameter."""
+    """Returns a copy of this rank's shard of the full expert parameter `name`."""
     each = full.shape[0] // ranks.ranks
     mine = full.narrow(0, ranks.place.expert * each, each)
     split = experts.splits.get(name)
@@ -177,10 +176,10 @@ def local_experts(full: torch.Tensor, experts: StackedExperts, name: str, ranks:
 def count_pairs_by_expert(
     mixtures: Sequence[ExpertDispatcher], anatomy: ModelGraph, device: torch.device
 ) -> torch.Tensor:
-    """Counts the pairs of this rank's tokens in this step with each expert of each expert module of the model, flat.
+    """Returns, for each expert module of the model, the number of pairs of each expert in this step, and then the
+    number of dropped pairs. All counts are one flat tensor. They include only tokens of this rank.
 
-    Summed over all ranks, the counts are those of the whole batch, times the number of replicas of a token. The last
-    entry of each module is the dropped pairs.
+    The sum over all ranks is the counts of the whole batch, times the number of replicas of a token.
     """
     widest = max((experts.count for experts in anatomy.experts), default=0)
     table = torch.zeros(len(anatomy.experts), widest + 1, dtype=torch.float64, device=device)
@@ -192,8 +191,8 @@ def count_pairs_by_expert(
 
 
 def expert_loads(pairs: torch.Tensor, anatomy: ModelGraph) -> tuple[list[list[float]], float]:
-    """Returns, for each expert module, the pairs of each expert over their mean; and the fraction of all pairs that was
-    dropped."""
+    """Returns for each expert module the pairs of each expert over their mean. Also returns the fraction of all pairs
+    that was dropped."""
     if not anatomy.experts:
         return [], 0.0
     table = pairs.detach().view(len(anatomy.experts), -1)
@@ -207,20 +206,20 @@ def expert_loads(pairs: torch.Tensor, anatomy: ModelGraph) -> tuple[list[list[fl
 
 
 def summarize_loads(loads: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    """Returns the loads for a record. With many experts it contains only the smallest and the largest load of each
-    module."""
+    """Returns the loads as a record stores them. With many experts this is only the smallest and the largest load of
+    each module."""
     few = sum(map(len, loads)) <= MAX_REPORTED_LOADS
     return tuple(tuple(round(load, 3) for load in (row if few else (min(row), max(row)))) for row in loads)
 
 
 def is_expert_tensor_split(ranks: EpGroups, name: str) -> bool:
-    """Returns whether the ranks of an expert each hold a shard of its parameter `name`."""
+    """Returns whether tensor ranks shard the parameter `name` of an expert."""
     experts = ranks.dealt[name]
     return name.removeprefix(f"{experts.path}.") in experts.splits
 
 
 class ExpertDispatcher:
-    """Replaces the forward of one expert module. `load`: the pairs of each expert since the step began."""
+    """Replaces the forward of one expert module. `load` counts the pairs of each expert since the step began."""
 
     def __init__(
         self,
@@ -239,7 +238,11 @@ class ExpertDispatcher:
         module.forward = self  # type: ignore[method-assign]
 
     def begin_step(self, batches: Sequence[Batch]) -> None:
-        """Resets the counts of a step. Raises InputError for micro-batches of different sizes with a capacity."""
+        """Resets the counts of a step.
+
+        Raises:
+            InputError: experts have a capacity, and micro-batches have different sizes.
+        """
         self.load, self.dropped = torch.zeros(0), 0.0
         if self.capacity is not None and len({num_rows(batch) for batch in batches}) > 1:
             raise InputError(
@@ -250,13 +253,13 @@ class ExpertDispatcher:
             )
 
     def begin_pass(self, batch: Batch) -> None:
-        """Counts the pairs of this pass."""
+        """Starts a pass whose pairs are counted."""
         self.counting = True
         if self.capacity is not None:
             self.capacity.rows = num_rows(batch)
 
     def end_pass(self) -> None:
-        """Ends a pass, so that recompute in backward is not counted."""
+        """Ends the pass, so that later recompute is not counted."""
         self.counting = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -274,7 +277,7 @@ class ExpertDispatcher:
             return self.inner(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         shape = given[hidden].shape
         given[hidden] = given[hidden].reshape(-1, shape[-1])
-        # The wider dtype holds gradients, which are partial sums on each rank.
+        # Routing weights are converted to the wider dtype, because their gradients are partial sums on each rank.
         given[weights] = given[weights].to(torch.promote_types(given[weights].dtype, given[hidden].dtype))
         given = self._enter(given, (hidden, weights))
         if self.ranks.ranks == 1:
@@ -284,7 +287,8 @@ class ExpertDispatcher:
         return self._leave(output, shape[:-1].numel()).reshape(shape)
 
     def _by_rows(self, given: torch.Tensor) -> torch.Tensor:
-        """Sends rows (E N, C), grouped by expert, to the ranks of the experts and back, including rows of zeros."""
+        """Sends rows (E N, C), grouped by expert, to the ranks of the experts. Returns the results of all rows in the
+        same order."""
         count, width = self.experts.count, given.shape[-1]
         if self.counting:
             requested = given.detach().view(count, -1, width).ne(0).any(2).sum(1)
@@ -298,12 +302,13 @@ class ExpertDispatcher:
         return whole.view(-1, count, width).transpose(0, 1).reshape(given.shape)
 
     def _through(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Runs each token's rows through the experts of this rank, (N, e C) to (N, e C)."""
+        """Runs this rank's experts on each token's rows. Maps (N, e C) to (N, e C), with e experts on this rank."""
         rows = tokens.view(len(tokens), self.each, -1).transpose(0, 1)
         return self._compute([rows.flatten(0, 1)], {}).view(rows.shape).transpose(0, 1).flatten(1)
 
     def _rows_exchanged(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Exchanges (N, E C) for (N, E C): every rank sends every other as many rows as it has tokens."""
+        """Exchanges rows between the ranks, from (N, E C) to (N, E C). Every rank sends each other rank one row per
+        token."""
         group = self.ranks.group
         assert group is not None
         counts = _gather_counts(torch.tensor([len(tokens)], device=tokens.device), group).flatten().tolist()
@@ -315,15 +320,15 @@ class ExpertDispatcher:
     def _limited(
         self, index: torch.Tensor, weights: torch.Tensor, capacity: CapacityLimiter
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drops the pairs beyond an expert's capacity: their weight is zero, and they are not sent (their index is
-        beyond all experts)."""
+        """Drops the pairs beyond the capacity of an expert. Their weight becomes zero, and their index becomes larger
+        than that of any expert, so that they are not sent."""
         saved = capacity.mask(index.reshape(-1, index.shape[-1]), self.experts.count).view(index.shape)
         self.dropped += float((~saved).sum()) if self.counting else 0.0
         return index if self.ranks.ranks == 1 else index.masked_fill(~saved, self.experts.count), weights * saved
 
     def _enter(self, given: list[torch.Tensor], differentiable: tuple[int, ...]) -> list[torch.Tensor]:
-        """Returns the tokens this rank works on: its part of the tokens that tensor ranks share, or those of all ranks
-        that split an expert."""
+        """Returns the tokens that this rank processes: its part of the tokens that tensor ranks share, or the tokens of
+        all tensor ranks if these split an expert."""
         if self.sequence_parallel:
             return given if self.shared is None else [_all_gather_tokens(tensor, self.shared) for tensor in given]
         joined = self.ranks.joined
@@ -345,8 +350,8 @@ class ExpertDispatcher:
         ]
 
     def _compute(self, args: list[torch.Tensor], kwargs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Runs the module's own forward. Each rank that splits an expert adds its part of the tensors that all ranks of
-        this expert store in full."""
+        """Runs the module's original forward. If ranks split an expert, each rank adds its part of the tensors that all
+        of these ranks store in full."""
         if self.shared is None or not self.experts.replicated:
             return self.inner(*args, **kwargs)
         once = {name: self.module.get_parameter(name) / self.ranks.shares for name in self.experts.replicated}
@@ -354,13 +359,14 @@ class ExpertDispatcher:
             return self.inner(*args, **kwargs)
 
     def _exchanged(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Maps hidden (N, C), index and weights (N, K) to (N, C) through the exchange."""
+        """Sends hidden states (N, C) with expert index and weights (N, K) through the experts of all ranks. Returns the
+        combined result (N, C)."""
         group = self.ranks.group
         assert group is not None
         chosen = index.flatten()
         own = torch.bincount(chosen, minlength=self.experts.count)[: self.experts.count]
         counts = _gather_counts(own, group)
-        # Excludes pairs without an expert: they were dropped, or their index is out of range.
+        # Pairs without an expert are excluded. They were dropped, or their index is out of range.
         order = chosen.argsort(stable=True)[: int(counts[group.index].sum())]
         rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
         received = _all_to_all_rows(hidden[order // index.shape[1]], rows, group)
@@ -380,15 +386,15 @@ class ExpertDispatcher:
 
 
 def _gather_counts(counts: torch.Tensor, group: CommGroup) -> torch.Tensor:
-    """Returns the pairs of each rank for each expert, (ranks, experts), on the host."""
+    """Returns the number of pairs that each rank has for each expert, (ranks, experts), on the CPU."""
     table = torch.empty(group.size, len(counts), dtype=counts.dtype, device=counts.device)
     async_collectives.all_gather(table.view(-1), counts, group).wait()
     return table.cpu()
 
 
 def _all_to_all_rows(sent: torch.Tensor, rows: RowCounts, group: CommGroup) -> torch.Tensor:
-    """Exchanges rows (P, C), sorted by destination rank, for the rows that all ranks sent here, sorted by source rank.
-    Backward does the reverse."""
+    """Sends rows (P, C), sorted by destination rank. Returns the rows that all ranks sent to this rank, sorted by
+    source rank. Backward sends the gradients in the reverse direction."""
     again = tuple(zip(*rows, strict=True))
     return linear_map(
         sent,
@@ -398,7 +404,7 @@ def _all_to_all_rows(sent: torch.Tensor, rows: RowCounts, group: CommGroup) -> t
 
 
 def _identity_with_grad_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
-    """Returns a tensor that is equal on all ranks, with the gradients of all ranks summed."""
+    """Returns `x`, which is equal on all ranks. Backward sums the gradients of all ranks."""
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:
         return collectives.all_reduce_sum(gradient.clone(memory_format=torch.contiguous_format), group)
@@ -407,7 +413,7 @@ def _identity_with_grad_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
 
 
 def _all_gather_tokens(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
-    """Returns the tokens of all ranks, with the gradients of all ranks summed."""
+    """Returns the tokens of all ranks. Backward sums the gradients of all ranks."""
     return linear_map(
         x,
         lambda x: collectives.all_gather_dim(x, group, 0),
@@ -416,7 +422,7 @@ def _all_gather_tokens(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Connects parameters to the graph when no rows arrived, with zero gradients ([Note: same steps everywhere])."""
+    """Gives parameters zero gradients when this rank received no rows ([Note: same steps everywhere])."""
 
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:

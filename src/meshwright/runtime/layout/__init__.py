@@ -1,1 +1,1 @@
-"""Placeholders for modules of other ranks."""
+"""Placeholders for the modules of other pipeline stages."""

@@ -1,11 +1,12 @@
-"""Replaces modules of other pipeline stages by placeholders that return NaN in the form of the module's output.
+"""Replaces modules of other pipeline stages by placeholders. A placeholder returns NaN in the form of the module's
+output.
 
-[Note: form] Between the start of the model and the blocks of the stage, the model's own code asks for types, shapes and
-tuple positions, and makes masks, positions and rotary tables from them. So a copy of the module is kept on the meta
-device and run there, which gives the form of its output. A module whose copy cannot run returns its input, and an
-embedding returns NaN of its width. A block returns its input. Values never matter: the first block of the stage
-replaces them by the received tensors. Code that reads such a value gets a NaN loss, never one that is only slightly
-wrong."""
+[Note: form] Before the blocks of the stage, the model's own code reads dtypes, shapes and tuple positions of outputs.
+It makes masks, positions and rotary tables from them. So a placeholder runs a copy of the module on the meta device,
+which gives the form of its output. If the copy cannot run, the placeholder returns its input, or NaN of the right width
+for an embedding. A placeholder of a block returns its input. The values do not matter, because the first block of the
+stage replaces them by the received tensors. If code reads such a value, the loss is NaN and never only slightly wrong.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ from meshwright.analysis.block_calls import hidden_of
 
 
 class StagePlaceholder(nn.Module):
-    """Replaces `original`, whose memory is freed. `kind`: a tensor with the device and dtype of the computation.
-    `is_block`: whether `original` is a block or inside of one."""
+    """Replaces `original`, whose memory is freed. `kind` is the device and dtype of the computation. `is_block`:
+    `original` is a block or inside of one."""
 
     def __init__(self, original: nn.Module, kind: tuple[torch.device, torch.dtype], is_block: bool = False) -> None:
         super().__init__()
         self.width = original.embedding_dim if isinstance(original, nn.Embedding) else None
         (device, self.dtype), self.is_block, self.kind = kind, is_block, type(original)
         self.tried = False
-        """Whether a dry run is in progress (preflight/step_checks.py). Blocks of other stages then return NaN, so that
-        the check detects code that reads their output."""
+        """Whether a dry run is in progress (preflight/step_checks.py). During a dry run, blocks of other stages return
+        NaN, so that the check detects code that reads their output."""
         for name, value in vars(original).items():
             if (
                 not name.startswith("_")
@@ -41,14 +42,14 @@ class StagePlaceholder(nn.Module):
                 setattr(self, name, value)
         for name, child in original.named_children():  # models read types and devices of nested modules
             self.add_module(name, StagePlaceholder(child, kind, is_block))
-        # Reading the values of a placeholder makes the loss NaN.
+        # Parameters of a placeholder are NaN, so that the loss becomes NaN if code reads their values.
         for name, parameter in original._parameters.items():
             if parameter is not None:
                 setattr(self, name, torch.full((), torch.nan, dtype=self.dtype, device=device).expand(parameter.shape))
         self._original = (None if is_block else _meta_copy(original),)  # a tuple hides it from the module tree
 
     def __getattr__(self, name: str) -> Any:
-        """Returns a function that does nothing for methods that models call on their modules, such as a change of the
+        """Returns a function that does nothing. Models call methods of their modules, for example to change the
         attention implementation."""
         try:
             return super().__getattr__(name)
@@ -82,8 +83,8 @@ class StagePlaceholder(nn.Module):
 
 
 def _meta_copy(module: nn.Module) -> nn.Module | None:
-    """Returns a copy on the meta device in evaluation mode, without hooks and replaced forwards; None if `module`
-    cannot be copied."""
+    """Returns a copy of `module` on the meta device in eval mode, without hooks and replaced forwards. Returns None if
+    the module cannot be copied."""
     memo: dict[int, Any] = {}
     for part in module.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values()):
@@ -103,12 +104,13 @@ def _meta_copy(module: nn.Module) -> nn.Module | None:
 
 
 def skipped_block_output(hidden: Any, tried: bool) -> Any:
-    """Returns the output of a block of another stage: its input, or NaN during a dry run (`tried`)."""
+    """Returns the output of a block of another stage: its input `hidden`, or NaN during a dry run (`tried`)."""
     return (
         _nan_tensor(hidden.shape, hidden.dtype, hidden.device) if tried and isinstance(hidden, torch.Tensor) else hidden
     )
 
 
 def _nan_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """Returns a new tensor of NaN, or of zeros for integers. It is new because models scale such outputs in place."""
+    """Returns a new tensor of NaN, or of zeros for integer dtypes. It must be new because models scale such outputs in
+    place."""
     return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)

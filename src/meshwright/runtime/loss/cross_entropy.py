@@ -1,24 +1,25 @@
 """Computes the summed cross-entropy over valid labels, with or without a vocabulary that is sharded over tensor ranks.
 
-Only one softmax of the local logits is saved, and backward turns it into the gradient in place. With m the largest
-local logit and p its probability, the log-sum-exp of the local logits is L = m - log p. It never underflows, because p
-is at least 1 / V. With G the log-sum-exp of all logits over ranks, softmax = local softmax x exp(L - G). So ranks
-exchange one maximum and one sum of two numbers per label. Backward needs no communication. Source: Shoeybi et al.,
-Megatron-LM (2019), section 3, vocabulary-parallel cross-entropy; the form with L is this project's. It computes every
-exponential once; torch's cross_entropy computes it twice.
+Only the softmax of the local logits is saved. Backward turns it into the gradient in place. m is the largest local
+logit, and p is its probability in the local softmax. The log-sum-exp of the local logits is L = m - log p. It never
+underflows, because p is at least 1 / V for a vocabulary of V words. G is the log-sum-exp of all logits over ranks. The
+full softmax is the local softmax x exp(L - G). So ranks exchange one maximum, and one sum of two numbers per label.
+Backward needs no communication. Source: Shoeybi et al., Megatron-LM (2019), section 3, vocabulary-parallel
+cross-entropy. The form with L is this project's. It computes every exponential once, and torch's cross_entropy twice.
 
-The chunked loss computes the product with the vocabulary and its cross-entropy over a part of the labels at a time, so
-that all logits never exist at once.
+The chunked loss computes the product with the vocabulary and its cross-entropy for one chunk of labels at a time. So
+the logits of all labels never exist at the same time.
 
 [Note: gradients at once] The loss is a scalar. So its gradient with respect to the head's input and weight is known up
-to one factor as soon as the logits of a chunk are. Forward computes and saves these gradients (H numbers a label, and
-the weight's gradient once), and backward multiplies them by the factor. No product runs twice. Saved and transient
-memory shrinks from (tokens x vocabulary) elements to the elements of one chunk. The loss of every label is exactly that
-without chunks, over tensor ranks as well. Only the order of the sum of a weight's gradient over the chunks differs.
+to one factor as soon as the logits of a chunk are known. Forward computes and saves these gradients: H numbers per
+label (H: hidden size), and the weight's gradient once. Backward multiplies them by the factor. No product runs twice.
+Saved and transient memory shrinks from (tokens x vocabulary) elements to the elements of one chunk. The loss of every
+label is exactly that without chunks, also over tensor ranks. Only the summation order of a weight's gradient differs,
+because it is summed over the chunks.
 
-In the model the head returns a meta tensor. A model that computes on it (a cap, a scale) returns another tensor, which
-is refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al.,
-Liger Kernel (2024), section 3.
+Inside the model the head returns a meta tensor. If the model computes on it (a cap, a scale), it returns another
+tensor, which is refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models
+(2024); Hsu et al., Liger Kernel (2024), section 3.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ IGNORE_INDEX = -100
 def sum_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, shift: bool, group: CommGroup | None = None
 ) -> torch.Tensor:
-    """Returns the scalar sum over valid labels (those that are not -100), in float32 at least.
+    """Returns the sum of the losses over valid labels (not -100), a scalar in float32 or wider.
 
-    `logits` (..., V) or, with `group`, the local ceil(V / ranks) of them, fewer on the last ranks. With `shift` the
-    logits at a position predict the label of the next position.
+    `logits` are (..., V). With `group` they are the local ceil(V / ranks) columns, fewer on the last ranks. With
+    `shift` the logits at a position predict the label of the next position.
     """
     wanted = (shift_labels(labels) if shift else labels).reshape(-1).to(logits.device)
     return _SumCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), wanted, group)
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Returns the label of the next position at every position; none at the last."""
+    """Returns at every position the label of the next position, and -100 at the last position."""
     return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
@@ -68,8 +69,8 @@ def count_valid_labels(labels: torch.Tensor, shift: bool) -> int:
 
 
 class _SumCrossEntropy(torch.autograd.Function):
-    """Computes the sum for logits (N, local V) and labels (N). It saves the local softmax, and for each label its local
-    index, whether it is on this rank, and exp(L - G)."""
+    """Computes the sum of the losses for logits (N, local V) and labels (N). Saves the local softmax. For each label
+    saves its local index, whether it is on this rank, and exp(L - G) (see the module docstring)."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
@@ -88,14 +89,14 @@ class _SumCrossEntropy(torch.autograd.Function):
 def cross_entropy_with_grad(
     logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sum over valid labels, and its gradient with respect to `logits` (N, local V)."""
+    """Returns the sum of the losses over valid labels, and its gradient with respect to `logits` (N, local V)."""
     total, softmax, local, mine, scale = _cross_entropy_terms(logits, labels, group)
     return total, _logits_grad(softmax, local, mine, scale, torch.ones_like(total)).to(logits.dtype)
 
 
 def _cross_entropy_terms(logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> tuple[Any, ...]:
-    """Returns the sum of the losses, the local softmax, and for each label its local index, whether it is on this rank,
-    and exp(L - G) (None without a group)."""
+    """Returns the sum of the losses, the local softmax (N, local V), and for each label (N): its local index, whether
+    it is on this rank, and exp(L - G) (None without a group)."""
     precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
     softmax = torch.softmax(logits, dim=-1, dtype=precise)
     peak = logits.amax(dim=-1).to(precise)
@@ -114,7 +115,8 @@ def _cross_entropy_terms(logits: torch.Tensor, labels: torch.Tensor, group: Comm
 def _logits_grad(
     softmax: torch.Tensor, local: torch.Tensor, mine: torch.Tensor, scale: torch.Tensor | None, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the gradient of the sum, in the memory of `softmax`. A second backward detects the change and raises."""
+    """Returns the gradient of the sum, in the memory of `softmax`. So a second backward detects a changed tensor and
+    raises."""
     weight = torch.where(mine, gradient, 0) if scale is None else scale * gradient
     result = softmax.mul_(weight.unsqueeze(1))
     result.scatter_add_(1, local.unsqueeze(1), torch.where(mine, -gradient, 0).unsqueeze(1))
@@ -128,9 +130,10 @@ def _logits_at(logits: torch.Tensor, places: torch.Tensor, precise: torch.dtype)
 def _reduce_over_ranks(
     logits: torch.Tensor, share: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, group: CommGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the local index of each label, whether it is on this rank, its loss, and exp(L - G)."""
+    """Returns for each label (N): its local index, whether it is on this rank, its loss, and exp(L - G)."""
     count, width = logits.shape
-    # The maximum is the width of rank 0, from which each rank computes where its vocabulary begins.
+    # An extra entry of `highest` has the maximum of the local vocabulary sizes, which is that of rank 0. From it each
+    # rank computes where its part of the vocabulary begins.
     highest = F.pad(share, (0, 1), value=width)
     async_collectives.all_reduce(highest, group, use_max=True).wait()
     local = labels - group.index * highest[count].to(labels.dtype)  # read on the device, without synchronisation
@@ -144,8 +147,8 @@ def _reduce_over_ranks(
 
 
 class ChunkedHead:
-    """Replaces the forward of a vocabulary head by one that computes the loss instead of logits. The caller sets
-    `labels`, as the loss counts them, before each forward pass."""
+    """Replaces the forward of a vocabulary head by one that computes the loss instead of logits. Before each forward
+    pass the caller sets `labels`, already shifted."""
 
     def __init__(self, module: nn.Module, chunks: int, group: CommGroup | None) -> None:
         self.module, self.chunks, self.group = module, chunks, group
@@ -176,7 +179,7 @@ class ChunkedHead:
         return logits
 
     def take(self, logits: torch.Tensor | None) -> torch.Tensor:
-        """Returns the loss of the pass whose model returned `logits`."""
+        """Returns the loss of the last pass. `logits` is what the model returned in this pass."""
         made, self.made, self.labels = self.made, None, None
         if made is None or made[0] is not logits:
             raise InputError(
@@ -190,7 +193,7 @@ class ChunkedHead:
 
 
 def check_chunked_head(anatomy: ModelGraph, plan: Plan, own_loss: bool) -> None:
-    """Checks that the loss can be computed in chunks, where the plan says so.
+    """Checks that the loss can be computed in chunks, if the plan requires chunks.
 
     Raises:
         InputError: The loss is the user's, or the model has no vocabulary head.
@@ -210,8 +213,8 @@ def check_chunked_head(anatomy: ModelGraph, plan: Plan, own_loss: bool) -> None:
 def install_chunked_head(
     model: nn.Module, anatomy: ModelGraph, plan: Plan, group: CommGroup | None, own_loss: bool
 ) -> ChunkedHead | None:
-    """Installs and returns the chunked head of the plan. Returns None if the plan has no chunks, or if another rank has
-    the head."""
+    """Installs and returns the chunked head of the plan. Returns None if the plan has no chunks or another rank has the
+    head."""
     if plan.loss_chunks == 1:
         return None
     check_chunked_head(anatomy, plan, own_loss)
@@ -226,8 +229,8 @@ def install_chunked_head(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the sum of the losses of valid labels, for x (N, H), weight (V, H) when `linear` else (H, V), and labels
-    (N)."""
+    """Computes the sum of the losses of valid labels for x (N, H), labels (N) and weight: (V, H) if `linear`, otherwise
+    (H, V)."""
 
     @staticmethod
     def forward(

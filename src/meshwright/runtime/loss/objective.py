@@ -1,8 +1,7 @@
-"""Defines what a step minimises: the sum of the losses of all valid labels, divided once by their number in the whole
-batch.
+"""Defines what a step minimises: the sum of the losses of all valid labels, divided by their number in the whole batch.
 
-A mean per rank followed by a mean of means is a common error. It is a different loss if ranks have unequal numbers of
-valid labels.
+A common error is to take a mean on each rank and then the mean of these means. If ranks have unequal numbers of valid
+labels, this is a different loss.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ Batch = dict[str, Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 
 DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
-"""Inputs of the decoder in an encoder-decoder model."""
+"""Names of the decoder's inputs in an encoder-decoder model."""
 
 
 class ZeroWeightBatch(dict[str, Any]):
-    """Is a micro-batch with weight 0 in the loss. A rank runs it so that all ranks run the same collectives."""
+    """A micro-batch with weight 0 in the loss. A rank runs it so that all ranks run the same collectives."""
 
 
 class LossHead:
-    """Computes the loss and the count of a micro-batch.
+    """Computes the loss of a micro-batch and the number of its labels.
 
-    Three forms are tried in this order. The first is `loss(output, batch)` of the user, a mean over the rows of the
-    batch. The second is logits and labels: the model's own loss is not computed, -100 is not valid, and causal models
-    shift by one. The third is the model's own mean loss.
+    The user's `loss(output, batch)` is a mean over the rows of the batch. Without it, the loss is the cross-entropy of
+    logits and labels. The model's own loss is not computed. Labels of -100 are not valid, and causal models shift the
+    labels by one position.
     """
 
     def __init__(
@@ -50,8 +49,9 @@ class LossHead:
         chunked: ChunkedHead | None = None,
         unreadable: ForwardAccessGuard | None = None,
     ) -> None:
-        """Prepares the loss. `piece` returns this rank's positions of labels, where context ranks divide a sequence.
-        `chunked` computes the loss instead of logits. `unreadable` guards parameters while a loss of the user runs."""
+        """Prepares the loss. `piece` returns this rank's positions of labels, if context ranks divide the sequence.
+        `chunked` computes the loss instead of logits. `unreadable` makes parameters inaccessible while a loss of the
+        user runs."""
         self.model, self.loss, self.piece, self.chunked = model, loss, piece, chunked
         self.group = vocabulary_group
         self.unreadable = unreadable or ForwardAccessGuard({}, None)
@@ -76,7 +76,7 @@ class LossHead:
         self.reads_shifted = is_encoder_decoder(model)
 
     def inputs(self, batch: Batch) -> Batch:
-        """Returns the inputs of the model: without labels, so that it computes only logits."""
+        """Returns the inputs of the model without labels, so that the model computes only logits."""
         if self.loss is not None:
             return batch
         if self.chunked is not None and "labels" in batch:
@@ -87,13 +87,13 @@ class LossHead:
         return found
 
     def count(self, batch: Batch) -> int:
-        """Returns the number of valid labels, or of rows when the loss is the user's."""
+        """Returns the number of valid labels in `batch`. With a loss of the user, returns the number of rows."""
         if self.loss is None and "labels" in batch:
             return count_valid_labels(batch["labels"], self.shift)
         return loss_weight(batch)
 
     def sum(self, output: Any, batch: Batch) -> torch.Tensor:
-        """Returns the sum over valid labels (or rows) of the micro-batch."""
+        """Returns the sum of the losses over the valid labels (or rows) of the micro-batch."""
         if self.loss is not None:
             with self.unreadable:
                 loss = self.loss(output, batch)
@@ -113,17 +113,17 @@ class LossHead:
         return sum_cross_entropy(logits, self._wanted(batch["labels"]), False, self.group)
 
     def _wanted(self, labels: torch.Tensor) -> torch.Tensor:
-        """Returns the label for the logits at each position. Labels are shifted before they are cut, because the label
-        of the last position of a piece may be in another piece."""
+        """Returns the label for the logits at each position. Labels are shifted before the sequence is cut, because the
+        label of the last position of a piece may be in another piece."""
         labels = shift_labels(labels) if self.shift else labels
         return labels if self.piece is None else self.piece(labels)
 
 
 def predicts_next_token(model: nn.Module) -> bool:
-    """Returns whether the logits at a position are those of the next token.
+    """Returns whether the logits at a position predict the next token.
 
-    The model states it (`shift_labels`), or its name does, or it generates without an encoder (LLaVA, Qwen3-VL).
-    Adapters of peft around a model do not change it.
+    This is so if the model declares it (`shift_labels`), if its name implies it, or if it generates without an encoder
+    (LLaVA, Qwen3-VL). Adapters of peft around a model do not matter.
     """
     inner: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model  # type: ignore[operator]
     name = type(inner).__name__
@@ -139,7 +139,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    """Returns the decoder inputs for `labels`: each label one position later, by the model's own rule."""
+    """Returns the decoder inputs for `labels`: the labels shifted by one position by the model's own rule."""
     config: Any = model.config
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     rule = own or getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
@@ -161,7 +161,7 @@ def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.
 
 
 def num_rows(batch: Batch) -> int:
-    """Returns the number of sequences (rows) in a batch: the common first dimension of all its tensors."""
+    """Returns the number of rows (sequences) in a batch. It is the common first dimension of all its tensors."""
     sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
     if not sizes:
         raise InputError(Message("the batch holds no tensors"))
@@ -171,7 +171,7 @@ def num_rows(batch: Batch) -> int:
 
 
 def loss_weight(batch: Batch) -> int:
-    """Returns the number of rows that count in a mean over rows."""
+    """Returns the number of rows of `batch` that count in a mean over rows."""
     return 0 if isinstance(batch, ZeroWeightBatch) else num_rows(batch)
 
 

@@ -1,10 +1,11 @@
 """Stores the saved activations of a rank's blocks in a file: an extent allocator, and the threads that write and read.
 
-An extent is freed when backward no longer needs its contents, so the file is as large as the peak. Extents are whole
-pages. Adjacent free ones are merged, since sizes may differ from pass to pass (experts).
+An extent is freed when backward no longer needs its contents. So the file is as large as the peak of stored
+activations. Extents are whole pages. Adjacent free extents are merged, because sizes may differ between passes
+(experts).
 
-[Note: who frees] An I/O thread drops its references before it reports completion, so the thread that allocated the
-memory also frees it. The memory profiler of a step records that thread only.
+[Note: who frees] An I/O thread drops its references before it reports completion. So the thread that allocated the
+memory also frees it. This is necessary because the memory profiler of a step records only that thread.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from meshwright.spec.enums import Offload
 from meshwright.spec.plan import Plan
 
 IO_THREADS = 2
-"""Number of I/O threads; two saturate a disk (bench/results/offload.md)."""
+"""Number of I/O threads. Two threads saturate a disk (bench/results/offload.md)."""
 
 BOUNCE_BUFFER_BYTES = 1 << 20
-"""Bytes copied at a time through page-aligned memory."""
+"""Number of bytes that are copied at a time through page-aligned memory."""
 
 
 class ExtentAllocator:
@@ -46,10 +47,10 @@ class ExtentAllocator:
 
     def __init__(self) -> None:
         self.free: list[tuple[int, int]] = []
-        """Start and size of each free extent, in order; no two are adjacent."""
+        """(start, size) of each free extent, in order. No two are adjacent."""
 
     def allocate(self, size: int) -> int | None:
-        """Returns the start of `size` bytes in the smallest extent that fits, or None."""
+        """Returns the start of `size` bytes in the smallest free extent that fits, None if none fits."""
         fits = [(free, start) for start, free in self.free if free >= size]
         if not fits:
             return None
@@ -60,7 +61,7 @@ class ExtentAllocator:
         return start
 
     def release(self, start: int, size: int) -> None:
-        """Frees an extent."""
+        """Frees the extent of `size` bytes at `start`."""
         insort(self.free, (start, size))
         merged: list[tuple[int, int]] = []
         for begin, free in self.free:
@@ -72,31 +73,32 @@ class ExtentAllocator:
 
 
 class ActivationStore:
-    """The activation file of one rank. `wait_timer` runs while the rank waits for a transfer."""
+    """The activation file of one rank."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.swap_file, self.copy_streams, self.wait_timer = SwapFile(folder), CopyStreams(device), WaitTimer.of(device)
-        """Runs while the rank waits for a transfer."""
+        """`wait_timer` measures the time for which the rank waits for transfers."""
         self.pinned = backend_of(device).has_streams
         self._allocator = ExtentAllocator()
         self._freed: deque[tuple[int, int]] = deque()
-        """Freed extents, merged when the next one is allocated: the garbage collector may free them in any thread."""
+        """Freed extents. They are merged when the next extent is allocated, because the garbage collector may free them
+        in any thread."""
         self._pool = ThreadPoolExecutor(IO_THREADS, "activations")
         self._thread_local = threading.local()
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of host memory of the bounce buffers."""
+        """The number of bytes of host memory in bounce buffers."""
         return 0 if self.pinned or not self.swap_file.size else IO_THREADS * BOUNCE_BUFFER_BYTES
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of stored bytes."""
+        """The peak number of stored bytes."""
         return self.swap_file.size
 
     @property
     def allocator(self) -> ExtentAllocator:
-        """The allocator, after freed extents are merged."""
+        """The allocator, with all freed extents merged."""
         while self._freed:
             self._allocator.release(*self._freed.popleft())
         return self._allocator
@@ -107,25 +109,26 @@ class ActivationStore:
         return self.swap_file.extend(size) if start is None else start
 
     def free(self, start: int, size: int) -> None:
-        """Frees an extent, in any thread at any time."""
+        """Frees an extent. May be called in any thread at any time."""
         self._freed.append((start, round_up_to_pages(size)))
 
     def new_buffer(self, size: int) -> torch.Tensor:
-        """Returns page-aligned host memory of `size` bytes, whose last page is complete."""
+        """Returns `size` bytes of page-aligned host memory. Its last page belongs to it completely."""
         if self.pinned:
             return torch.empty(round_up_to_pages(size), dtype=torch.uint8, pin_memory=True)[:size]
-        # Torch's allocator counts this memory and reuses it.
+        # The buffer comes from torch's allocator, which counts and reuses its memory.
         storage = torch.empty(round_up_to_pages(size) + PAGE_BYTES, dtype=torch.uint8)
         first = -storage.data_ptr() % PAGE_BYTES
         buffer: Any = torch.empty(0, dtype=torch.uint8)
         return buffer.set_(storage.untyped_storage()[first : first + round_up_to_pages(size)], 0, (size,), (1,))  # type: ignore[no-any-return]
 
     def write(self, start: int, values: torch.Tensor, landing: CopyEvent) -> Future[None]:
-        """Starts writing the bytes `values`, once their copy is complete."""
+        """Starts to write the bytes `values` at `start`, once the copy `landing` into them is complete."""
         return self._submit(self._write, [start, values, landing])
 
     def read(self, start: int, values: torch.Tensor, onto: torch.Tensor | None = None) -> Future[CopyEvent]:
-        """Starts filling `values`, which is a `new_buffer`, and optionally copies it `onto` a device tensor."""
+        """Starts to read from `start` into `values`, which is a `new_buffer`. Then copies `values` to the device tensor
+        `onto`, if given."""
         return self._submit(self._read, [start, values, onto])
 
     def _submit(self, function: Callable[..., Any], arguments: list[Any]) -> Future[Any]:
@@ -155,12 +158,12 @@ class ActivationStore:
 
 
 def _pad_to_page(values: torch.Tensor) -> torch.Tensor:
-    """Returns `values` extended to the end of their last page."""
+    """Returns a tensor that extends `values` to the end of its last page."""
     return values.as_strided((round_up_to_pages(values.numel()),), (1,))
 
 
 def make_activation_store(plan: Plan, device: torch.device, folder: str | Path | None) -> ActivationStore | None:
-    """Returns the store that `plan` needs, or None if activations are not offloaded to disk."""
+    """Returns the store for `plan`, None if it does not offload activations to disk."""
     return (
         ActivationStore(Path(folder or tempfile.gettempdir()), device)
         if Offload.activations_disk in plan.offload

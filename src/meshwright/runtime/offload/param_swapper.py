@@ -1,15 +1,15 @@
 """Offloaded weight shards of ZeRO 3, and gradients offloaded to CPU.
 
 [Note: one layer ahead] While a layer runs, the shard of the next layer is copied to a buffer. The all-gather of the
-next layer reads this buffer. A shard in a file is read by a thread, around the page cache. From pinned host memory it
-is copied while the device computes (copy_streams.py). The update's writes complete before the next step begins, so a
-shard is never read while it is written. Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.1.2 and
-6.2 (the prefetcher).
+next layer reads this buffer. A thread reads a shard that is in a file, without the page cache. A shard in pinned host
+memory is copied while the device computes (copy_streams.py). The update's writes complete before the next step begins,
+so a shard is never read while it is written. Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections
+5.1.2 and 6.2 (the prefetcher).
 
 [Note: added on the host] The gradients of the first micro-batch are copied into the sum. Later gradients are copied to
 a pinned buffer, and a thread adds them in the dtype of gradients. Each addition rounds once, as on the device, so the
-sum is identical bit for bit. At most MAX_INFLIGHT_REDUCE parameter groups per rank have gradients in flight; the device
-frees them once they are copied. Source: Ren et al., ZeRO-Offload, arXiv 2101.06840, section 4.1.
+sum is bitwise equal. At most MAX_INFLIGHT_REDUCE parameter groups per rank have gradients in flight. The device frees
+gradients once they are copied. Source: Ren et al., ZeRO-Offload, arXiv 2101.06840, section 4.1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.spec.layout import OffloadSplit
 
 
 class NvmeShard:
-    """A weight shard in the swap file, from `start` on."""
+    """A weight shard in the swap file, from byte `start` on."""
 
     def __init__(self, swapper: StateSwapper, values: torch.Tensor) -> None:
         assert swapper.swap_file is not None
@@ -39,18 +39,18 @@ class NvmeShard:
         self.write(values)
 
     def write(self, values: torch.Tensor) -> None:
-        """Writes the weights."""
+        """Writes `values` to the file."""
         pages = self.swapper.acquire(self.bytes())
         self._values(pages).copy_(values)
         self.swap_file.write(self.start, pages)
         self.swapper.release(pages)
 
     def bytes(self) -> int:
-        """Returns the bytes of the weights."""
+        """Returns the number of bytes of the weights."""
         return self.numel * self.dtype.itemsize
 
     def prefetch(self) -> None:
-        """Starts reading the weights, and copying them to the device."""
+        """Starts to read the weights and to copy them to the device."""
         if self._reading is None:
             pages = self.swapper.acquire(self.bytes())
             if self.swapper.has_device_memory:
@@ -59,7 +59,7 @@ class NvmeShard:
             self._reading = pages, self.swapper.submit(lambda: self._read(pages))
 
     def _read(self, pages: torch.Tensor) -> CopyEvent:
-        """Reads the weights in a thread."""
+        """Reads the weights into `pages`, in a thread. Returns the last copy to the device."""
         self.swap_file.read(self.start, pages)
         return (
             COPY_DONE
@@ -71,7 +71,7 @@ class NvmeShard:
         return pages[: self.bytes()].view(self.dtype)
 
     def acquire(self) -> torch.Tensor:
-        """Returns the weights on the device, once they are read."""
+        """Waits for the weights and returns them on the device."""
         self.prefetch()
         assert self._reading is not None
         pages, reading = self._reading
@@ -79,7 +79,7 @@ class NvmeShard:
         return self._values(pages) if self._on_device is None else self._on_device
 
     def release(self) -> None:
-        """Frees the memory of the weights."""
+        """Frees the memory of the fetched weights."""
         if self._reading is not None:
             pages, reading = self._reading
             copy = reading.result()
@@ -88,13 +88,13 @@ class NvmeShard:
             self.swapper.release(pages, copy)
 
     def full(self) -> torch.Tensor:
-        """Maps the weights in the file."""
+        """Returns the weights as a tensor that maps the file."""
         self.swapper.quiesce()
         return self.swap_file.map(self.start, self.numel, self.dtype)
 
 
 class CpuShard:
-    """A weight shard in the pinned memory of an accelerator's host."""
+    """A weight shard in pinned memory of the accelerator's host."""
 
     def __init__(self, swapper: StateSwapper, values: torch.Tensor) -> None:
         self.swapper, self.dtype = swapper, values.dtype
@@ -103,11 +103,11 @@ class CpuShard:
         self._copy = COPY_DONE
 
     def bytes(self) -> int:
-        """Returns the bytes of the weights."""
+        """Returns the number of bytes of the weights."""
         return self._values.numel() * self._values.element_size()
 
     def prefetch(self) -> None:
-        """Starts copying the weights to the device."""
+        """Starts to copy the weights to the device."""
         if self._on_device is None:
             self._on_device = torch.empty_like(self._values, device=self.swapper.device)
             self.swapper.copy_streams.wait_for_compute()
@@ -121,34 +121,33 @@ class CpuShard:
         return self._on_device
 
     def release(self) -> None:
-        """Frees the weights on the device."""
+        """Frees the copy of the weights on the device."""
         if self._on_device is not None:
             self._copy.make_compute_wait()
             self._on_device = None
 
     def write(self, values: torch.Tensor) -> None:
-        """Writes the weights."""
+        """Writes `values` to host memory."""
         self._values.copy_(values)
 
     def full(self) -> torch.Tensor:
-        """Returns the weights on the host."""
+        """Returns the weights in host memory."""
         return self._values
 
 
 class SplitShard:
-    """A weight shard of which some parts are offloaded: the first part is `resident`, each other part has a shard in
-    `shards`."""
+    """A weight shard with offloaded parts. The first part is `resident`. Each other part has a shard in `shards`."""
 
     def __init__(self, resident: torch.Tensor, shards: Sequence[NvmeShard | CpuShard]) -> None:
         self.resident, self.shards = resident, shards
 
     def prefetch(self) -> None:
-        """Starts fetching the offloaded parts."""
+        """Starts to fetch the offloaded parts."""
         for shard in self.shards:
             shard.prefetch()
 
     def storages(self, parts: Sequence[OffloadSplit]) -> list[torch.Tensor | NvmeShard]:
-        """Returns the storage of each of `parts`."""
+        """Returns the tensor or file range that stores each of `parts`."""
         resident = [self.resident[part.start : part.stop] for part in parts if not part.weights_wait]
         return resident + [shard.full() if isinstance(shard, CpuShard) else shard for shard in self.shards]
 
@@ -162,15 +161,15 @@ class SplitShard:
             shard.release()
 
     def bytes(self) -> int:
-        """Returns the offloaded bytes."""
+        """Returns the number of offloaded bytes."""
         return sum(shard.bytes() for shard in self.shards)
 
 
 def split_shard(
     swapper: StateSwapper, files: bool, values: torch.Tensor, parts: Sequence[OffloadSplit]
 ) -> SplitShard | None:
-    """Moves those `parts` of `values` that the plan offloads to `files` or to the host. Returns None if the plan
-    offloads none of them."""
+    """Moves the `parts` of `values` that the plan offloads to files (if `files`) or to host memory. Returns None if the
+    plan offloads none of them."""
     resident = next((part.start for part in parts if part.weights_wait), len(values))
     if resident == len(values):
         return None
@@ -182,7 +181,7 @@ def split_shard(
 
 
 class CpuGradBuffer:
-    """The gradients of a parameter group's shard, summed on the host. `values` are complete after `wait`."""
+    """The gradients of a parameter group's shard, summed in host memory. `values` is complete after `wait`."""
 
     def __init__(self, swapper: StateSwapper, numel: int, dtype: torch.dtype) -> None:
         self.swapper = swapper
@@ -190,7 +189,7 @@ class CpuGradBuffer:
         self._adding: tuple[Future[None], torch.Tensor | None] | None = None
 
     def accumulate(self, gradients: torch.Tensor, first: bool) -> None:
-        """Starts adding the gradients of one micro-batch. The `first` micro-batch of a step overwrites the sum."""
+        """Starts to add the gradients of one micro-batch. With `first`, they overwrite the sum of the previous step."""
         self.wait()
         pages = None if first else self.swapper.acquire(self.values.nbytes)
         into = self.values if pages is None else pages[: self.values.nbytes].view(self.values.dtype)
@@ -199,7 +198,7 @@ class CpuGradBuffer:
         self._adding = self.swapper.submit(lambda: self._add(copy, gradients, into)), pages
 
     def _add(self, copy: CopyEvent, gradients: torch.Tensor, into: torch.Tensor) -> None:
-        """Adds in a thread, which references the `gradients` until they are copied."""
+        """Adds `gradients` to `into`, in a thread. The thread references the gradients until they are copied."""
         copy.wait()
         if into is not self.values:
             self.values.add_(into)
@@ -213,7 +212,7 @@ class CpuGradBuffer:
                 self.swapper.release(pages)
 
     def all_reduce(self, group: CommGroup | None, across: InterHostReducer | None) -> None:
-        """Sums over the ranks of `group`, temporarily on the device."""
+        """Sums the gradients over the ranks of `group`, in a temporary copy on the device."""
         if group is None:
             return
         self.wait()

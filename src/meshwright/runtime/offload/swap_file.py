@@ -1,13 +1,13 @@
 """An unlinked file, in a folder given to the run, for tensors that a rank offloads to disk.
 
-Reads and writes bypass the page cache (O_DIRECT) if the file system allows it, so they use no host memory. Offsets and
-lengths are multiples of PAGE_BYTES. Code that reads or writes the whole file (checkpoints) maps it into memory.
+Reads and writes bypass the page cache (O_DIRECT) if the file system supports it. So they use no host memory. Offsets
+and lengths are multiples of PAGE_BYTES. Checkpoints read or write the whole file and map it into memory.
 
-The file uses threads instead of io_uring, whose Python package allocates memory that is not page-aligned
+The file uses threads, not io_uring. The Python package of io_uring allocates memory that is not page-aligned
 (docs/log/offload.md). Two threads saturate the disk.
 
-Guarantees: no file remains after any crash, since it has no name. Space is allocated before it is written, so a full
-disk is an error in the first step and never a lost update.
+Guarantees: the file has no name, so no file remains after a crash. Space is allocated before it is written. So a full
+disk is an error in the first step and never loses an update.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
 
 PAGE_BYTES = 1 << 12
-"""Granularity of direct reads and writes."""
+"""Offsets and lengths of direct reads and writes are multiples of this number."""
 
 
 class OffloadFailed(MeshwrightError):
-    """Offloaded data can no longer be read or written: the run ends, and its last checkpoint is valid."""
+    """Offloaded data can no longer be read or written. The run ends, and its last checkpoint is valid."""
 
 
 def round_up_to_pages(size: int) -> int:
@@ -42,12 +42,12 @@ def round_up_to_pages(size: int) -> int:
 
 
 def page_aligned_buffer(size: int) -> torch.Tensor:
-    """Returns fresh page-aligned memory. Untouched pages use no memory."""
+    """Returns `size` bytes of new page-aligned memory. Pages that are never written use no memory."""
     return torch.frombuffer(mmap.mmap(-1, round_up_to_pages(max(size, 1))), dtype=torch.uint8)
 
 
 class SwapFile:
-    """A swap file that grows by `extend`; `size` is its length in bytes."""
+    """A swap file, which `extend` enlarges. `size` is its length in bytes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.size = folder, 0
@@ -71,7 +71,11 @@ class SwapFile:
         return self._direct != self.handle
 
     def extend(self, size: int) -> int:
-        """Allocates `size` more bytes of zeros on disk; returns their offset. Raises InputError if the disk is full."""
+        """Allocates `size` more bytes of zeros on disk. Returns their offset.
+
+        Raises:
+            InputError: the disk is full.
+        """
         start, self.size = self.size, self.size + round_up_to_pages(size)
         try:
             os.posix_fallocate(self.handle, start, max(self.size - start, 1))
@@ -91,11 +95,11 @@ class SwapFile:
         return start
 
     def read(self, start: int, into: torch.Tensor) -> None:
-        """Fills the bytes `into` (whole pages of `page_aligned_buffer`) from `start` on."""
+        """Reads from offset `start` into the bytes `into` (whole pages of `page_aligned_buffer`)."""
         self._move(os.preadv, start, into, "read")
 
     def write(self, start: int, data: torch.Tensor) -> None:
-        """Writes the bytes `data` (whole pages of `page_aligned_buffer`) at `start`."""
+        """Writes the bytes `data` (whole pages of `page_aligned_buffer`) at offset `start`."""
         self._move(os.pwritev, start, data, "written")
 
     def _move(self, call: object, start: int, data: torch.Tensor, word: str) -> None:
@@ -110,8 +114,8 @@ class SwapFile:
             done += moved
 
     def map(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Maps a range as a tensor: writes to it reach the file. Pages are loaded on access, and evicted when memory is
-        short."""
+        """Returns `numel` elements at offset `start` as a tensor that maps the file, so that writes to it reach the
+        file. Pages are loaded on access, and evicted when memory is short."""
         if not numel:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(mmap.mmap(self.handle, numel * dtype.itemsize, offset=start), dtype=dtype)
@@ -142,7 +146,7 @@ def _open_unlinked(folder: Path) -> int:
 
 
 def _open_direct(handle: int) -> int:
-    """Opens the same file with O_DIRECT if possible."""
+    """Opens the file of `handle` again with O_DIRECT, if possible. Returns the file descriptor."""
     try:
         found = os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     except (OSError, AttributeError):

@@ -2,13 +2,13 @@
 PipelinedOptimizerSwapper).
 
 [Note: windows] The shard of a parameter group is cut into chunks of CHUNK_ELEMENTS, each of whole optimizer parameters.
-An update with offload is therefore bit for bit the same as one without. A chunk is fetched into its buffer, updated
-there and stored, while other threads fetch the next chunks and store the previous ones. Memory contains SWAP_BUFFERS
+So an update with offload is bit for bit equal to one without. A chunk is fetched into a buffer, updated there and
+stored. Meanwhile other threads fetch the next chunks and store the previous ones. Memory contains at most SWAP_BUFFERS
 chunks, for any number of states.
 
-[Note: two shares] The last elements of each shard are offloaded, by one ratio for weights and one for states
-(spec/layout.py, which the planner uses too). Each layer has the same offload ratio, so traffic is as even as the
-layers. States of offloaded weights are offloaded first: they are updated on the host, and nothing of that update is
+[Note: two offload ratios] The last elements of each shard are offloaded. There is one ratio for weights and one for
+states (spec/layout.py, which the planner uses too). All layers have the same ratios, so traffic is as even as the
+layers. States of offloaded weights are offloaded first, because such weights are updated on the host and nothing is
 copied to the device. Resident states are updated in chunks on the device, without fetching or storing. Source:
 Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.2 (overlap-centric design) and 6.3 (the infinity offload
 engine).
@@ -36,12 +36,13 @@ from meshwright.spec.plan import Plan
 PREFETCH_CHUNKS = SWAP_BUFFERS - 2
 
 COMPLETED_FUTURE: Future[None] = Future()
-"""Is returned as the fetch of a resident chunk, which needs none."""
+"""A completed future. It is the fetch of a resident chunk, which needs no fetch."""
 COMPLETED_FUTURE.set_result(None)
 
 
 class SwapBuffer:
-    """Memory for one chunk, by kind of state, allocated on first use. Untouched pages use no memory."""
+    """Memory for one chunk. Each kind of state is allocated on first use. Pages that are never written use no
+    memory."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
@@ -50,7 +51,7 @@ class SwapBuffer:
         self._storing: Future[None] | None = None
 
     def pages(self, kind: str, size: int) -> torch.Tensor:
-        """Returns the whole pages for `size` bytes of `kind`."""
+        """Returns memory of whole pages for at least `size` bytes of `kind`."""
         memory = self._kinds.get(kind)
         if memory is None or memory.numel() < size:
             capacity = max(size, CHUNK_ELEMENTS * 8)
@@ -64,32 +65,32 @@ class SwapBuffer:
 
     @property
     def touched(self) -> int:
-        """The bytes in use."""
+        """The number of bytes in use."""
         return sum(self._touched.values())
 
     def set_store(self, future: Future[None]) -> None:
-        """Records the store in flight."""
+        """Records the store in flight from this buffer."""
         self._storing = future
 
     def wait_stored(self) -> None:
-        """Waits until the contents are stored. Raises the error of the store, if any."""
+        """Waits until the contents of the buffer are stored. Raises the error of a failed store."""
         future, self._storing = self._storing, None
         if future is not None:
             future.result()
 
 
 class SwapChunk(Protocol):
-    """The elements of a parameter group that one partial update covers."""
+    """Elements of a parameter group that are updated together."""
 
     index: int
     buffer: SwapBuffer
     resident: bool
 
     def fetch(self) -> None:
-        """Fills the buffer, in a thread."""
+        """Fills the buffer from storage. Runs in a thread."""
 
     def store(self) -> None:
-        """Stores the buffer, in a thread."""
+        """Writes the buffer to storage. Runs in a thread."""
 
 
 W = TypeVar("W", bound=SwapChunk)
@@ -97,7 +98,7 @@ T = TypeVar("T")
 
 
 class StateSwapper:
-    """The state swapper of one rank: its swap file, its buffers, and the threads between them."""
+    """Swaps the states of one rank: its swap file, its buffers, and the threads that copy between them."""
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class StateSwapper:
         weights: Offload | None = None,
         weight_percent: int = 100,
     ) -> None:
-        """`folder` None: nothing is offloaded to files. `optimizer`: where `states` percent of the states are
-        offloaded, or None. `weights`: where `share` percent of the weights are offloaded, or None."""
+        """`folder` None: nothing is offloaded to files. `optimizer`: where `state_percent` percent of the states are
+        offloaded, or None. `weights`: where `weight_percent` percent of the weights are offloaded, or None."""
         self.weights, self._state_percent, self._weight_percent = weights, state_percent, weight_percent
         self._rotated = 0
         self._resident_buffers: list[SwapBuffer] = []
@@ -117,23 +118,23 @@ class StateSwapper:
         self.swap_file = None if folder is None else SwapFile(folder)
         self.device, self.optimizer = device, optimizer
         self.state_file = None if optimizer not in DISK_OFFLOADS else self.swap_file
-        """The file for states, or None if they are in memory."""
+        """The file for states. None if states are in memory."""
         self.pinned = backend_of(device).has_streams
         """Whether host memory is pinned."""
         self.has_device_memory = not backend_of(device).memory_is_host
-        """Whether the device has its own memory, so that updates on the host need copies."""
+        """Whether the device has its own memory. If so, updates on the host need copies."""
         self.copy_streams = CopyStreams(device)
         self.buffers = [SwapBuffer(self.pinned) for _ in range(SWAP_BUFFERS)]
         self.num_chunks = 0
         self.wait_timer = WaitTimer.of(device)
-        """Runs while the rank waits for a transfer."""
+        """Measures the time for which this rank waits for transfers."""
         self._idle: list[tuple[torch.Tensor, CopyEvent]] = []
         self._acquired_bytes = self._peak_bytes = 0
         self._pool = ThreadPoolExecutor(SWAP_BUFFERS, "offload")
 
     def split(self, numel: int, frozen: bool = False) -> list[OffloadSplit]:
-        """Returns the offloaded parts of a shard; a `frozen` one has no states. Weights of CPU ranks are in host memory
-        anyway."""
+        """Returns the parts of a shard of `numel` elements, resident and offloaded. A `frozen` shard has no states.
+        Weights of CPU ranks are in host memory anyway."""
         weights = (
             self._weight_percent
             if self.weights in DISK_OFFLOADS or (self.weights is not None and self.has_device_memory)
@@ -142,8 +143,8 @@ class StateSwapper:
         return offload_splits(numel, weights, self._state_percent if self.optimizer is not None and not frozen else 0)
 
     def next_buffer(self, resident: bool) -> tuple[int, SwapBuffer]:
-        """Returns index and buffer of the next chunk. Consecutive chunks use different buffers, and a resident chunk
-        has its own."""
+        """Returns index and buffer of the next chunk. Consecutive chunks use different buffers. A resident chunk has
+        its own."""
         self.num_chunks += 1
         self._rotated += not resident
         if not resident:
@@ -152,11 +153,12 @@ class StateSwapper:
         return self.num_chunks - 1, self._resident_buffers[-1]
 
     def store(self, chunk: SwapChunk) -> None:
-        """Starts storing a chunk."""
+        """Starts to store `chunk`."""
         chunk.buffer.set_store(self._pool.submit(chunk.store))
 
     def prefetch(self, chunks: Sequence[SwapChunk]) -> None:
-        """Starts fetching the first chunks of the next `run_pipelined`. Their stores must be complete."""
+        """Starts to fetch the first chunks of the next `run_pipelined`. Earlier stores of these chunks must be
+        complete."""
         self._fetch(deque(interleave(chunks)))
 
     @property
@@ -165,7 +167,7 @@ class StateSwapper:
         return bool(self._fetching)
 
     def run_pipelined(self, chunks: Sequence[W], update: Callable[[W], None]) -> None:
-        """Fetches each chunk, calls `update` for it and stores it, in order of index. Resident chunks are
+        """Fetches each chunk, calls `update` for it and stores it. Chunks run in order of index, with resident chunks
         interleaved."""
         fetched, waiting = self._fetching, deque(interleave(chunks))
         for _ in fetched:
@@ -184,7 +186,8 @@ class StateSwapper:
             self._fetching.append((chunk, COMPLETED_FUTURE if chunk.resident else self._pool.submit(chunk.fetch)))
 
     def quiesce(self) -> None:
-        """Waits until everything is stored: the file can be read and written, and the weights are updated."""
+        """Waits until everything is stored. Afterwards the file may be read and written, and all weights are
+        updated."""
         while self._fetching:
             self.timed_wait(self._fetching.popleft()[1].result)
         for buffer in (*self.buffers, *self._resident_buffers):
@@ -192,15 +195,15 @@ class StateSwapper:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the swap buffers, and of the other buffers at their peak."""
+        """The number of bytes of the swap buffers, plus the peak of all other buffers."""
         return sum(buffer.touched for buffer in self.buffers) + self._peak_bytes
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Runs `function` in a thread."""
+        """Runs `function` in a thread. Returns the future of its result."""
         return self._pool.submit(function)
 
     def acquire(self, size: int) -> torch.Tensor:
-        """Returns a buffer of at least `size` bytes in whole pages."""
+        """Returns a buffer of whole pages with at least `size` bytes."""
         fits = [at for at, (pages, _) in enumerate(self._idle) if pages.numel() == round_up_to_pages(size)]
         pages, copy = self._idle.pop(fits[0]) if fits else (self._new_pages(round_up_to_pages(size)), COPY_DONE)
         self.timed_wait(copy.wait)
@@ -217,19 +220,19 @@ class StateSwapper:
         )
 
     def release(self, pages: torch.Tensor, copy: CopyEvent = COPY_DONE) -> None:
-        """Returns a buffer, which is reused once the copy out of it is complete."""
+        """Makes the buffer `pages` available again, once the copy out of it is complete."""
         self._acquired_bytes -= pages.numel()
         self._idle.append((pages, copy))
 
     def timed_wait(self, wait: Callable[[], object]) -> None:
-        """Waits, and measures the time."""
+        """Calls `wait` and adds its time to `wait_timer`."""
         with self.wait_timer:
             wait()
 
 
 def interleave(chunks: Sequence[W]) -> list[W]:
-    """Sorts chunks by index and distributes resident chunks evenly among the offloaded ones, so that updates continue
-    while the disk is busy."""
+    """Returns the chunks sorted by index, with resident chunks distributed evenly among the offloaded ones. So updates
+    continue while the disk is busy."""
     places: list[tuple[float, W]] = []
     for resident in (True, False):
         same = sorted((chunk for chunk in chunks if chunk.resident == resident), key=lambda chunk: chunk.index)
@@ -238,7 +241,7 @@ def interleave(chunks: Sequence[W]) -> list[W]:
 
 
 def make_state_swapper(plan: Plan, device: torch.device, folder: str | Path | None) -> StateSwapper | None:
-    """Returns the swapper that `plan` needs, or None if neither weights nor states are offloaded."""
+    """Returns the swapper for `plan`, None if it offloads neither weights nor states."""
     offloads = [what for what in plan.offload if what not in ACTIVATION_OFFLOADS]
     if not offloads:
         return None

@@ -1,19 +1,17 @@
-"""Full-tensor updates, for rules that need whole tensors: Newton-Schulz of a matrix, row and column factors, norms of a
-tensor.
+"""Updates for optimizers that need whole tensors: Newton-Schulz of a matrix, row and column factors, norms of a tensor.
 
-[Note: owners] Among the ranks that store slices of a tensor, exactly one is its owner. ZeRO 1 to 3 and tensor
-parallelism create such slices, so the owner is a pair of a data-parallel shard and a tensor rank. Tensors are assigned
-in order of decreasing size, each to the rank with the least load. Every rank computes the same assignment. Once per
-step each rank sends its slices of gradients and weights to the owners. An owner runs torch's own optimizer on the full
-tensors, and sends slices of the result back. Only the owner stores optimizer states. If no tensor is sliced (ZeRO 0
-without tensor parallelism), each rank updates its tensors in place and sends no messages. Replicas repeat the
-computation.
+[Note: owners] ZeRO 1 to 3 and tensor parallelism slice tensors. For each tensor, exactly one of the ranks with a slice
+is the owner: a pair of a data-parallel shard and a tensor rank. Tensors are assigned in order of decreasing size, each
+to the rank with the least load. Every rank computes the same assignment. Once per step each rank sends its slices of
+gradients and weights to the owners. An owner runs torch's optimizer on the full tensors, and sends slices of the result
+back. Only the owner stores optimizer states. If no tensor is sliced (ZeRO 0 without tensor parallelism), each rank
+updates its tensors in place and sends no messages. Replicas repeat the computation.
 
 Sources: Rajbhandari et al., ZeRO, for states; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982, section
 2.3, for full matrices.
 
-Guarantees: results equal those of one device. The optimizer gets the same full tensors as there, and sums have the same
-order.
+Guarantees: results equal those of one device. The optimizer gets the same full tensors as on one device, and sums have
+the same order.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ IndexRange = tuple[int, int]
 
 
 class TensorLayout(NamedTuple):
-    """A tensor of a parameter group. `intervals`: the index ranges that each tensor rank stores along `dim`; one entry
-    if the tensor is not split."""
+    """A tensor of a parameter group. `intervals` has for each tensor rank the index ranges that it stores along `dim`.
+    It has only one entry if the tensor is not split."""
 
     name: str
     offset: int
@@ -46,32 +44,32 @@ class TensorLayout(NamedTuple):
 
     @property
     def split(self) -> bool:
-        """Whether tensor ranks split the tensor."""
+        """Whether the tensor is split over tensor ranks."""
         return len(self.intervals) > 1
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Returns the shape on tensor rank `rank`."""
+        """Returns the shape of the tensor's slice on tensor rank `rank`."""
         if not self.split:
             return tuple(self.shape)
         size = sum(stop - start for start, stop in self.intervals[rank])
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     def numel(self, rank: int) -> int:
-        """Returns the elements on tensor rank `rank`."""
+        """Returns the number of elements on tensor rank `rank`."""
         return torch.Size(self.local_shape(rank)).numel()
 
 
 class OwnerRank(NamedTuple):
-    """The owner of a tensor: its data-parallel shard and its tensor rank (0 if tensor ranks do not split the
-    tensor)."""
+    """The owner of a tensor: a data-parallel shard and a tensor rank. The tensor rank is 0 if the tensor is not split
+    over tensor ranks."""
 
     shard: int
     tensor: int
 
 
 def assign_owners(parts: Sequence[TensorLayout], shards: int, ranks: int) -> dict[str, OwnerRank]:
-    """Assigns an owner to each tensor; see [Note: owners]. `ranks`: the number of tensor ranks. A tensor that is not
-    split adds to the load of all of them.
+    """Returns the owner of each tensor by name ([Note: owners]). `ranks` is the number of tensor ranks. A tensor that
+    is not split adds to the load of all tensor ranks.
 
     >>> parts = [TensorLayout(name, 0, torch.Size([size]), 0, ()) for name, size in (("a", 4), ("b", 9), ("c", 4))]
     >>> assign_owners(parts, 2, 1)
@@ -93,8 +91,8 @@ def assign_owners(parts: Sequence[TensorLayout], shards: int, ranks: int) -> dic
 
 
 class FullTensorStep:
-    """The full tensors of one flat parameter group. `parameters` are those that this rank owns, without storage except
-    during their update."""
+    """Updates the full tensors of one flat parameter group. `parameters` are the tensors that this rank owns. They have
+    storage only during their update."""
 
     def __init__(
         self,
@@ -110,12 +108,12 @@ class FullTensorStep:
         self.tensor_group = sharing.tensor_group
         self.tensor_rank = 0 if self.tensor_group is None else self.tensor_group.index
         self.local_layouts = [part for part in self.layouts if owners[part.name].shard == self.shard]
-        """Tensors whose local part is sent to this rank."""
+        """Tensors that are owned by this data-parallel shard. This rank receives its tensor rank's slice of them."""
         self.owned = [
             part for part in self.local_layouts if not part.split or owners[part.name].tensor == self.tensor_rank
         ]
         self.row_counts = [[self._count(i, j) for j in range(self.shards)] for i in range(self.shards)]
-        """Elements that shard i sends to owner j."""
+        """Element (i, j) is the number of elements that shard i sends to shard j."""
         self.split_row_counts = self._split_row_counts()
         kind = unit.optim_shard.flat.dtype
         self._placeholder = torch.zeros((), dtype=kind, device=unit.optim_shard.flat.device)
@@ -123,14 +121,14 @@ class FullTensorStep:
             FullParam(self._placeholder.expand(part.shape), part.name, in_block[part.name]) for part in self.owned
         ]
         self.skipped: Collection[str] = ()
-        """Tensors without a gradient in the next update, which the optimizer skips."""
+        """Names of the tensors that the optimizer skips in the next update, because they have no gradient."""
 
     def skip(self, names: Collection[str]) -> None:
         """Skips the tensors `names` in the next update."""
         self.skipped = names
 
     def step(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Updates `weights`, this rank's shard of the group, with its `gradients`."""
+        """Updates `weights`, this rank's shard of the group, with the gradients `gradients`."""
         if self.shard_group is None and not any(part.split for part in self.layouts):
             self._step_in_place(optimizer, weights, gradients)
             return
@@ -148,7 +146,7 @@ class FullTensorStep:
         self.scatter(after, weights.unsqueeze(1))
 
     def _step_in_place(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Updates the tensors in place, if this rank stores all of the group."""
+        """Updates the tensors in place. Used if this rank stores the whole group."""
         for part, parameter in zip(self.owned, self.parameters, strict=True):
             taken = slice(part.offset, part.offset + part.shape.numel())
             parameter.data = weights[taken].view(part.shape)
@@ -161,7 +159,8 @@ class FullTensorStep:
             parameter.grad, parameter.data = None, self._placeholder.expand(parameter.shape)
 
     def make_states(self, optimizer: torch.optim.Optimizer, stateless: Collection[str]) -> None:
-        """Creates optimizer states by a step on zeros, except for `stateless` tensors. Their values are arbitrary."""
+        """Creates optimizer states by a step on zeros, except for the `stateless` tensors. The values of the states are
+        arbitrary."""
         for parameter in self.parameters:
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None if parameter.path in stateless else torch.zeros_like(parameter.data)
@@ -169,12 +168,11 @@ class FullTensorStep:
         for parameter in self.parameters:
             parameter.grad, parameter.data = None, self._placeholder.expand(parameter.shape)
 
-    # --- to the owners and back
-    # -----------------------------------------------------------------------------------------------
+    # --- exchange between data-parallel shards
 
     def gather(self, run: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the full tensors that this rank owns, assembled from `run` (elements of the shard, columns). The
-        columns become their last dimension."""
+        """Returns by name the full tensors that this rank owns, assembled from the `run` of all ranks. `run` is
+        (elements of the shard, columns). The columns are the last dimension of each result."""
         columns = run.shape[1]
         local = {part.name: run.new_empty(part.numel(self.tensor_rank), columns) for part in self.local_layouts}
         sent = [
@@ -190,7 +188,8 @@ class FullTensorStep:
         return self._join_tensors(local)
 
     def scatter(self, whole: dict[str, torch.Tensor], run: torch.Tensor) -> None:
-        """Sends parts of the owners' full tensors back into `run`, the reverse of `gather`."""
+        """Sends slices of the full tensors `whole` from their owners to all ranks, and writes them into `run`. Reverses
+        `gather`."""
         local = self._split_tensors(whole)
         pieces = [
             local[part.name][slice(*self._overlap(i, part))] for i in range(self.shards) for part in self.local_layouts
@@ -202,30 +201,30 @@ class FullTensorStep:
             received = received[last - first :]
 
     def _outgoing(self) -> list[tuple[int, TensorLayout]]:
-        """Returns the owning shard and the tensor of each slice, in the order in which this rank sends them."""
+        """Returns the owning shard and the tensor of each slice, in the order in which this rank sends the slices."""
         return [(j, part) for j in range(self.shards) for part in self.layouts if self.owners[part.name].shard == j]
 
     def _overlap(self, i: int, part: TensorLayout) -> IndexRange:
-        """Returns the range of a local tensor that shard `i` stores."""
+        """Returns the range of elements of the local tensor `part` that shard `i` stores."""
         numel = part.numel(self.tensor_rank)
         first, last = (min(max(edge - part.offset, 0), numel) for edge in self.bounds[i : i + 2])
         return first, last
 
     def _range(self, part: TensorLayout) -> IndexRange:
-        """Returns the range of the flat buffer that this shard stores of a tensor."""
+        """Returns the range of elements in the flat buffer of the tensor `part` that this shard stores."""
         first, last = self._overlap(self.shard, part)
         return part.offset + first, part.offset + last
 
     def _count(self, i: int, j: int) -> int:
-        """Returns the elements that shard `i` sends to owner `j`."""
+        """Returns the number of elements that shard `i` sends to shard `j`."""
         overlaps = (self._overlap(i, part) for part in self.layouts if self.owners[part.name].shard == j)
         return sum(last - first for first, last in overlaps)
 
-    # --- over tensor ranks
-    # ----------------------------------------------------------------------------------------------------
+    # --- exchange between tensor ranks
 
     def _split_row_counts(self) -> list[list[int]]:
-        """Returns the elements that tensor rank i sends to owner j."""
+        """Returns the matrix whose element (i, j) is the number of elements that tensor rank i sends to tensor
+        rank j."""
         ranks = range(1 if self.tensor_group is None else self.tensor_group.size)
         split = [part for part in self.local_layouts if part.split]
         return [
@@ -233,7 +232,7 @@ class FullTensorStep:
         ]
 
     def _split_parts(self) -> list[TensorLayout]:
-        """Returns the tensors that tensor ranks split, by owner."""
+        """Returns the tensors that are split over tensor ranks, sorted by the tensor rank of their owner."""
         return sorted(
             (part for part in self.local_layouts if part.split), key=lambda part: self.owners[part.name].tensor
         )
@@ -280,7 +279,7 @@ class FullTensorStep:
 
 
 def _transpose(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Transposes the counts, which gives those of the reverse exchange."""
+    """Returns the transposed counts, which are those of the reverse exchange."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 
@@ -290,8 +289,8 @@ def _exchange_shards(
     group: CommGroup | None,
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the slices that all ranks send to this rank, in order of rank. `like` gives the dtype if this rank sends
-    no slices."""
+    """Returns the slices that all ranks send to this rank, in order of rank. If this rank sends no slices, `like` gives
+    the dtype."""
     if parts:
         sent = torch.cat(list(parts))
     else:
@@ -301,8 +300,8 @@ def _exchange_shards(
 
 
 class FullTensorNeeds(NamedTuple):
-    """The parameters that an optimizer needs as full tensors: their names; which trained parameters are in blocks, and
-    their optimizer groups."""
+    """Which parameters an optimizer needs as full tensors (`names`). For all trained parameters: whether they are in a
+    block, and their optimizer group."""
 
     names: frozenset[str]
     in_block: Mapping[str, bool]
@@ -310,7 +309,7 @@ class FullTensorNeeds(NamedTuple):
 
     @classmethod
     def from_groups(cls, groups: ParamGroups, rule: UpdateRule) -> FullTensorNeeds:
-        """Returns what `rule` needs of the parameters of `groups`."""
+        """Returns which parameters of `groups` the update rule `rule` needs as full tensors."""
         whole = frozenset(
             name for name, shape in groups.shapes.items() if rule.needs_full(shape, groups.in_block[name])
         )
@@ -323,8 +322,8 @@ NO_FULL_TENSORS = FullTensorNeeds(frozenset(), {}, {})
 def make_full_tensor_steps(
     trained: Sequence[FlatParamGroup], shards: ShardTable, needs: FullTensorNeeds
 ) -> dict[int, FullTensorStep]:
-    """Returns the full-tensor update of each group in `trained` whose tensors the optimizer needs whole, by the group's
-    identity. Either all tensors of a group are needed whole, or none."""
+    """Returns, by the id of each parameter group in `trained` that the optimizer needs as full tensors, the update of
+    this group. The optimizer needs either all tensors of a group or none as full tensors."""
     steps: dict[int, FullTensorStep] = {}
     parts: dict[int, list[tuple[FlatParamGroup, list[TensorLayout]]]] = {}
     for unit in trained:
@@ -336,7 +335,7 @@ def make_full_tensor_steps(
     for layouts in parts.values():
         sharing = layouts[0][0].placement
         ranks = 1 if sharing.tensor_group is None else sharing.tensor_group.size
-        # A rank with the first and the last stage has two replicas of a tied weight.
+        # A rank with the first and the last stage has two replicas of a tied weight, so tensors are counted by name.
         copies: dict[str, TensorLayout] = {part.name: part for _, each in layouts for part in each}
         owners = assign_owners(list(copies.values()), sharing.shards, ranks)
         for unit, each in layouts:

@@ -1,16 +1,16 @@
-"""Optimizer groups of sharded parameters, and steps over a subset of them.
+"""Optimizer groups of sharded parameters, and optimizer steps over a subset of the parameters.
 
-Scripts group full tensors: by name, by dimensions, or from the model's own parameters. The optimizer updates flat runs,
-or full tensors that this rank owns. So its factory is called once before sharding, with meta tensors that have the
-names and shapes of the trained parameters; it may use the model's own parameters instead. Only the group of each name
-is recorded. Flat segments are cut where the group changes, and the factory is called with the segments. If it fails, or
-assigns them to different groups, the optimizer of meta tensors gets the segments as its parameters. This works because
-torch's optimizers read only their groups before the first step.
+Scripts assign full tensors to groups: by name, by number of dimensions, or from the model's own parameters. But the
+optimizer updates flat segments, or full tensors that this rank owns. So the script's factory is called once before
+sharding, with meta tensors that have the names and shapes of the trained parameters. It may also use the model's own
+parameters. Only the group of each name is recorded. Flat segments are cut where the group changes, and the factory is
+called again with the segments. If it fails or assigns them to other groups, the optimizer of the meta tensors gets the
+segments as its parameters. This works because torch's optimizers read only their groups before the first step.
 
-`SubsetStep` runs an optimizer over a few parameters at a time, as if each such step were the only one of its update. It
-serves groups that are upcast temporarily, new states, and offloaded states: the update then needs extra memory for one
-chunk only. Scalars of a group or of the optimizer, such as a step count, have their old values in every partial step.
-After the update they have the values that the last partial step of the group gave them.
+`SubsetStep` runs an optimizer over a few parameters at a time, as if each such partial step were the only one of the
+update. It serves groups that are temporarily upcast, new states, and offloaded states. So the update needs extra memory
+for only one chunk. Scalars of a group or of the optimizer, such as a step count, have their old values in every partial
+step. After the update they have the values from the group's last partial step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class FullParam(nn.Parameter):
-    """A full tensor passed to an optimizer. `in_block`: it belongs to a repeated block; other matrices are embeddings
-    and heads."""
+    """A full tensor that is passed to an optimizer. `in_block`: it belongs to a repeated block. Matrices outside of
+    blocks are embeddings and heads."""
 
     path: str
     is_matrix: bool
@@ -45,7 +45,7 @@ class FullParam(nn.Parameter):
 
 
 class ParamGroups:
-    """The optimizer's groups. `group_of` gives the group index of each tensor."""
+    """The optimizer's groups. `group_of` has the index of the group of each tensor."""
 
     def __init__(
         self,
@@ -54,8 +54,12 @@ class ParamGroups:
         in_block: Mapping[str, bool],
         model_names: Mapping[int, str] | None = None,
     ) -> None:
-        """`shapes`: those of the trained tensors, by name; `own`: names of all parameters of the model by identity.
-        Raises InputError if the optimizer has other parameters, or not all."""
+        """`shapes` are the shapes of the trained tensors by name. `model_names` has the names of all parameters of the
+        model by id.
+
+        Raises:
+            InputError: the optimizer does not have exactly the trained parameters.
+        """
         self._make = make
         self.shapes, self.in_block = dict(shapes), dict(in_block)
         self._names = dict(model_names or {})
@@ -96,7 +100,8 @@ class ParamGroups:
 
     @property
     def is_custom(self) -> bool:
-        """Whether the rule may differ from torch's: its class is not torch's, or hooks run around its step."""
+        """Whether the update rule may differ from torch's: the optimizer's class is not torch's, or hooks run around
+        its step."""
         made = self._template
         assert made is not None, "asked before the optimizer is made of parts"
         hooked = any(
@@ -110,8 +115,8 @@ class ParamGroups:
     def build_optimizer(
         self, parts: Sequence[ShardParam | FullParam], for_probe: bool = False
     ) -> torch.optim.Optimizer:
-        """Returns an optimizer of `parts`, each in the group of the tensor that its path names. `for_probe`: a
-        temporary one."""
+        """Returns an optimizer of `parts`. Each part is in the group of the tensor at its `path`. `for_probe`: the
+        optimizer is temporary."""
         direct: torch.optim.Optimizer | None = None
         if not self._uses_model_params:
             try:
@@ -149,7 +154,7 @@ class ParamGroups:
         return made, given
 
     def _make_new(self) -> torch.optim.Optimizer:
-        """Returns a new optimizer of meta tensors, with empty groups."""
+        """Returns a new optimizer that was made with meta tensors, with its parameters removed from the groups."""
         made, _ = self._make_on_meta()
         if made is self._template:
             raise InputError(
@@ -175,7 +180,7 @@ class ParamGroups:
 
 
 def _without_params(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Removes the parameters from the optimizer, since they would keep the unsharded model in memory."""
+    """Removes the parameters from the optimizer `made`, because they would keep the unsharded model in memory."""
     for group in made.param_groups:
         group["params"] = []
         group.pop("param_names", None)
@@ -203,7 +208,7 @@ class SubsetStep:
         return {id(run): at for at, runs in enumerate(self.all_params) for run in runs}
 
     def __call__(self, runs: Sequence[torch.nn.Parameter]) -> None:
-        """Selects `runs` for the next step."""
+        """Selects the parameters `runs` for the next step."""
         self.record()
         chosen: list[list[torch.nn.Parameter]] = [[] for _ in self.groups]
         for run in runs:
@@ -213,14 +218,14 @@ class SubsetStep:
         self._set_scalars(self._before)
 
     def record(self) -> None:
-        """Records the scalars after a partial step, for groups with selected parameters and for groups without
+        """Records the scalars after a partial step, for groups with selected parameters and for groups without any
         parameters on this rank."""
         for at, holder in enumerate(self._holders):
             if at >= len(self.groups) or holder["params"] or not self.all_params[at]:
                 self._after[at] = scalar_fields(holder)
 
     def end(self) -> None:
-        """Restores all parameters, and sets the scalars after the update."""
+        """Restores all parameters, and sets the scalars to their values after the update."""
         self.record()
         self._set_scalars(self._after)
         for group, runs in zip(self.groups, self.all_params, strict=True):
@@ -233,8 +238,8 @@ class SubsetStep:
             holder.update(values)
 
     def step(self, runs: Sequence[ShardParam]) -> None:
-        """Updates `runs`. Parameters that were skipped until now are updated separately: fused kernels need states of
-        all parameters or of none."""
+        """Updates `runs`. Parameters that all earlier updates have skipped are updated separately, because fused
+        kernels need states of all parameters or of none."""
         new, others = (
             [run for run in runs if run.needs_new_state],
             [run for run in runs if not (run.needs_new_state or run.skipped)],
@@ -256,7 +261,7 @@ class SubsetStep:
 
 @contextmanager
 def step_subsets(optimizer: torch.optim.Optimizer) -> Iterator[SubsetStep]:
-    """Yields a `SubsetStep`. Before its first call and after the end, the optimizer has all of its parameters."""
+    """Yields a `SubsetStep`. Before its first call and on exit, the optimizer has all of its parameters."""
     few = SubsetStep(optimizer)
     try:
         yield few
@@ -265,7 +270,7 @@ def step_subsets(optimizer: torch.optim.Optimizer) -> Iterator[SubsetStep]:
 
 
 def scalar_fields(fields: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the plain numbers of a group, or of an optimizer's attributes.
+    """Returns the entries of a group, or of an optimizer's attributes, that are plain numbers.
 
     >>> scalar_fields({"params": [], "lr": 0.1, "k": 3, "betas": (0.9, 0.99)})
     {'lr': 0.1, 'k': 3}

@@ -1,28 +1,29 @@
-"""Determines the kind of an optimizer's update rule, by running the optimizer on small tensors before the model is
-sharded.
+"""Determines the kind of an optimizer's update rule. Before the model is sharded, runs the optimizer on small tensors.
 
-An optimizer is **elementwise** if its update of an element depends on that element only (AdamW, SGD): it can update any
-segment of a flat buffer. It is **by tensor** if the update of an element depends on its whole tensor (Muon's matrices,
-Adafactor's factors and norms): full tensors are gathered for it. Matrices of blocks and all other tensors are tested
-separately: Muon combined with AdamW is by tensor for the former only. Anything else (a norm over all tensors, a
-closure) would be silently wrong on a shard of the model, and is refused.
+An optimizer is **elementwise** if its update of an element depends only on this element (AdamW, SGD). Then it can
+update any segment of a flat buffer. An optimizer is **by tensor** if the update of an element depends on its whole
+tensor (Muon's matrices, Adafactor's factors and norms). Then full tensors are gathered for it. Matrices of blocks and
+all other tensors are tested separately. For example, Muon combined with AdamW is by tensor only for matrices of blocks.
+All other optimizers (a norm over all tensors, a closure) would compute wrong updates on a shard without an error, and
+are refused.
 
-The probe runs two steps on the same values in float64: as full tensors, as flat runs cut in two, and each tensor in an
-optimizer of its own. In the probe each optimizer group (param_groups.py) has tensors of the same kinds and numbers of
-dimensions as in the model.
+The probe runs two steps in float64 on the same values in three ways: as full tensors, as flat segments cut in two, and
+with a separate optimizer for each tensor. In the probe each optimizer group (param_groups.py) has tensors of the same
+kinds and numbers of dimensions as in the model.
 
-[Note: rules of others] A rule that is not torch's may depend on the size of a tensor (factors from 128 rows on), the
-size of a gradient (a clipped norm), or the number of steps (a start without preconditioner). Such a rule is tested
-further: over many steps with small and large gradients, and on tensors as large as the model's up to
-MAX_PROBE_ELEMENTS. Each tensor, or run, gets its own partial step; full tensors are created as zeros, as in training.
-What begins after MAX_PROBE_STEPS, or above these sizes, is not detected.
+[Note: custom rules] A rule that is not torch's may depend on the size of a tensor (factors from 128 rows on), the size
+of a gradient (a clipped norm), or the number of steps (a start without preconditioner). Such a rule is also tested over
+many steps with small and large gradients, and on tensors as large as the model's, up to MAX_PROBE_ELEMENTS. Each tensor
+or segment gets its own partial step. Full tensors are created as zeros, as in training. Effects that begin after
+MAX_PROBE_STEPS or above these sizes are not detected.
 
-[Note: fused on cores] torch does not use its fused kernels by default. On a CPU they read and write each element once:
-20 million elements of AdamW took 12 ms in runs that stay in the cache, where the loop over operations took 31. If
-neither `fused` nor `foreach` is set, we choose; results are those of the loop within rounding. That rounding differs
-after the last full vector of a run. Runs end at multiples of ALIGN_NUMEL, which every vector length divides, so each
-element rounds identically under every plan, and exact sums use the same kernels. On CUDA torch would use one launch per
-operation for all tensors, but not for runs, which are a subclass of Parameter; the fused kernel has no such check.
+[Note: fused on cores] torch does not use its fused kernels by default. On a CPU they read and write each element once.
+For AdamW, 20 million elements took 12 ms with fused kernels in segments that stay in the cache, and 31 ms with one loop
+per operation. If neither `fused` nor `foreach` is set, fused kernels are enabled. Results are those of the loop within
+rounding. Rounding differs after the last full vector of a segment. Segments end at multiples of ALIGN_NUMEL, which
+every vector length divides. So each element rounds identically under every plan, and exact sums use the same kernels.
+On CUDA torch would use one launch per operation for all tensors, but not for segments, because these are a subclass of
+Parameter. The fused kernel has no such restriction.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from meshwright.spec.precision import Recipe
 from meshwright.spec.workload_constraints import UpdateProperties, update_violations
 
 RELATIVE_TOLERANCE = 1e-6
-"""Tolerance relative to the change by the steps. Different orders of the same operations differ by rounding only;
-different rules differ by more."""
+"""Maximum difference of two results, relative to the change by the steps. Different orders of the same operations
+differ only by rounding. Different rules differ by more."""
 
 KIND_MATRIX, KIND_OTHER, KIND_VECTOR = range(3)
 _PROBE_SHAPES = {
@@ -52,21 +53,22 @@ _PROBE_SHAPES = {
     KIND_OTHER: ((7, 4, 2, 3, 2, 2), (5, 6, 3, 2, 2, 3)),
     KIND_VECTOR: ((11,), (13,)),
 }
-"""Shapes for matrices of blocks, for all other tensors (embeddings, heads, filters, stacked experts) and for vectors:
-two of each kind, since the update of one tensor may depend on another tensor. A probe uses as many dimensions as the
-tensor has."""
+"""Shapes of probe tensors for matrices of blocks, for other tensors (embeddings, heads, filters, stacked experts) and
+for vectors. There are two of each kind, because the update of one tensor may depend on another tensor. A probe uses
+only as many dimensions as the model's tensor has."""
 
 MAX_PROBE_STEPS, MAX_PROBE_CALLS = 120, 3000
-"""Largest number of steps over which a custom rule is tested, and largest total number of calls of its step, which
-limits the test for a model with many groups."""
+"""For tests of custom rules: maximum number of optimizer steps, and maximum number of calls of `step` in total. The
+second limits the test of a model with many groups."""
 
 MAX_PROBE_ELEMENTS = 1 << 16
 MAX_LARGE_PROBES = 64
-"""Elements of a large probe tensor, and the maximum number of them."""
+"""Maximum number of large probe tensors. Each has at most MAX_PROBE_ELEMENTS elements."""
 
 
 class ProbeTensor(NamedTuple):
-    """A small tensor that represents the model's tensors of one kind and group. `path` is one of these tensors."""
+    """A small tensor that represents the model's tensors of one kind and group. `path` is the name of one of these
+    tensors."""
 
     path: str
     shape: tuple[int, ...]
@@ -74,13 +76,13 @@ class ProbeTensor(NamedTuple):
 
 
 class UpdateRule(NamedTuple):
-    """Which tensors the optimizer needs as full tensors: matrices of blocks, all others."""
+    """Whether the optimizer needs matrices of blocks (`matrices`) and all other tensors (`others`) as full tensors."""
 
     matrices: bool
     others: bool
 
     def needs_full(self, shape: Sequence[int], in_block: bool) -> bool:
-        """Whether a tensor of this shape must be full."""
+        """Returns whether a tensor of this shape must be full."""
         return self.matrices if tensor_kind(shape, in_block) == KIND_MATRIX else self.others
 
 
@@ -88,7 +90,7 @@ ELEMENTWISE = UpdateRule(False, False)
 
 
 def tensor_kind(shape: Sequence[int], in_block: bool) -> int:
-    """Returns the kind of a tensor: a vector, a matrix of a block, or another."""
+    """Returns the kind of a tensor: a vector, a matrix of a block, or another tensor."""
     return KIND_VECTOR if len(shape) < 2 else KIND_MATRIX if in_block and len(shape) == 2 else KIND_OTHER
 
 
@@ -96,7 +98,7 @@ FUSABLE_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def enable_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Enables fused kernels before the first step; see [Note: fused on cores]."""
+    """Enables fused kernels before the first step ([Note: fused on cores])."""
     if type(optimizer) not in FUSABLE_OPTIMIZERS:
         return
     for group in optimizer.param_groups:
@@ -110,7 +112,7 @@ def enable_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_fused_kernel(kinds: Sequence[str]) -> bool:
-    """Whether tensors on devices of these types have fused kernels in common.
+    """Returns whether fused kernels can update tensors on devices of these types together.
 
     >>> has_fused_kernel(["cpu", "cpu"]), has_fused_kernel(["cuda"])
     (True, True)
@@ -121,7 +123,8 @@ def has_fused_kernel(kinds: Sequence[str]) -> bool:
 
 
 def check_update_rule(device: str, rule: UpdateRule, recipe: Recipe, plan: Plan) -> None:
-    """Raises InputError if the plan or the recipe does not support the rule. Low-bit states need an elementwise one."""
+    """Checks that the plan and the recipe support the rule. For example, low-bit states need an elementwise rule.
+    Raises InputError otherwise."""
     if rule != ELEMENTWISE and (recipe.rounds or recipe.eight):
         raise InputError(
             Message(
@@ -138,7 +141,7 @@ def check_update_rule(device: str, rule: UpdateRule, recipe: Recipe, plan: Plan)
 
 
 def probe_update_rule(groups: ParamGroups) -> UpdateRule:
-    """Returns the rule. Raises InputError if the optimizer is neither elementwise nor by tensor."""
+    """Returns the update rule of the optimizer. Raises InputError if it is neither elementwise nor by tensor."""
     generator = torch.Generator().manual_seed(0)
     samples = _probe_tensors(groups)
     start, *steps = _random_tensors(samples, generator, 3)
@@ -186,7 +189,8 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
             cut, found = _run_probe(groups, samples, start, steps, flat)
         except Exception:  # a rule that needs matrices may raise any error
             continue
-        # All parameters of a group have the same states.
+        # A rule is rejected if flat parameters have different states, because all parameters of a group must have the
+        # same states.
         if _is_close(start, whole, cut) and len({found[at] for at in flat}) < 2:
             break
     else:
@@ -201,8 +205,8 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
 def _probe_foreign_rule(
     groups: ParamGroups, samples: Sequence[ProbeTensor], steps: int, least: UpdateRule
 ) -> UpdateRule:
-    """Returns the first rule from `least` on whose partial updates of `samples` equal the joint update of full tensors;
-    see [Note: rules of others]."""
+    """Returns the first rule, from `least` on, for which partial updates of `samples` equal the joint update of full
+    tensors ([Note: custom rules])."""
     start, *gradients = _random_tensors(samples, torch.Generator().manual_seed(1), steps + 1)
     for at, each in enumerate(gradients):
         for gradient in each:
@@ -250,7 +254,7 @@ def _random_tensors(samples: Sequence[ProbeTensor], generator: torch.Generator, 
 
 
 def _probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
-    """Returns two tensors for each kind and number of dimensions in each group."""
+    """Returns two probe tensors for each kind and number of dimensions in each group."""
     first: dict[tuple[int, int, int], str] = {}
     for name, shape in groups.shapes.items():
         first.setdefault((tensor_kind(shape, groups.in_block[name]), len(shape), groups.group_of[name]), name)
@@ -262,8 +266,8 @@ def _probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
 
 
 def _large_probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
-    """Returns the largest tensor of each kind and number of dimensions in each group. Its largest sides are halved
-    until it has at most MAX_PROBE_ELEMENTS."""
+    """Returns one probe tensor for each group, kind and number of dimensions. It has the shape of the largest such
+    tensor of the model, with the largest sides halved until it has at most MAX_PROBE_ELEMENTS elements."""
     largest: dict[tuple[int, int, int], str] = {}
     for name, shape in groups.shapes.items():
         key = (tensor_kind(shape, groups.in_block[name]), len(shape), groups.group_of[name])
@@ -288,8 +292,9 @@ def _run_probe(
     flat: Sequence[int] = (),
     one_by_one: bool = False,
 ) -> tuple[list[torch.Tensor], list[tuple[str, ...]]]:
-    """Returns the tensors after the steps, and their states; tensors at the indices `flat` are passed as two segments
-    each. `one_by_one`: each segment or tensor is updated in a separate step, and full tensors are created as zeros."""
+    """Returns the values of the tensors after the steps, and the names of their states. Tensors at the indices `flat`
+    are passed as two segments each. `one_by_one`: each segment or tensor is updated in a separate step, and full
+    tensors are created as zeros."""
     values = [
         torch.zeros_like(each) if one_by_one and at not in flat else each.clone() for at, each in enumerate(start)
     ]
@@ -323,7 +328,7 @@ def _run_probe(
 
 
 def _step_each(optimizer: torch.optim.Optimizer, parameters: Sequence[ShardParam | FullParam]) -> None:
-    """Runs one update with one parameter per step."""
+    """Runs one update in which each parameter has a separate call of `step`."""
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

@@ -1,16 +1,16 @@
 """The optimizer step over the flat parameter groups of this rank: jointly, by chunks, by full tensors, or with
 offloaded states.
 
-torch's optimizers skip parameters without a gradient. So all groups are passed to the optimizer jointly, except those
-whose gradients or weights are converted to the dtype of the update temporarily. These are passed chunk by chunk
-(shard/optimizer_shard.py). Offloaded states are updated chunk by chunk, with any elementwise optimizer of torch.
+All groups are passed to torch's optimizer in one call. The exception is groups whose gradients or weights are
+temporarily converted to the dtype of the update. These are passed in chunks (shard/optimizer_shard.py). Offloaded
+states are also updated in chunks, with any elementwise optimizer of torch.
 
-Parameters without a gradient on any rank are skipped, as torch does for a gradient of None: [Note: skipped parameters]
-of shard/optimizer_shard.py, and `GradReducer.unused`.
+Parameters without a gradient on any rank (`GradReducer.unused`) are skipped, as torch does for a gradient of None
+([Note: skipped parameters] in shard/optimizer_shard.py).
 
-[Note: first update] An optimizer creates the states of a parameter in the first update of the parameter. They are then
-copied into one tensor per state. Doing this for all parameters at once would need twice the memory. So the first update
-of torch's own optimizers, which count steps per parameter, always runs by chunks.
+[Note: first update] An optimizer creates the states of a parameter in its first update. They are then copied into one
+tensor per state. A copy for all parameters at once would need twice the memory. So the first update of torch's own
+optimizers, which count steps per parameter, always runs in chunks.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ from meshwright.runtime.zero.reducer import GradReducer
 
 
 class Updater:
-    """Updates the weights of this rank from their reduced gradients. Only this class and the loading of a checkpoint
-    change main weights and optimizer states."""
+    """Updates the weights of this rank from their reduced gradients. Main weights and optimizer states change only in
+    this class and when a checkpoint is loaded."""
 
     def __init__(self, reducer: GradReducer, full_tensor_steps: Mapping[int, FullTensorStep]) -> None:
-        """`full_tensor_steps`: the update of groups whose tensors the optimizer needs whole, by the group's
-        identity."""
+        """`full_tensor_steps`: for the id of each parameter group that the optimizer needs as full tensors, its
+        update."""
         self.reducer, self._full_tensor_steps = reducer, full_tensor_steps
         self.stateless: frozenset[str] = frozenset()
-        """Parameters that every update so far has skipped, so that the optimizer has no states for them."""
+        """Names of parameters that all updates so far have skipped, so that the optimizer has no states for them."""
         self._has_updated = False
 
     def full_tensor_step(self, unit: FlatParamGroup) -> FullTensorStep | None:
-        """The update of `unit` by full tensors, or None if it is by flat parameters."""
+        """Returns the full-tensor update of `unit`, None if it is updated as flat parameters."""
         return self._full_tensor_steps.get(id(unit))
 
     def params_of(self, unit: FlatParamGroup) -> Sequence[ShardParam | FullParam]:
-        """Returns the parameters of `unit` for the optimizer: flat runs, or full tensors that this rank owns."""
+        """Returns the parameters of `unit` for the optimizer: flat segments, or the full tensors that this rank
+        owns."""
         full_tensors = self.full_tensor_step(unit)
         return unit.optim_shard.params if full_tensors is None else full_tensors.parameters
 
@@ -70,7 +71,7 @@ class Updater:
         return params or [ShardParam(torch.zeros(0), False)]
 
     def set_stateless(self, names: Iterable[str]) -> None:
-        """Sets the parameters without optimizer states, when an optimizer is made or its states are loaded."""
+        """Sets the names of the parameters without states, after an optimizer was made or its states were loaded."""
         self.stateless = frozenset(names)
 
     def set_rounding_seed(self, shards: ShardTable, seed: int) -> None:
@@ -81,8 +82,8 @@ class Updater:
                 unit.optim_shard.set_rounding(tuple(global_indices(shards, unit)), seed)
 
     def step(self, optimizer: torch.optim.Optimizer, scale: float, step: int = 0) -> None:
-        """Updates the weights with the gradients times `scale`. `step` counts the steps of the run. All ranks call it,
-        after `GradReducer.finish_gradients`."""
+        """Updates the weights with the gradients times `scale`. `step` is the number of the step in the run. All ranks
+        call it after `GradReducer.finish_gradients`."""
         reducer = self.reducer
         reducer.quiesce()
         skipped, swapper = frozenset(reducer.unused), reducer.mesh.state_swapper
@@ -96,12 +97,12 @@ class Updater:
         self._has_updated, self.stateless = True, self.stateless & skipped
         for pending in [unit.weights.all_gather() for unit in reducer.trainable]:
             pending.wait()
-        # User code may write to the weights next, and other ranks may still read them.
+        # No rank may still read the weights after the step, because user code may write to them.
         if reducer.mesh.plan.zero in (1, 2):
             reducer.quiesce()
 
     def _skip_params(self, unit: FlatParamGroup, names: Set[str], optimizer: torch.optim.Optimizer) -> None:
-        """Skips the tensors `names` in the next update of `unit`."""
+        """Makes the next update of `unit` skip the tensors `names`."""
         full_tensors = self.full_tensor_step(unit)
         if full_tensors is not None:
             full_tensors.skip(names)
@@ -110,7 +111,7 @@ class Updater:
         mark_skipped(unit, names, self.stateless)
 
     def _update_resident(self, optimizer: torch.optim.Optimizer, scale: float, step: int) -> None:
-        """Updates all groups where their states are on the device."""
+        """Updates all groups whose states are on the device."""
         together: list[FlatParamGroup] = []
         separately: list[FlatParamGroup] = []
         for unit in self.reducer.trainable:
@@ -137,7 +138,7 @@ class Updater:
 
 def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
     """Raises InputError if the tensors `names` must be skipped and the optimizer has lists of parameters other than its
-    groups: it would not see the parts that these are cut into."""
+    groups. A skipped tensor gets a new parameter in the groups, but such lists would still contain the old one."""
     for inner in nested_optimizers(optimizer) if names else ():
         for key, value in vars(inner).items():
             parts = (
@@ -157,18 +158,19 @@ def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) ->
 
 
 def mark_skipped(unit: FlatParamGroup, names: Set[str], stateless: Set[str]) -> None:
-    """Marks the isolated parameters that the next update skips, and those that every update before has skipped."""
+    """Marks which isolated parameters the next update skips (`names`), and which all earlier updates have skipped
+    (`stateless`)."""
     for run in unit.optim_shard.isolated:
         run.skipped, run.stateless = run.path in names, run.path in stateless
 
 
 def isolate_skipped_params(unit: FlatParamGroup, names: Set[str], optimizer: torch.optim.Optimizer) -> None:
-    """Cuts the optimizer's parameters so that each tensor of `unit` in `names` has its own."""
+    """Splits the optimizer's parameters so that each tensor of `unit` in `names` has its own parameter."""
     shard_range = unit.shard_range
     new = (names & unit.layout.offsets.keys()) - {run.path for run in unit.optim_shard.isolated} if names else names
     if not new or shard_range.stop == shard_range.start:
         return
-    # Tensors without elements are omitted: they would have the offset of the next tensor.
+    # Tensors without elements are excluded, because they would have the offset of the next tensor.
     begins = sorted((offset, name) for name, offset in unit.layout.offsets.items() if unit.parameters[name].numel())
     starts = [
         shard_range.start,
@@ -185,11 +187,11 @@ def isolate_skipped_params(unit: FlatParamGroup, names: Set[str], optimizer: tor
 
 
 TRIM_INTERVAL_CHUNKS = 4
-"""Chunks of new states between two calls of malloc_trim."""
+"""Number of chunks with new states between two calls of malloc_trim."""
 
 
 def is_updated_by_chunk(unit: FlatParamGroup) -> bool:
-    """Whether `unit` is not updated jointly with others."""
+    """Returns whether `unit` is updated in chunks, not in the joint call."""
     shard = unit.optim_shard
     upcasts = isinstance(shard, LowBitShard) or unit.gradients.shard.dtype != shard.flat.dtype
     return upcasts or any(run.needs_new_state for run in shard.isolated)
@@ -228,20 +230,20 @@ def _update_by_chunk(
 
 
 def _upcast_grad(gradients: torch.Tensor, shard: OptimizerShard, scale: float) -> torch.Tensor:
-    """Returns gradients times `scale` in the dtype of the update, in place if they already have it."""
+    """Returns gradients times `scale` in the dtype of the update. Gradients of this dtype are changed in place."""
     upcast = gradients.to(shard.compute_dtype)
     return upcast.mul_(scale) if scale != 1.0 else upcast
 
 
 OFFLOADED_TRIM_INTERVAL_CHUNKS = 16
-"""Chunks of new offloaded states between two calls of malloc_trim."""
+"""Number of chunks with new offloaded states between two calls of malloc_trim."""
 
 
 def apply_offloaded_update(
     swapper: StateSwapper, units: Sequence[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float
 ) -> None:
-    """Updates `units` with gradients times `scale`. When it returns, all weights are updated; the last states may still
-    be in flight to storage."""
+    """Updates `units` with gradients times `scale`. On return all weights are updated, but the last states may still be
+    in flight to storage."""
     swapper.copy_streams.wait_for_compute()  # copies start after the compute that uses them
     chunks = _offloaded_chunks(units)
     with step_subsets(optimizer) as subset_step:
@@ -262,14 +264,14 @@ def apply_offloaded_update(
 
 
 def prefetch_states(swapper: StateSwapper, units: Sequence[FlatParamGroup]) -> None:
-    """Starts fetching the first states during backward. Gradients of an accelerator are copied to the host once they
-    are complete."""
+    """Starts to fetch the first states during backward. The gradients of an accelerator are copied to the host later,
+    when they are complete."""
     if not swapper.is_prefetching and units and isinstance(units[0].optim_shard, OffloadedShard):
         swapper.prefetch(_offloaded_chunks(units, complete=False))
 
 
 def _offloaded_chunks(units: Sequence[FlatParamGroup], complete: bool = True) -> list[OffloadedChunk]:
-    """Returns all offloaded chunks. `complete`: whether gradients are complete."""
+    """Returns the chunks of all `units`, and sets their gradients if these are `complete`."""
     chunks: list[OffloadedChunk] = []
     for unit in units:
         assert isinstance(unit.optim_shard, OffloadedShard)
@@ -297,6 +299,6 @@ def global_indices(shards: ShardTable, unit: FlatParamGroup) -> Iterator[GlobalI
         shape, dim = spec.global_shape, spec.tp_split.dim
         rows = torch.cat([torch.arange(first, last) for first, last in spec.intervals()])
         if spec.is_expert:
-            # The offset counts elements of one tensor rank's part, the global tensor has all parts.
+            # `before` counts elements of one tensor rank's shard. The global tensor has the shards of all tensor ranks.
             before *= spec.tp_ranks
         yield GlobalIndex(name, at, start - offset, stop - start, before, rows, shape[dim], shape[dim + 1 :].numel())

@@ -2,17 +2,17 @@
 
 [Note: stages without stage code] Every pipeline rank calls the forward of the whole model with the same batch. So the
 model's own code makes masks, positions and rotary tables on every stage. Blocks of other stages return their input. The
-first block of the stage takes the received tensors instead of its arguments. At the entry of the next stage's first
-block, `StageExit` leaves the call and carries out the arguments of that block (boundary_tensors.py). So code between
-two blocks runs on the stage of the earlier block. A `StagePlaceholder` replaces each module that a rank does not store
+first block of the stage takes the received tensors instead of its arguments. The first block of the next stage raises
+`StageExit`, which leaves the forward with the arguments of this block (boundary_tensors.py). So code between two blocks
+runs on the stage of the earlier block. A `StagePlaceholder` replaces each module that a rank does not store
 (layout/placeholder.py). Parameter names never change.
 
-A wrapper also gathers weights (ZeRO 3), recomputes a layer, and cuts and joins the sequence.
+A wrapper also gathers weights (ZeRO 3), recomputes its block, and cuts and joins the sequence.
 
 [Note: through] Autograd runs the latest operations first. On entry a wrapper creates a separate view of the block's
 input. Once the gradient of this view exists, all gradients of the block's parameters are complete. Parameters without a
-gradient at this point, such as those of experts that were not chosen, get none in this pass. The rule holds for the
-first call of a block in a pass, and for parameters that no other module reads.
+gradient at this point, such as those of experts that were not chosen, get no gradient in this pass. This is true for
+the first call of a block in a pass, and for parameters that no other module reads.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class StageExit(Exception):
 class MultiStageParameters:
     """Copies of the parameters that several stages of this rank compute with.
 
-    A rank runs one stage at a time: before each pass the copies of the running stage are set where the model reads
+    A rank runs one stage at a time. Before each pass the copies of the running stage are set in the modules that read
     them.
     """
 
     copies: dict[int, dict[str, nn.Parameter]] = field(default_factory=dict)
-    """Copies by stage and name."""
+    """For each stage: the copies by parameter name."""
     places: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
-    """The modules that read each parameter, and the parameter's name in each module."""
+    """For each parameter: the modules that read it, and its name in each module."""
 
     def add(self, stage: int, copies: Mapping[str, nn.Parameter]) -> None:
-        """Adds copies that only `stage` reads, and records the modules that read them."""
+        """Adds copies that only `stage` reads. Records the modules that read them."""
         self.copies.setdefault(stage, {}).update(copies)
 
     def put(self, stage: int) -> None:
-        """Sets the copies of `stage` in the model, before a pass of `stage`."""
+        """Sets the copies of `stage` in the model before a pass of this stage."""
         for name, copy in self.copies.get(stage, {}).items():
             for module, key in self.places.get(name, ()):
                 module._parameters[key] = copy
@@ -69,27 +69,29 @@ class MultiStageParameters:
 
 @dataclass
 class StageCursor:
-    """Describes the running stage: its blocks [start, stop), and with several stages the received and sent tensors."""
+    """Tracks the running stage: its blocks [start, stop) and, with several stages, its received and sent tensors."""
 
     start: int = 0
     stop: int = 0
     keeping: RecomputePolicy = field(default_factory=RecomputePolicy)
     carry: BoundaryState | None = None
     shared: MultiStageParameters = field(default_factory=MultiStageParameters)
-    """The parameters that several stages of this rank use."""
+    """The parameters that several stages of this rank compute with."""
     tried: bool = False
-    """Whether a dry run is in progress, in which blocks of other stages return NaN (preflight/step_checks.py)."""
+    """Whether a dry run is in progress. During a dry run, blocks of other stages return NaN
+    (preflight/step_checks.py)."""
     recording: tuple[Any, bool] | None = None
-    """The recorder of saved tensors of a stage that is not the whole model."""
+    """The saved-tensor hooks and the gradient mode at the start of the pass; None if the stage is the whole model."""
     passes: int = 0
     """Number of passes that have begun."""
     entered: set[int] = field(default_factory=set)
-    """Blocks that ran in the current pass."""
+    """Indices of the blocks that ran in the current pass."""
     entered_first: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Blocks of the first pass, by the start of the stage."""
+    """For each stage, given by its first block: the blocks that ran in its first pass."""
 
     def uneven(self) -> int | None:
-        """Returns a block that ran in only one of two passes: the current pass, and the first pass of its stage."""
+        """Returns a block that ran in only one of two passes: the current pass, and the first pass of its stage.
+        Returns None if there is no such block."""
         ran = frozenset(self.entered)
         return min(ran ^ self.entered_first.setdefault(self.start, ran), default=None)
 
@@ -104,18 +106,18 @@ class GatheredGroups:
     following: Sequence[FlatParamGroup] = ()
     """The groups of the next block, which forward needs next."""
     is_sole_user: bool = False
-    """Whether no other module reads the weights."""
+    """Whether no other module reads these weights."""
     is_tied: bool = False
-    """Whether another wrapper gathers these weights too. Their gradient is then complete, and they are resharded, long
-    after the backward of this module."""
+    """Whether another wrapper gathers these weights too. If so, their gradients are completed and they are resharded
+    long after the backward of this module."""
 
 
 HiddenFunction = Callable[[torch.Tensor], torch.Tensor]
-"""Maps a hidden state to the hidden state that replaces it."""
+"""A function that returns a replacement for a hidden state."""
 
 
 class BlockWrapper:
-    """Wraps the forward of one module. `index` is its index among the blocks, None outside of them."""
+    """Wraps the forward of one module. `index` is the index of a block, None for other modules."""
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class BlockWrapper:
         before: HiddenFunction | None = None,
         after: HiddenFunction | None = None,
     ) -> None:
-        """`inner` computes the module; by default it is its forward. `before` and `after` map the hidden state on entry
+        """`inner` computes the module, by default with its forward. `before` and `after` map the hidden state on entry
         and on exit."""
         self.inner = inner or module.forward
         self.moving = MutatedBuffers(module)
@@ -135,7 +137,7 @@ class BlockWrapper:
         self.before, self.after = before, after
         self.needs_weights_backward = not isinstance(module, nn.Embedding)
         self.called = 0
-        """The last pass that called it."""
+        """Number of the last pass that called the module."""
         module.forward = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +177,8 @@ class BlockWrapper:
                 entering = entering.view_as(entering)
                 args, kwargs = with_hidden(args, kwargs, entering)
                 entering.register_hook(self._end_of_backward)
-            # The action W and the reductions, which come later, need no weights.
+            # Later actions (W and the reductions) need no weights. So the weights are resharded after the module's
+            # backward.
             if any(unit.wgrad_queue or unit.frozen or gathered.is_tied for unit in units):
                 entering.register_hook(self._close_behind_backward)
         self.called = self.run.passes
@@ -205,7 +208,7 @@ class BlockWrapper:
 
 
 def _unshard(units: Sequence[FlatParamGroup], ahead: Sequence[FlatParamGroup]) -> None:
-    """Unshards the weights of `units`, and starts to gather the next ones (`ahead`) in the background."""
+    """Unshards the weights of `units`, and starts to gather those of `ahead` in the background."""
     for unit in units:
         unit.weights.unshard()
     for unit in ahead:

@@ -1,18 +1,18 @@
 """Defines which tensors cross a stage boundary: the arguments of a block that depend on parameters.
 
-For most models this is the hidden state alone. In others it includes an encoder's output in every block of a decoder, a
-position bias that the first block computes for all, or the embeddings of another text.
+For most models this is only the hidden state. Other models also send an encoder's output to every block of a decoder, a
+position bias that the first block computes for all blocks, or the embeddings of another text.
 
 [Note: carried] One run (analysis/dataflow_recorder.py) records which arguments of every block depend on parameters. A
-stage ends where the next one begins, at the entry of its first block, and sends exactly these arguments. The model's
-own code computes these arguments. The code between two blocks runs once, on the stage of the earlier block, and
-gradients return to that stage.
+stage ends at the entry of the first block of the next stage, and sends exactly these arguments. The model's own code
+computes them. The code between two blocks runs once, on the stage of the earlier block. In backward, gradients return
+to this stage.
 
-With several stacks of blocks, the entry of a later stack may need parameters before all blocks (the embeddings of a
-decoder). The first stage continues to that entry, computes these tensors, and sends them along. In a stage's own run of
-the model these arguments are only placeholders (outputs of layers on other stages, or None). The stage replaces the
-placeholders by received tensors. A tensor that passes through is a leaf of every stage's graph, so its gradients add up
-on the way back.
+With several stacks of blocks, the entry of a later stack may need tensors that are computed before all blocks (the
+embeddings of a decoder). The first stage runs on to this entry, computes these tensors, and sends them too. In a later
+stage's own run of the model, these arguments are only placeholders (outputs of layers on other stages, or None). The
+stage replaces the placeholders by received tensors. A received tensor that a stage also sends on is a leaf of the
+stage's graph. So in backward the gradients of all stages add up.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from meshwright.core.messages import Message, mark_msgid
 
 @dataclass(frozen=True)
 class BoundarySpec:
-    """Describes the tensors of stage boundaries.
+    """Describes the tensors that cross stage boundaries.
 
     `needs`: for every block, the paths of arguments that depend on parameters. `firsts`: the first block of each stack.
     `early`: the arguments of later stacks that do not depend on blocks. `returns`: the number of values that a block
-    returns, 0 for a bare tensor. `front`, `between`: parameters outside of the blocks, used before all blocks, or after
-    a stack (by stack).
+    returns, 0 for a bare tensor. `front`, `between`: names of parameters outside of the blocks, used before all blocks,
+    or after a stack (by stack).
     """
 
     needs: tuple[tuple[int, ...], ...]
@@ -47,12 +47,13 @@ class BoundarySpec:
     front: frozenset[str]
     between: tuple[frozenset[str], ...]
     unsent: str = ""
-    """A block with an argument that depends on parameters and cannot be sent: a mask, or integers."""
+    """The path of a block with an argument (a mask or integers) that depends on parameters but cannot be sent. '' if
+    there is none."""
     overwritten: frozenset[BlockArgument] = frozenset()
-    """Arguments that the pass overwrites in place."""
+    """Block arguments that the forward overwrites in place."""
 
     def message(self, block: int) -> tuple[BlockArgument, ...]:
-        """Returns the arguments that a stage starting with `block` receives."""
+        """Returns the block arguments that a stage receives if `block` is its first block."""
         later = [
             (first, place)
             for first in self.firsts
@@ -63,24 +64,24 @@ class BoundarySpec:
         return tuple([(block, place) for place in self.needs[block]] + later)
 
     def stack(self, block: int) -> int:
-        """Returns the index of the stack that `block` belongs to."""
+        """Returns the index of the stack that contains `block`."""
         return max(at for at, first in enumerate(self.firsts) if first <= block)
 
     @property
     def is_over_stacks(self) -> bool:
-        """Returns whether stages are formed from more than one stack of blocks."""
+        """Whether stages are formed from more than one stack of blocks."""
         return len(self.firsts) > 1
 
     @property
     def is_more(self) -> bool:
-        """Returns whether stages send tensors other than the hidden state."""
+        """Whether stages send tensors other than the hidden state."""
         return self.is_over_stacks or any(len(places) > 1 for places in self.needs)
 
 
 @dataclass
 class BoundaryState:
-    """One pass of a stage of blocks [start, stop): received tensors, their placeholders in this stage's own run, and
-    the tensors to send."""
+    """The state of one pass of a stage with blocks [start, stop): the received tensors, their placeholders in this
+    stage's own run, and the tensors to send."""
 
     spec: BoundarySpec
     start: int = 0
@@ -90,10 +91,10 @@ class BoundaryState:
     stand_ins: dict[BlockArgument, tuple[Any, torch.Tensor]] = field(default_factory=dict)
 
     def begin(self, start: int, stop: int, received: Sequence[torch.Tensor]) -> None:
-        """Starts a pass with the tensors of the previous stage."""
+        """Starts a pass with the tensors `received` from the previous stage."""
         self.start, self.stop = start, stop
         self.arrived = dict(zip(self.spec.message(start), received, strict=True)) if received else {}
-        # Blocks overwrite these tensors, and autograd forbids it for leaves.
+        # Tensors that blocks overwrite are cloned, because autograd forbids in-place writes to leaves.
         for key in self.spec.overwritten & self.arrived.keys():
             self.arrived[key] = self.arrived[key].clone()
         wanted = self.spec.message(stop) if stop < len(self.spec.needs) else ()
@@ -105,7 +106,7 @@ class BoundaryState:
         self.arrived, self.leaving, self.stand_ins = {}, {}, {}
 
     def filled(self, block: int, leaves: list[Any]) -> list[Any]:
-        """Returns the arguments of `block` with received tensors in place of their placeholders."""
+        """Returns the argument leaves of `block`, with received tensors in place of their placeholders."""
         stack = self.spec.stack(block)
         for place in self.spec.needs[block]:
             if (block, place) in self.arrived:
@@ -116,8 +117,8 @@ class BoundaryState:
         return leaves
 
     def leave(self, block: int, leaves: list[Any]) -> tuple[torch.Tensor, ...] | None:
-        """Returns the message to the next stage at the entry of a block of another stage; None while tensors of the
-        message are missing."""
+        """Returns the message to the next stage at the entry of `block`, which is on another stage. Returns None while
+        tensors of the message are missing."""
         if block < self.stop or self.stop >= len(self.spec.needs):
             return None
         wanted = self.spec.message(self.stop)
@@ -126,12 +127,12 @@ class BoundaryState:
         return tuple(self.leaving[key] for key in wanted) if len(self.leaving) == len(wanted) else None
 
     def skipped(self, block: int, hidden: torch.Tensor) -> Any:
-        """Returns the output of a block of another stage."""
+        """Returns the output of `block`, which is on another stage: a placeholder."""
         return (hidden, *[None] * (self.spec.returns[block] - 1)) if self.spec.returns[block] else hidden
 
 
 def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpec:
-    """Returns the block arguments that depend on parameters.
+    """Returns which tensors cross stage boundaries: for each block, the arguments that depend on parameters.
 
     Raises:
         InputError: a block did not run.
@@ -193,8 +194,8 @@ def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpe
 
 
 def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, spec: BoundarySpec) -> list[tuple[str, list[str]]]:
-    """Returns (layer, parameter names) in forward order, with blocks numbered over all stacks. 'between.K' follows the
-    blocks of stack K.
+    """Returns (layer, parameter names) in forward order, with blocks numbered over all stacks. The layer 'between.K'
+    follows the blocks of stack K.
 
     Raises:
         InputError: a parameter has no layer.

@@ -1,13 +1,13 @@
 """Sends messages between pipeline ranks: hidden states forward, their gradients back, each with its shape.
 
-`P2P` sends through process groups. Before the first message with a new shape, a header with the shape is sent. Receives
-are posted before they are needed ([Note: line]). `ShmP2P` serves pipeline ranks of one host. A message and its shape
-stay in the sender's memory until the receiver has copied them.
+`P2P` sends through process groups. Before the first message with a new shape, it sends a header with the shape. It
+posts receives before the messages are needed ([Note: line]). `ShmP2P` serves pipeline ranks of one host. A message and
+its shape stay in the sender's memory until the receiver has copied them.
 
-[Note: line] NCCL has no tags: messages of one rank go to the receives of the other in the order of posting. A receiver
-sometimes needs messages in a different order than the sender sends them. For example, a gradient may be sent before a
-hidden state that the receiver needs earlier. So receives are posted in the order of sending, which the schedule
-defines, up to the needed message.
+[Note: line] NCCL has no tags: the messages of a sender match the receives of the receiver in the order of posting. The
+receiver sometimes needs messages in another order than that of sending. For example, a gradient may be sent before a
+hidden state that the receiver needs earlier. So the receiver posts receives in the order of sending, up to the needed
+message. The schedule defines this order.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from meshwright.spec.schedules.action import ActionKind
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HEADER_LENGTH = 8
 _MAX_TAGGED_MICRO_BATCHES = 4096
-"""Micro-batches of a step with separate tags for messages of several tensors."""
+"""Maximum number of micro-batches for which messages of several tensors have separate tags."""
 
 ExpectedMessages = dict[int, Iterable[tuple["P2PKey", Any]]]
-"""The messages from each pipeline rank in the order of sending, with the key of their shape."""
+"""For each pipeline rank, its messages in the order of sending. Each message has a key, under which its shape
+is known."""
 
 
 @dataclass(frozen=True)
 class P2PKey:
-    """Identifies a message: a hidden state (F) for stage `stage` from the stage before, or a gradient (B) from the
-    stage after."""
+    """Identifies a message for `stage`: a hidden state (F) from the previous stage, or a gradient (B) from the next
+    stage."""
 
     kind: ActionKind
     stage: int
@@ -49,7 +50,7 @@ class P2PKey:
     """The index of the tensor in a message of several tensors."""
 
     def tag(self, stages: int) -> int:
-        """Returns a distinct number for each message of a step."""
+        """Returns a number that is unique among the messages of a step."""
         return ((self.part * _MAX_TAGGED_MICRO_BATCHES + self.micro_batch) * stages + self.stage) * 2 + (
             self.kind == ActionKind.B
         )
@@ -57,7 +58,7 @@ class P2PKey:
 
 @dataclass
 class P2P:
-    """Sends and receives between pipeline ranks, with the shapes learnt so far."""
+    """Sends and receives between pipeline ranks through process groups. Remembers the shapes of earlier messages."""
 
     mesh: ParallelContext
     shapes: dict[tuple[ActionKind, int, int, Any], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
@@ -66,17 +67,17 @@ class P2P:
     posted: dict[P2PKey, tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
     lines: dict[int, deque[tuple[P2PKey, Any]]] = field(default_factory=dict)
     meter: CommTimer = field(default_factory=CommTimer)
-    """Times sent messages, without shapes."""
+    """Times the messages, without the headers."""
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         return self.mesh.p2p_groups.get((source, target))
 
     def expect(self, lines: ExpectedMessages) -> None:
-        """Sets all messages that this rank will receive before the next call of `expect`."""
+        """Sets the messages that this rank will receive before the next call of `expect`."""
         self.lines = {source: deque(line) for source, line in lines.items()}
 
     def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
-        """Sends `tensor` without blocking; the first one of a shape after a header with the shape."""
+        """Sends `tensor` without blocking. If its shape is new for `key`, first sends a header with the shape."""
         rank, group = self.mesh.pipeline_rank(to), self._group(self.mesh.coords.pp, to)
         tensor = tensor.detach().contiguous()
         shape_key = (message.kind, message.stage, message.part, key)
@@ -94,7 +95,8 @@ class P2P:
             self.sending.append((dist.isend(tensor, rank, group=group), tensor))
 
     def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
-        """Starts to receive a message and those sent before it; without `wait_for_shape` as far as shapes are known."""
+        """Starts to receive `message` and all messages that `source` sends before it. Without `wait_for_shape`, stops
+        at the first message of unknown shape."""
         line = self.lines[source]
         rank, group = self.mesh.pipeline_rank(source), self._group(source, self.mesh.coords.pp)
         while message not in self.posted:
@@ -113,7 +115,7 @@ class P2P:
             line.popleft()
 
     def receive(self, message: P2PKey, source: int) -> torch.Tensor:
-        """Returns the tensor of `message`; waits for it."""
+        """Waits for `message` and returns its tensor."""
         with self.meter.wait_timer, interruptible_wait(self._group(source, self.mesh.coords.pp)):
             self.post(message, source, wait_for_shape=True)
             work, tensor = self.posted.pop(message)
@@ -135,7 +137,7 @@ def _is_sent(work: dist.Work | None) -> bool:
 
 
 RING_SLOTS = 128
-"""Messages in one direction that a rank can send before the receiver takes the first."""
+"""Number of messages in one direction that a rank can send before the receiver takes the first of them."""
 
 _POSTED_FIELD, _TAG_FIELD, _SEGMENT_FIELD, _FILE_FIELD, _DTYPE_FIELD, _NDIM_FIELD, _SHAPE_FIELD = range(7)
 _SLOT_FIELDS = 16
@@ -146,8 +148,8 @@ class ShmP2P:
     """Sends messages through shared memory.
 
     [Note: ring] Message n of a direction (to the next or to the previous rank) uses slot n % RING_SLOTS of the sender's
-    fields. The receiver writes n to its own field of that slot once it has copied the message, and the sender's memory
-    is free again. Message n waits only for the copy of message n - RING_SLOTS.
+    fields. After the receiver has copied the message, it writes n to its own field of this slot. Then the sender's
+    memory is free again. Before message n is sent, message n - RING_SLOTS must have been copied.
     """
 
     def __init__(self, mesh: ParallelContext, host: SharedMemory) -> None:
@@ -160,7 +162,7 @@ class ShmP2P:
         self._free: list[ShmSegment] = []
 
     def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
-        """Writes `tensor` and its shape to shared memory, where the receiver copies it."""
+        """Writes `tensor` and its shape to shared memory, from which the receiver copies both."""
         rank, way = self.mesh.pipeline_rank(to), self._way(message.kind, self.mesh.coords.pp, to)
         number = self._sent[way] = self._sent[way] + 1
         if number > RING_SLOTS:
@@ -182,13 +184,13 @@ class ShmP2P:
         self.host.set_field(at + _POSTED_FIELD, number)
 
     def expect(self, lines: ExpectedMessages) -> None:
-        """Does nothing: each message has its tag."""
+        """Does nothing, because each message has a tag."""
 
     def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
-        """Does nothing: a sent message can be read."""
+        """Does nothing, because a message can be read once it is sent."""
 
     def receive(self, message: P2PKey, source: int) -> torch.Tensor:
-        """Returns a copy of the tensor in the sender's memory; waits for it."""
+        """Waits for `message` and returns a copy of its tensor."""
         rank, tag = self.mesh.pipeline_rank(source), message.tag(self.mesh.plan.stages)
         way = self._way(message.kind, source, self.mesh.coords.pp)
         with self.meter.wait_timer:
@@ -200,16 +202,16 @@ class ShmP2P:
         return tensor
 
     def flush(self) -> None:
-        """Does nothing: a sent message remains in memory until it is taken."""
+        """Does nothing, because a sent message stays in memory until the receiver has copied it."""
 
     def _way(self, kind: ActionKind, sender: int, receiver: int) -> int:
-        """Returns the direction: 0 to the next pipeline rank, 1 to the previous pipeline rank. With two ranks both
-        directions have the same receiver, so `kind` decides."""
+        """Returns the direction of a message: 0 to the next pipeline rank, 1 to the previous one. With two ranks, both
+        directions have the same receiver. So `kind` decides."""
         pp = self.mesh.plan.pp
         return int(kind == ActionKind.B) if pp == 2 else int((receiver - sender) % pp != 1)
 
     def _hear(self, rank: int, way: int) -> None:
-        """Receives the next message from `rank`, for use now or later."""
+        """Receives the next message from `rank` in direction `way`, and stores it until it is needed."""
         number = self._heard[way] = self._heard[way] + 1
         at = self._place(way, number)
         self.host.wait_for_field(rank, at + _POSTED_FIELD, number)
@@ -225,8 +227,8 @@ class ShmP2P:
             self._free.append(segment)
 
     def _segment(self, size: int) -> ShmSegment:
-        """Returns the smallest free segment that fits, or a new segment. A new segment is slightly longer than needed,
-        so that messages of many lengths use few segments."""
+        """Returns the smallest free segment with at least `size` bytes, or a new segment. A new segment is slightly
+        longer than needed, so that messages of many lengths use few segments."""
         fitting = [segment for segment in self._free if segment.size >= size]
         if not fitting:
             step = max(PAGE_BYTES, 1 << size.bit_length() - 4)
@@ -243,7 +245,7 @@ class ShmP2P:
 
 
 def make_p2p(mesh: ParallelContext) -> P2P | ShmP2P:
-    """Returns the transport of this rank's pipeline messages."""
+    """Returns the object that sends and receives this rank's pipeline messages."""
     if mesh.shared_memory is not None and mesh.topology.shares_memory(mesh.grid.along(mesh.rank, "pp")):
         return ShmP2P(mesh, mesh.shared_memory)
     return P2P(mesh, meter=CommTimer(WaitTimer.of(mesh.device)))

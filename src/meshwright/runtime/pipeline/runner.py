@@ -1,10 +1,10 @@
-"""Runs the actions of a schedule over real ranks. A single stage is the schedule [F0 B0 F1 B1 ...] of one rank, so the
-same code runs every plan.
+"""Runs the actions of a pipeline schedule on this rank. A plan with one stage has the schedule [F0 B0 F1 B1 ...], so
+the same code runs every plan.
 
-Messages (p2p.py) carry the hidden states and other boundary tensors, and their gradients back. Two consecutive stages
-on one rank (the turn of a V) send nothing. Receives are posted one action ahead, so a transfer overlaps with the action
-before it. Where the schedule separates W, the queues of the parameter groups store the inputs of the weight gradients
-(wgrad/deferred.py): B frees the graph.
+Messages (p2p.py) carry the hidden states and other boundary tensors, and their gradients in backward. Two consecutive
+stages on one rank (the turn of a V schedule) send no messages. Receives are posted one action ahead, so that a transfer
+overlaps with an action. If the schedule has separate W actions, the parameter groups queue the inputs of the weight
+gradients (wgrad/deferred.py), and B frees the graph.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from meshwright.spec.schedules.check import stage_messages
 from meshwright.spec.schedules.schedule_registry import schedule_orders
 
 StageTensors = tuple[torch.Tensor, ...]
-"""The tensors that go from a stage to the next: the hidden state and the other boundary tensors
+"""The tensors that one stage sends to the next: the hidden state and the other boundary tensors
 (boundary_tensors.py)."""
 
 BackwardRoots = tuple[torch.Tensor | GradientEdge | None, ...]
-"""The roots of a backward: the loss, or the gradient edge of each sent tensor; None for a tensor without one."""
+"""The roots of a backward: the loss, or the gradient edge of each sent tensor. None for a tensor without a gradient
+edge."""
 
 
 class RankSchedule(NamedTuple):
-    """Stores the actions of a rank, and the messages from each pipeline rank in the order of sending."""
+    """The actions of a rank, and the messages from each pipeline rank in the order in which they are sent."""
 
     order: Sequence[Action]
     lines: Sequence[tuple[int, Sequence[P2PKey]]]
@@ -48,8 +49,9 @@ StageForward = Callable[[int, Batch, StageTensors], StageTensors]
 class ScheduleRunner:
     """Runs a schedule.
 
-    `forward(stage, micro-batch, received)` returns the tensors for the next stage, or the loss sum on the last stage.
-    `backward_done(action)` runs after each B and W. `parts(stage)` is the number of tensors that a stage receives.
+    `forward(stage, batch, received)` returns the tensors for the next stage, or the loss sum on the last stage.
+    `backward_done(action)` is called after each B and W. `parts(stage)` returns the number of tensors that a stage
+    receives.
     """
 
     mesh: ParallelContext
@@ -59,11 +61,11 @@ class ScheduleRunner:
     exact: bool = False
     own: StepBackward = field(default_factory=StepBackward)
     labels: int = 0
-    """Number of labels in the loss of the whole batch."""
+    """Number of labels in the loss of the whole batch, by which the loss is divided."""
     wire: P2P | ShmP2P = field(init=False)
     one_by_one: bool = False
-    """Runs each micro-batch forward and backward through all stages before the next one, under any schedule: the passes
-    of a check."""
+    """Whether each micro-batch runs forward and backward through all stages before the next one, under any schedule.
+    Checks use this order."""
     here: dict[tuple[ActionKind, int, int], StageTensors] = field(default_factory=dict)
     """Messages between two stages of this rank."""
     _plans: dict[tuple[int, bool, bool], RankSchedule] = field(default_factory=dict)
@@ -77,7 +79,8 @@ class ScheduleRunner:
 
     @contextmanager
     def replace_forward(self, forward: StageForward) -> Iterator[None]:
-        """Calls `forward` instead of the stage's forward inside the context, to observe passes."""
+        """Calls `forward` instead of the present forward of stages inside the context, for example to observe
+        passes."""
         before, self.forward = self.forward, forward
         try:
             yield
@@ -86,7 +89,7 @@ class ScheduleRunner:
 
     @contextmanager
     def run_one_by_one(self) -> Iterator[None]:
-        """Runs micro-batches one by one inside the context, and accumulates no weight gradients in place."""
+        """Inside the context, runs micro-batches one by one and does not accumulate weight gradients in place."""
         self.one_by_one = True
         try:
             with self.own.pause():
@@ -95,9 +98,9 @@ class ScheduleRunner:
             self.one_by_one = False
 
     def run(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
-        """Runs all micro-batches, with backward of `scale` x loss, or forward only when `scale` is None.
+        """Runs all micro-batches, with backward of `scale` x loss. If `scale` is None, runs only forward.
 
-        Returns the sum of the losses of this rank's last-stage passes (float64 scalar, 0 on other ranks).
+        Returns the sum of the losses of this rank's last-stage passes (float64 scalar), 0 on other ranks.
         """
         order, lines = self._planned(len(batches), scale is None)
         keys = [_shape_key(batch) for batch in batches]
@@ -122,7 +125,7 @@ class ScheduleRunner:
         return total
 
     def _planned(self, count: int, forward_only: bool) -> RankSchedule:
-        """Returns the actions and the received messages of this rank for `count` micro-batches."""
+        """Returns the actions of this rank for `count` micro-batches, and the messages that it receives."""
         key = (count, forward_only, self.one_by_one)
         if key not in self._plans:
             plan, me = self.mesh.plan, self.mesh.coords.pp
@@ -144,7 +147,7 @@ class ScheduleRunner:
         return self._plans[key]
 
     def _single_micro_batch(self, rank: int, micro_batch: int) -> list[Action]:
-        """Returns the actions of a pipeline rank for a pass of `micro_batch` alone."""
+        """Returns the actions of pipeline rank `rank` for forward and backward of `micro_batch` alone."""
         plan, stages = self.mesh.plan, self.mesh.plan.stages_of(rank)
         forwards = [Action(ActionKind.F, stage, micro_batch) for stage in stages]
         kinds = [
@@ -156,8 +159,8 @@ class ScheduleRunner:
         return forwards + [Action(kind, stage, micro_batch) for stage, kind in kinds]
 
     def _forwards(self, count: int) -> list[list[Action]]:
-        """Returns the forward actions of any number of micro-batches on each rank: in rounds of pp,
-        stage after stage."""
+        """Returns for each rank the forward actions of `count` micro-batches: in rounds of pp micro-batches, stage
+        after stage."""
         plan = self.mesh.plan
         return [
             [
@@ -172,7 +175,8 @@ class ScheduleRunner:
     # --- messages
 
     def _source(self, action: Action) -> tuple[P2PKey, int] | None:
-        """Returns the message that `action` awaits, and the pipeline rank that sends it."""
+        """Returns the message that `action` waits for, and the pipeline rank that sends it. Returns None if there is no
+        message."""
         plan = self.mesh.plan
         if action.kind is ActionKind.F and action.stage > 0:
             return P2PKey(ActionKind.F, action.stage, action.micro_batch), plan.stage_to_rank(action.stage - 1)
@@ -187,7 +191,8 @@ class ScheduleRunner:
                 self.wire.post(part, source[1])
 
     def _each(self, message: P2PKey) -> list[P2PKey]:
-        """Returns one message for each tensor. The gradient of a forward message has the same number of tensors."""
+        """Returns one key for each tensor of `message`. The gradient of a forward message has the same number of
+        tensors."""
         count = self.parts(message.stage + (message.kind is ActionKind.B))
         return [replace(message, part=part) for part in range(count)]
 
@@ -244,13 +249,13 @@ class ScheduleRunner:
 
 
 def _outgoing_key(action: Action) -> P2PKey:
-    """Returns the key of the message after `action`: its output to the next stage, or the gradient of its input to the
-    previous stage."""
+    """Returns the key of the message that follows `action`: its output for the next stage, or the gradient of its input
+    for the previous stage."""
     return P2PKey(action.kind, action.stage + (1 if action.kind is ActionKind.F else -1), action.micro_batch)
 
 
 def _backward_roots(output: StageTensors) -> BackwardRoots:
-    """Returns the gradient edges of `output`, so that sent tensors can be freed before backward."""
+    """Returns the gradient edges of `output`. With them the sent tensors can be freed before backward."""
     return tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in output)
 
 

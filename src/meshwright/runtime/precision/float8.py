@@ -1,9 +1,10 @@
-"""Implements matrix products in fewer bits than the weights: which devices support them, and the float8 linear layer.
+"""Implements matrix products in fewer bits than the weights: the check of device support, and the float8 linear layer.
 
-Rule of float8: the largest magnitude of each factor is scaled to the largest number of its dtype. Forward multiplies
-input and weight in e4m3. Backward multiplies the output gradient in e5m2 with the weight and with the input in e4m3.
-Sums are float32, results bfloat16. Scales are computed for each product, so that nothing is saved. Weights, their
-gradients and all else are as in bf16. It is lossy: a run differs from bf16 within the rounding of 3 bits.
+Rule of float8: each factor is scaled so that its largest magnitude is the largest number of its dtype. Forward
+multiplies input and weight in e4m3. Backward multiplies the output gradient in e5m2 with the weight and with the input
+in e4m3. Sums are float32, and results are bfloat16. Scales are computed for each product, so that nothing is saved.
+Everything else, including weights and their gradients, is as in bf16. Results differ from bf16 within the rounding of a
+3-bit mantissa.
 
 Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; the products are torch's own `_scaled_mm`.
 """
@@ -24,8 +25,8 @@ from meshwright.runtime.backend import backend_of
 from meshwright.spec.precision import Recipe
 
 MIN_COMPUTE_CAPABILITY = {"tf32": (8, 0), "fp8": (8, 9)}
-"""The lowest CUDA compute capability with products of each precision. Source: CUDA C++ Programming Guide, table of
-capabilities."""
+"""The lowest CUDA compute capability that supports products in each precision. Source: CUDA C++ Programming Guide,
+table of capabilities."""
 
 _FORWARD_DTYPE, _BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 _SIZE_MULTIPLE = 16
@@ -36,7 +37,7 @@ def check_precision_support(recipe: Recipe, device: torch.device) -> None:
     """Checks that `device` supports the matrix products of the recipe, and enables tf32 if the recipe uses it.
 
     Raises:
-        InputError: the device does not support them.
+        InputError: the device does not support the matrix products.
     """
     for kind in recipe.rates:
         least = MIN_COMPUTE_CAPABILITY.get(kind)
@@ -62,7 +63,8 @@ def check_precision_support(recipe: Recipe, device: torch.device) -> None:
 
 
 def apply_float8(model: nn.Module, anatomy: ModelGraph, recipe: Recipe) -> None:
-    """Makes linear layers inside of blocks multiply as the recipe says, except for sizes without float8 support."""
+    """Makes linear layers inside of blocks multiply in float8 if the recipe requires it, except for sizes without
+    float8 support."""
     if recipe.products != "fp8" or anatomy.blocks is None:
         return
     for index in range(anatomy.count):
@@ -100,15 +102,15 @@ class Float8Matmul(torch.autograd.Function):
 
 
 def scaled_matmul(one: torch.Tensor, kind: torch.dtype, other: torch.Tensor, other_kind: torch.dtype) -> torch.Tensor:
-    """Returns one (m, k) x other (k, n) with factors of the given float8 dtypes. Rows of the first and columns of the
-    second are contiguous."""
+    """Returns the product of `one` (m, k) and `other` (k, n), with the factors in the given float8 dtypes. Rows of
+    `one` and columns of `other` are contiguous."""
     left, left_scale = _to_float8(one, kind)
     right, right_scale = _to_float8(other.t(), other_kind)
     return torch._scaled_mm(left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=torch.bfloat16)
 
 
 def _to_float8(factor: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the factor in float8 with contiguous rows, and the float32 number that reverts the scaling."""
+    """Returns `factor` in float8 with contiguous rows, and the float32 number that reverts the scaling."""
     largest = factor.abs().amax().float().clamp_min(1e-12)
     undo = largest / torch.finfo(kind).max
     return (factor.float() / undo).to(kind).contiguous(), undo

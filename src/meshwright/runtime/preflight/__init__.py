@@ -1,1 +1,1 @@
-"""Checks of a plan against one device, before steps count."""
+"""Checks that a plan computes the same as one device. They run before training steps count."""

@@ -1,29 +1,29 @@
-"""Checks that a batch may be divided into micro-batches. If one row affects the result of another, the loss depends on
-the division.
+"""Checks that a batch may be divided into micro-batches. If one row affects the result of another row, the loss depends
+on the division.
 
-Rule: the loss of rows in one pass must be the sum of the losses of these rows in two passes, and so must the gradient
-of every parameter. Both are compared with real values before a step counts. A few rows of every rank pass forward and
+Rule: rows that pass through the model together must have the same summed loss and the same parameter gradients as in
+two separate passes. The check compares real values before a step counts. A few rows of every rank run forward and
 backward in training mode, once together and once in two parts.
 
-The check detects a mean over the batch, a contrast of its rows (CLIP), and a mean over labels instead of rows. It also
-detects statistics over the batch under another name, a backward that divides by the norm over all rows, and
-`scale_grad_by_freq`. A constant weight (a zero-initialised head, a gate of 0) can hide a dependence, so such weights
-hold noise during the check (numeric_probes.py). A dependence may also need the same tokens in several rows, so one row
-passes twice. Gradients are compared by fingerprints (numeric_probes.py).
+The check detects a mean over the batch, a contrast between its rows (CLIP), and a mean over labels instead of rows. It
+also detects statistics over the batch under another name, a backward that divides by the norm over all rows, and
+`scale_grad_by_freq`. A constant weight (a zero-initialised head, a gate of 0) can hide a dependence. So such weights
+contain noise during the check. A dependence may also need the same tokens in several rows. So one row is also run twice
+in one pass. Gradients are compared by fingerprints (numeric_probes.py).
 
-Some models give a token a position among the tokens of other rows (an expert's capacity). Such a model passes as many
-rows as the whole batch has, and also rows of one repeated token, which all go to the same expert. If these tokens do
-not exceed the capacity, no tokens do.
+In some models the position of a token among the tokens of all rows matters (capacity of an expert). The check runs such
+a model with as many rows as the whole batch has, and also with rows of one repeated token, which all go to the same
+expert. If these tokens do not exceed the capacity, no tokens do.
 
-A forward may change state that the next one reads (a count of calls, running means, spectral norm). This state moves
-once a micro-batch, and twice where a layer is recomputed. So the same rows passed twice in a row must give the same
-loss, or such plans are refused too.
+A forward may change state that the next forward reads (a count of calls, running means, spectral norm). The state
+changes once per micro-batch, and twice if a layer is recomputed. So two passes of the same rows, one after the other,
+must give the same loss. Otherwise plans with several forwards are refused.
 
-The check runs as training does, but without dropout. A model with random numbers other than dropout is compared in
-evaluation mode. If it draws numbers in that mode too, the comparison is impossible. Two cases compare losses alone: a
+The check runs as training does, but without dropout. A model with other random numbers is compared in evaluation mode.
+If it also draws random numbers in evaluation mode, no comparison is possible. In two cases only losses are compared: a
 balance loss of experts, which is defined for each micro-batch; and experts in 16 bits, where rounding decides which
 expert a token goes to. Plans that pass the batch in one part are not compared. The cost is six passes of one
-micro-batch and four of two rows.
+micro-batch and four passes of two rows.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ GRADIENT_TOLERANCE_FACTOR = 10.0
 
 
 class NoDropout(TorchFunctionMode):
-    """Disables dropout: it returns its input."""
+    """Disables dropout: its functions return their input."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
@@ -75,10 +75,10 @@ class NoDropout(TorchFunctionMode):
 
 
 def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Checks that the rows of a batch do not see each other, where the plan divides the batch. Every rank calls it.
+    """Checks that the rows of a batch do not affect each other, if the plan divides the batch. Every rank calls it.
 
     Raises:
-        PlanRefused: rows see each other; on every rank.
+        PlanRefused: rows affect each other. Every rank raises it.
     """
     plan = engine.mesh.plan
     pieces = sum(plan.shares) or plan.dp * len(batches)
@@ -142,8 +142,8 @@ def _check_rows_independent(
 
 
 def relative_difference(one: float, other: float) -> float:
-    """Returns the difference relative to the larger loss, for messages, since the printed digits of two unequal losses
-    may be equal.
+    """Returns the difference of two losses relative to the larger one. Messages print it, because the printed digits of
+    unequal losses may be equal.
 
     >>> f"{relative_difference(0.693147, 0.693148):.1e}"
     '1.4e-06'
@@ -152,7 +152,7 @@ def relative_difference(one: float, other: float) -> float:
 
 
 def joint_rows(batches: Sequence[Batch]) -> Batch:
-    """Returns the rows of the joint pass: those of the first micro-batch, or of the first two if each has one row."""
+    """Returns the rows that pass together: those of the first micro-batch, or of the first two if each has one row."""
     first = batches[0]
     if num_rows(first) == 1 and len(batches) == 1:
         return repeat_first_row_rolled(first, 2)
@@ -168,7 +168,8 @@ def joint_rows(batches: Sequence[Batch]) -> Batch:
 
 
 def repeat_first_row_rolled(batch: Batch, count: int) -> Batch:
-    """Returns `count` copies of the first row of `batch`. Copy i is rolled by i positions, so that all rows differ."""
+    """Returns `count` copies of the first row of `batch`. Copy i is rolled by i positions along the sequence, so that
+    all copies differ."""
 
     def rolled(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
@@ -179,7 +180,7 @@ def repeat_first_row_rolled(batch: Batch, count: int) -> Batch:
 
 
 def repeat_first_row(batch: Batch) -> Batch:
-    """Returns the first row of `batch` twice."""
+    """Returns a batch of two copies of the first row of `batch`."""
     return {
         name: torch.cat([value[:1], value[:1]]) if isinstance(value, torch.Tensor) and value.ndim else value
         for name, value in batch.items()
@@ -187,8 +188,8 @@ def repeat_first_row(batch: Batch) -> Batch:
 
 
 def mask_first_row_labels(batch: Batch) -> Batch:
-    """Returns `batch`, where some labels do not count, with only the last label of the first row valid. A mean over
-    labels then differs from a mean over rows."""
+    """Returns `batch`. If some of its labels do not count, only the last label of its first row still counts. A mean
+    over labels then differs from a mean over rows."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not bool((labels == IGNORE_INDEX).any()):
         return batch
@@ -198,8 +199,8 @@ def mask_first_row_labels(batch: Batch) -> Batch:
 
 
 def repeat_rows(batch: Batch, rows: int, token: int | None) -> Batch:
-    """Returns `rows` rows by repeating those of `batch`. With `token`, all positions of integer inputs (rows,
-    positions) have this token."""
+    """Returns `rows` rows, which are repetitions of the rows of `batch`. If the index `token` is given, all positions
+    of token ids (rows, positions) have the token at this index."""
 
     def more(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
@@ -216,9 +217,9 @@ def _tensor_shapes(batch: Batch) -> list[Any]:
 
 
 def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Checks that one forward does not change the result of the next. This matters if the plan runs more forwards than
-    one device, or forwards on different rows. Examples of such state are a number of calls, running means, and the
-    vectors of spectral norm.
+    """Checks that no state of one forward changes the result of the next. Examples are a count of calls, running means,
+    and the vectors of spectral norm. Such state matters if the plan runs more forwards than one device, or forwards on
+    other rows.
 
     Raises:
         PlanRefused: the state changes the loss.
@@ -226,7 +227,7 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
     plan, whole = engine.mesh.plan, joint_rows(batches)
     first = _total_loss(engine, [whole], True)
     after = _total_loss(engine, [whole], True, behind=whole)
-    # The tolerance of equality with one device, since kernels may differ in the last bit.
+    # Kernels may differ in the last bit, so losses are compared with the tolerance `near`.
     near = abs(first) * 1e-2 * _loss_tolerance(engine)
     if abs(after - first) > near:
         near = max(near, 10 * abs(_total_loss(engine, [whole], True) - first))
@@ -250,7 +251,7 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
 
 
 def _split_in_half(whole: Batch) -> list[Batch]:
-    """Splits a batch into two halves. A single row is used for both halves, so that all ranks run the same number of
+    """Splits a batch into two halves. A single row is returned twice, so that all ranks run the same number of
     passes."""
     half = num_rows(whole) // 2
     if not half:
@@ -265,20 +266,21 @@ def _split_in_half(whole: Batch) -> list[Batch]:
 
 
 def _loss_tolerance(engine: Engine) -> float:
-    """Returns the relative tolerance of the loss. 16-bit products differ more with the rows of a product."""
+    """Returns the relative tolerance of the loss. It is larger in 16 bits, where results depend more on the number of
+    rows."""
     return {"float64": 1e-10, "float32": 1e-4}.get(engine.recipe.compute, 2e-2)
 
 
 class PassResult(NamedTuple):
-    """Stores the result of passes: the loss summed over all ranks, and this rank's gradients."""
+    """The result of some passes: the loss summed over all ranks, and a fingerprint of this rank's gradients."""
 
     loss: float
     gradients: GradientFingerprint
 
 
 def _find_difference(engine: Engine, whole: Batch, backward: bool) -> tuple[float, float, GradientDifference] | None:
-    """Compares `whole` in one pass with its two parts. Returns both losses and the gradient that differs most, where
-    anything differs on any rank. An empty name means that the loss differs."""
+    """Compares one pass of `whole` with passes of its two halves. Returns None if they agree on all ranks. Otherwise
+    returns both losses and the gradient that differs most. An empty name means that the loss differs."""
     parts, backward = _split_in_half(whole), backward and _compares_gradients(engine)
     for train in (True, False):
         once, separate = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
@@ -304,7 +306,7 @@ def _compares_gradients(engine: Engine) -> bool:
 
 
 def _largest_difference(engine: Engine, own: GradientDifference) -> GradientDifference:
-    """Returns the largest difference of all ranks, with its name on the first rank that has it."""
+    """Returns the largest difference over all ranks. Its name is that of the first rank with this difference."""
     sizes = torch.zeros(
         dist.get_world_size() if dist.is_initialized() else 1, dtype=torch.float64, device=engine.mesh.device
     )
@@ -320,7 +322,7 @@ def _largest_difference(engine: Engine, own: GradientDifference) -> GradientDiff
 
 
 def _run_batches(engine: Engine, batches: Sequence[Batch], train: bool, backward: bool, seed: int = 0) -> PassResult:
-    """Passes each of `batches` in a separate pass. A batch that occurs twice counts once."""
+    """Runs each of `batches` in a separate pass and sums the results. A batch that occurs twice counts once."""
     if not backward:
         return PassResult(_total_loss(engine, batches, train, seed), GradientFingerprint())
     similarity = sum(batch is batches[0] for batch in batches)
@@ -337,8 +339,8 @@ def _run_batches(engine: Engine, batches: Sequence[Batch], train: bool, backward
 def _total_loss(
     engine: Engine, batches: Sequence[Batch], train: bool, seed: int = 0, behind: Batch | None = None
 ) -> float:
-    """Returns the loss summed over `batches` and all ranks. Each batch passes separately and counts once; `behind`
-    passes before each."""
+    """Returns the loss summed over `batches` and all ranks. Each batch runs in a separate pass and counts once.
+    `behind` runs before each of these passes and does not count."""
     found = []
     for batch in batches:
         with isolated_pass(engine, train):
@@ -356,11 +358,11 @@ def _total_loss(
 def isolated_pass(
     engine: Engine, train: bool, dropout: bool = False, every: bool = False
 ) -> Iterator[ParamWriteRecorder]:
-    """Runs the model in training mode without dropout (unless `dropout`), or in evaluation mode. Restores the model and
-    the random state afterwards.
+    """Runs passes in training mode without dropout (unless `dropout`), or in evaluation mode. Restores the model and
+    the random state on exit.
 
-    Yields the recorder of writes to parameters: to all with `every`, else to those that a pass is known to write to
-    (pass_writes.py, which runs first).
+    Yields a recorder of writes to parameters: to all parameters with `every`, otherwise to those that pass_writes.py
+    has found to be written.
     """
     model, device = engine.model, engine.mesh.device
     engine.mesh.error_propagator.report_alive()

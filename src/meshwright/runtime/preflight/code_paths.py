@@ -1,17 +1,18 @@
-"""Records the code paths of models whose Python code reads values: `if x.norm() < c`, `.item()`, `.tolist()`,
+"""Records the code paths of models whose Python code reads tensor values: `if x.norm() < c`, `.item()`, `.tolist()`,
 `nonzero`, numpy.
 
-In a later step such code may take a branch that no checked step has taken. While checks and proofs run, the torch
-functions of every forward and of the loss are recorded. A record contains the position in the user's code of such a
-call, and which of its number arguments are zero. Where user's code reads a value, training passes are recorded too. A
-pass with a new set of places was not checked. The check then runs again with its micro-batch before the step counts
-(train/step/invariants.py). A place that no check has reached by then is refused.
+In a later step such code may take a branch that no checked step has taken. During checks and proofs, all calls of torch
+functions in every forward and in the loss are recorded. A record contains the call site in the user's code, and which
+plain number arguments of the call are zero. If the user's code reads tensor values, training passes are recorded too.
+If a pass has a new set of call sites, the check runs again with its micro-batch before the step counts
+(train/step/invariants.py). If a call site of the pass is still unchecked after that, it is refused.
 
-The record is a set of places, not their order. A loop over the experts that have tokens runs the same places, whatever
-their number. A plain number counts by whether it is zero, because a factor of 0 hides what it multiplies.
+The record is a set of call sites without their order. So a loop over the experts that have tokens gives the same record
+for any number of these experts. Of a plain number only whether it is zero is recorded, because a factor of 0 hides what
+it multiplies.
 
-The cost is zero if no value is read, else some microseconds for each torch function of the forward. Passes of compiled
-blocks are not recorded.
+If no value is read, there is no cost. Otherwise the cost is some microseconds for each torch function of the forward.
+Passes of compiled blocks are not recorded.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from torch.overrides import TorchFunctionMode
 from meshwright.analysis.dataflow import VALUE_EXTRACTING_OPS
 
 MODELS = "meshwright.models."
-"""Prefix of this project's own models, which count as users' code."""
+"""Prefix of this project's own models, whose code counts as users' code."""
 NUMBERS = (bool, int, float)
 
 
 class Place(NamedTuple):
-    """Identifies a call of a torch function in the user's code: `code` by identity, `at` in its bytecode, and `zeros`
-    among its plain number arguments."""
+    """A call site of a torch function in the user's code: the id of the code object (`code`), the position in its
+    bytecode (`at`), and which plain number arguments are zero (`zeros`)."""
 
     code: int
     at: int
@@ -46,8 +47,7 @@ Path = frozenset[Place]
 class CodePaths:
     """Records the code paths of one rank.
 
-    `asks`: whether the user's code reads values. `known`: the sets of places of checked passes, by stage. `unknown`:
-    finds micro-batches of this step whose set is not known.
+    `asks`: whether the user's code reads tensor values. `known`: the sets of call sites of checked passes, by stage.
     """
 
     def __init__(self) -> None:
@@ -55,20 +55,20 @@ class CodePaths:
         self.learns = False
         self.known: set[tuple[int, Path]] = set()
         self.places: set[Place] = set()
-        """Places that a check has reached."""
+        """Call sites that a check has reached."""
         self._taken: list[tuple[int, int, Path]] = []
-        """The passes of this step: the identity of the micro-batch, the stage, and the places."""
+        """The passes of this step: the id of the micro-batch, the stage, and the set of call sites."""
         self._codes: dict[int, tuple[CodeType, int]] = {}
-        """The owner of each code object: USERS, LAYERS or OURS."""
+        """For the id of each code object: the object, and whose code it is (USERS, LAYERS or OURS)."""
 
     def begin_step(self) -> None:
-        """Discards the passes of the previous step, except during a proof of the current step."""
-        if not self.learns:  # a proof of this step keeps its passes
+        """Discards the passes of the previous step, except during a check."""
+        if not self.learns:  # during a proof the passes of the step are kept
             self._taken = []
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Treats passes inside as passes of a check."""
+        """Treats the passes inside the context as passes of a check."""
         before, self.learns = self.learns, True
         try:
             yield
@@ -76,7 +76,8 @@ class CodePaths:
             self.learns = before
 
     def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
-        """Records one pass of the user's code, if the code reads values or a check is running."""
+        """Records one pass of `stage` inside the context, if the user's code reads tensor values or a check is
+        running."""
         if not (self.learns or (self.asks and not compiles)):
             return nullcontext()
         return self._recorded(stage, batch)
@@ -97,8 +98,8 @@ class CodePaths:
                 self._taken.append((id(batch), stage, path))
 
     def unknown(self, batches: Sequence[Any]) -> tuple[str, int]:
-        """Returns a place of a pass of this step that no check has run, and the index of its micro-batch; ('', -1)
-        where every pass is known."""
+        """Returns a call site of a pass of this step that no check has run, and the index of the pass's micro-batch.
+        Returns ('', -1) if all passes are known."""
         for batch, stage, path in self._taken:
             if (stage, path) not in self.known:
                 new = path - self.places or path
@@ -106,7 +107,7 @@ class CodePaths:
         return "", -1
 
     def unrepeated(self) -> str:
-        """Returns a place of this step that no check has reached; '' where there is none."""
+        """Returns a call site of this step that no check has reached, '' if there is none."""
         new = {place for _, _, path in self._taken for place in path} - self.places
         return self._shown(frozenset(new)) if new else ""
 
@@ -115,7 +116,7 @@ class CodePaths:
         self.known |= {(stage, path) for _, stage, path in self._taken}
 
     def _shown(self, places: Path) -> str:
-        """Returns the file and line of the first of `places`.
+        """Returns the file and line of the first of the call sites `places`.
 
         >>> CodePaths()._shown(frozenset())
         "the user's code"
@@ -127,12 +128,12 @@ class CodePaths:
 
 USERS, LAYERS, OURS = range(3)
 LAYERS_OF = ("torch.", "meshwright.runtime.tensor_parallel.")
-"""Modules whose functions count at the place of their caller: the layers of torch, and those that replace them. All
+"""Modules whose functions count as part of their caller: the layers of torch, and the layers that replace them. All
 other code of this project is not user code."""
 
 
 class Recorder(TorchFunctionMode):
-    """Records the places of one pass."""
+    """Records the call sites of one pass."""
 
     def __init__(self, codes: dict[int, tuple[CodeType, int]]) -> None:
         super().__init__()
@@ -164,7 +165,7 @@ class Recorder(TorchFunctionMode):
 
 
 def line_of(code: CodeType, at: int) -> int:
-    """Returns the line of the instruction at `at`.
+    """Returns the source line of the instruction at bytecode position `at`.
 
     >>> line_of(compile("1\\n2", "", "exec"), 0) in (0, 1)
     True

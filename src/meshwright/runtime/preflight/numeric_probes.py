@@ -1,16 +1,17 @@
-"""Computes fingerprints of gradients, a few linear projections of each, and perturbs constant weights during a check.
-Fingerprints compare two ways to compute the same gradients without storing either.
+"""Computes fingerprints of gradients (a few linear projections of each), and perturbs constant weights during a check.
+Fingerprints compare two ways to compute the same gradients, so that no gradient has to be stored.
 
-Each gradient g (n elements) is projected onto `NUM_DIRECTIONS` random directions of rank one, a (rows) times b
-(columns). The name of its parameter seeds a; b is the same for all. The projection is linear, so the projections of
-micro-batches add up. The difference of two sums is the projection of the difference, which is zero only where the
-gradients are equal. The cost is one product with a narrow matrix for each gradient. Source: random projections preserve
-norms, Johnson and Lindenstrauss, 1984.
+Each gradient g (n elements) is projected onto `NUM_DIRECTIONS` random directions of rank one: row factors a times
+column factors b. The parameter's name seeds a. All gradients have the same b. The projection is linear, so the
+projections of micro-batches add up. The difference of two sums is the projection of the difference, which is zero only
+if the gradients are equal. The cost is one product with a narrow matrix per gradient. Source: random projections
+preserve norms, Johnson and Lindenstrauss, 1984.
 
-Constant parameters hold noise during a check or a proof, and afterwards their constant again, bit for bit. A head, a
-gate or a bias of zero makes gradients zero, which hides errors. A gain of one hides that it was applied twice. So each
+Constant parameters (all elements equal) contain noise during a check or a proof. Otherwise errors could remain hidden:
+a head, a gate or a bias of zero makes gradients zero, and a gain of one hides that it was applied twice. So each
 element of a constant parameter is changed by a number that depends only on the parameter's name and the element's
-index. The number is equal on every rank. Afterwards the parameter is filled with its constant, so no copy is needed.
+index. The number is equal on every rank. Afterwards the parameter is filled with its constant again, bit for bit. No
+copy is needed.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from meshwright.runtime.state_dict import LocalPiece
 
 NUM_DIRECTIONS = 4
 PROJECTION_COLUMNS = 1024
-"""Elements that share one row factor."""
+"""Number of consecutive elements that share one row factor."""
 
 MIN_RELATIVE_NORM = 1e-2
-"""A gradient's difference is divided by the gradient's norm, or by this fraction of the norm of all gradients if that
-is larger. Many gradients are zero except for rounding."""
+"""The difference of a gradient is divided by the gradient's norm, but at least by this fraction of the norm of all
+gradients. Many gradients are zero except for rounding."""
 
 
 class GradientDifference(NamedTuple):
-    """Stores the largest relative difference of one parameter's gradient."""
+    """The relative difference of one parameter's gradient: its size and the parameter's name."""
 
     size: float
     name: str
@@ -49,21 +50,21 @@ class GradientDifference(NamedTuple):
 
 @dataclass
 class GradientFingerprint:
-    """Stores projections of this rank's gradients by parameter, summed over passes."""
+    """Projections of this rank's gradients by parameter name, summed over passes."""
 
     of: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Adds the projection of `gradient` to the sum of parameter `name`."""
+        """Adds the projection of `gradient` to the sum of the parameter `name`."""
         found = random_projection(name, gradient)
         self.of[name] = found if name not in self.of else self.of[name] + found
 
     def over(self, times: int) -> GradientFingerprint:
-        """Returns the mean over equal passes."""
+        """Returns the fingerprint divided by `times`, the number of equal passes."""
         return GradientFingerprint({name: found / times for name, found in self.of.items()})
 
     def difference(self, other: GradientFingerprint) -> GradientDifference:
-        """Returns the largest difference, relative as `MIN_RELATIVE_NORM` says. NaN is not comparable and counts as no
+        """Returns the largest relative difference to `other` (see `MIN_RELATIVE_NORM`). A NaN counts as no
         difference."""
         names = sorted(self.of.keys() | other.of.keys())
         if not names:
@@ -79,7 +80,7 @@ class GradientFingerprint:
 
 
 def random_projection(name: str, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns the projections of one gradient, float64 (NUM_DIRECTIONS,)."""
+    """Returns the projections of the gradient of parameter `name`, (NUM_DIRECTIONS,) in float64."""
     gradient = gradient.detach()
     flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
@@ -88,14 +89,15 @@ def random_projection(name: str, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class ChunkedProjection:
-    """Projects one floating-point tensor whose elements arrive in parts, in order."""
+    """Computes the projections of one floating-point tensor whose elements arrive in parts, in order."""
 
     def __init__(self, name: str, elements: int) -> None:
         self.left = _row_factors(name, elements)
         self.found = torch.zeros(NUM_DIRECTIONS, dtype=torch.float64)
 
     def add(self, first: int, part: torch.Tensor) -> None:
-        """Adds a part; `first` is the index of its first element, a multiple of PROJECTION_COLUMNS."""
+        """Adds the elements `part`. `first` is the index of its first element and must be a multiple of
+        PROJECTION_COLUMNS."""
         flat = part.detach() if part.dtype == torch.float64 else part.detach().float()
         self.found += _project_flat(flat, self.left[first // PROJECTION_COLUMNS :].to(flat.device)).cpu()
 
@@ -113,7 +115,7 @@ def _project_flat(flat: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
 
 
 def weight_fingerprints(model: nn.Module, compute: torch.dtype) -> dict[str, torch.Tensor]:
-    """Returns the fingerprint of each parameter in the dtype that the run computes with. Meta parameters have none."""
+    """Returns the fingerprint of each parameter by name, in the compute dtype `compute`. Meta parameters have none."""
     return {
         name: random_projection(name, tensor.detach().to(compute))
         for name, tensor in model.named_parameters()
@@ -123,23 +125,23 @@ def weight_fingerprints(model: nn.Module, compute: torch.dtype) -> dict[str, tor
 
 @lru_cache(maxsize=1)
 def _column_factors() -> torch.Tensor:
-    """Returns the column factors, float64 (PROJECTION_COLUMNS, NUM_DIRECTIONS). They are the same for all gradients,
-    and drawn once for the passes of one check."""
+    """Returns the column factors, (PROJECTION_COLUMNS, NUM_DIRECTIONS) in float64. They are equal for all gradients.
+    They are drawn only once for the passes of one check."""
     return torch.randn(
         PROJECTION_COLUMNS, NUM_DIRECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
 
 
 def _row_factors(name: str, elements: int) -> torch.Tensor:
-    """Returns the row factors of the gradient of parameter `name`, float64 (rows, NUM_DIRECTIONS)."""
+    """Returns the row factors for parameter `name`, (rows, NUM_DIRECTIONS) in float64."""
     random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(-(-elements // PROJECTION_COLUMNS), NUM_DIRECTIONS, generator=random, dtype=torch.float64)
 
 
 @contextmanager
 def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
-    """Projects the gradients of passes inside the context. They are not summed, sent or counted, so that no check
-    changes a step."""
+    """Yields a fingerprint of the gradients of all passes inside the context. These gradients are not summed, sent or
+    counted, so that no check changes a step."""
     found = GradientFingerprint()
     try:
         with engine.pipeline.run_one_by_one(), engine.zero.divert_gradients(found.add):
@@ -149,19 +151,19 @@ def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
 
 
 ABSOLUTE_NOISE, RELATIVE_NOISE = 0.05, 0.1
-"""Largest change of a constant: this absolute value, plus this fraction of its magnitude."""
+"""The largest change of a constant is this absolute value, plus this fraction of the constant's magnitude."""
 MIN_NOISE_FRACTION = 0.2
-"""Smallest fraction of the largest change for a vector or a scalar. Their changes are positive, because a gain or a
-variance may have to be positive."""
+"""For a vector or a scalar, the smallest change as a fraction of the largest. These changes are positive, because a
+gain or a variance may have to be positive."""
 PREFIX_ELEMENTS = 64
-"""Number of leading elements that are compared before all others."""
+"""Number of leading elements that are compared first, before all others."""
 CHUNK_ELEMENTS = 1 << 20
-"""Elements whose indices are computed at a time."""
+"""Number of elements for which noise is computed at a time."""
 
 
 @contextmanager
 def perturb_constants(engine: Engine) -> Iterator[list[str]]:
-    """Adds noise to constant parameters inside, and restores them afterwards, bit for bit. Yields their names. All
+    """Adds noise to constant parameters inside the context. Restores them bit for bit on exit. Yields their names. All
     ranks call it."""
     engine.zero.quiesce()
     engine.zero.reshard_all()
@@ -178,8 +180,8 @@ def perturb_constants(engine: Engine) -> Iterator[list[str]]:
 
 
 def _constant_parameters(engine: Engine) -> dict[str, float]:
-    """Returns the floating-point parameters whose elements are all equal on all ranks, by name with their value; the
-    same on every rank."""
+    """Returns the constant of each floating-point parameter whose elements are equal on all ranks, by name. The result
+    is equal on every rank."""
     names = {name: at for at, name in enumerate(engine.shapes)}
     bounds = torch.full((2, len(names)), -torch.inf, dtype=torch.float64, device=engine.mesh.device)
     for stored in state_dict.weight_pieces(engine, saving=False):
@@ -193,8 +195,8 @@ def _constant_parameters(engine: Engine) -> dict[str, float]:
 
 
 def _min_max(flat: torch.Tensor) -> tuple[float, float]:
-    """Returns the smallest and the largest element; infinite values if elements differ, including in the sign of a
-    zero.
+    """Returns the smallest and the largest element of a constant tensor. Returns -inf and inf if elements differ, also
+    if only the sign of a zero differs.
 
     >>> _min_max(torch.ones(3)), _min_max(torch.tensor([0.0, -0.0])), _min_max(torch.tensor([1.0, 2.0]))
     ((1.0, 1.0), (-inf, inf), (-inf, inf))
@@ -239,7 +241,7 @@ def _fill_piece(local: LocalPiece, name: str, constant: float, noisy: bool) -> N
 
 
 def _hash_noise(index: torch.Tensor, seed: int) -> torch.Tensor:
-    """Returns numbers in -1 .. 1 by index: the integer hash of Wang, 2007, in 32 bits of 64."""
+    """Returns a number from -1 to 1 for each index: the 32-bit integer hash of Wang, 2007, computed in int64."""
     bits = (index + seed * 2654435761) & 0xFFFFFFFF
     for shift, multiplier in ((16, 0x45D9F3B), (16, 0x45D9F3B)):
         bits = (((bits >> shift) ^ bits) * multiplier) & 0xFFFFFFFF

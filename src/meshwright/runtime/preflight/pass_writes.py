@@ -1,26 +1,26 @@
-"""Checks what the user's code writes to parameters and buffers in a pass, forward or backward, hooks included. The
-result equals that of one device, or the plan is refused.
+"""Checks what the user's code (forward, backward and hooks) writes to parameters and buffers in a pass. The result
+equals that of one device, or the plan is refused.
 
-One device makes one pass a step, with all rows and full weights. "Parts" are the micro-batches of all replicas.
+One device makes one pass per step, with all rows and full weights. "Parts" are the micro-batches of all replicas.
 
-| written | plan | outcome |
+| what the code writes to | plan | outcome |
 |---|---|---|
 | anything | one process, one micro-batch, no recompute, weights updated in place | equal: it is one device |
 | a parameter, independent of the rows | dp, one micro-batch, ZeRO 2 at most, no recompute, no float32 copy | equal |
 | a parameter | all other plans | refused |
 | an embedding with `max_norm` | one process, weights updated in place | equal: renormalising twice changes nothing |
 | an embedding with `max_norm` | several processes | refused: ranks renormalise only the rows that they read |
-| a buffer, independent of the rows (a count of steps) | any | equal: the value of the first micro-batch, once a step |
-| a buffer, and the pass reads it | several micro-batches, recompute by layer | refused (batch_separability.py) |
-| a buffer, by the rows (a running mean) | one part | equal, if tensor and context ranks write the same |
-| a saved buffer, by the rows | several parts | refused |
+| a buffer, independent of the rows (a step count) | any | equal: the value of the first micro-batch, once per step |
+| a buffer that the pass also reads | several micro-batches, recompute `full` | refused (batch_separability.py) |
+| a buffer, by the rows (a running mean) | one part | equal, if tensor and context ranks write equal values |
+| a buffer of the state dict, by the rows | several parts | refused |
 
 Norms with running statistics store only the channels of their rank.
 
-Method: one micro-batch passes forward and backward in training mode. Then a micro-batch with different rows, more or
-fewer, passes from the same state. The dispatcher records writes to parameters (analysis/dry_run.py), and a comparison
-of values finds writes to buffers. Everything is restored. A buffer that is not saved and depends on the rows is
-permitted unless the next pass depends on it, which batch_separability.py compares.
+Method: one micro-batch passes forward and backward in training mode. Then a micro-batch with other rows, more or fewer,
+passes from the same initial state. The dispatcher records writes to parameters (analysis/dry_run.py). A comparison of
+values finds writes to buffers. Everything is restored. A buffer that depends on the rows and is not in the state dict
+is permitted, unless the next pass depends on it. batch_separability.py checks this.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from meshwright.runtime.shard.offloaded import OffloadedShard
 from meshwright.spec.enums import Recompute
 
 WRITE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Relative tolerance for the writes of ranks, by dtype; 2e-2 for shorter dtypes."""
+"""Relative tolerance when the writes of ranks are compared, by dtype. It is 2e-2 for shorter dtypes."""
 
 
 class PassWrites(NamedTuple):
-    """Stores what a pass changes in parameters and buffers, by name. `backward`: buffers that its backward changes.
-    `replaced`: parameters with new storage."""
+    """The parameters and buffers that a pass changes, by name with their new values. `backward`: names of the buffers
+    that its backward changes. `replaced`: names of the parameters with a new storage."""
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
@@ -57,8 +57,8 @@ class PassWrites(NamedTuple):
 
 
 class WriteReport(NamedTuple):
-    """Describes one tensor on one rank: its projections, whether other rows lead to the same value, and the relative
-    rounding difference."""
+    """Describes one written tensor on one rank. `projected`: its random projections. `is_row_independent`: other rows
+    lead to the same value. `near`: the tolerance of its comparison."""
 
     is_parameter: bool
     projected: list[float]
@@ -69,7 +69,7 @@ class WriteReport(NamedTuple):
 
 
 def is_single_device_step(engine: Engine, passes: int) -> bool:
-    """Returns whether a step is one pass of one process with an update in place."""
+    """Returns whether a step is one pass of one process that updates the weights in place."""
     return (
         engine.mesh.plan.world == 1
         and passes == 1
@@ -79,10 +79,10 @@ def is_single_device_step(engine: Engine, passes: int) -> bool:
 
 
 def check_pass_writes(engine: Engine, batches: Sequence[Batch]) -> frozenset[str]:
-    """Returns the buffers that a pass changes independently of the rows. Every rank calls it.
+    """Returns the names of the buffers that a pass changes independently of the rows. Every rank calls it.
 
     Raises:
-        PlanRefused: the table above refuses the plan; on every rank.
+        PlanRefused: the plan is refused by the table in the module docstring. Every rank raises it.
     """
     if is_single_device_step(engine, len(batches)):
         return frozenset()
@@ -167,7 +167,7 @@ def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], 
 
 
 def _check_max_norm(engine: Engine) -> set[str]:
-    """Returns the embeddings with `max_norm`, where one process may renormalise their rows.
+    """Returns the names of the embeddings with `max_norm` if there is one process, which may renormalise their rows.
 
     Raises:
         PlanRefused: the plan has such an embedding and several processes.
@@ -176,7 +176,7 @@ def _check_max_norm(engine: Engine) -> set[str]:
     found = [
         path for path, each in engine.model.named_modules() if isinstance(each, kinds) and each.max_norm is not None
     ]
-    # One stage has the embedding, and all ranks refuse.
+    # Only one stage has the embedding. The gather makes all ranks refuse the plan.
     found = [path for each in gather_objects(found) for path in each]
     if found and not (plan.world == 1 and _updates_in_place(engine)):
         raise PlanRefused(
@@ -199,8 +199,8 @@ def _updates_in_place(engine: Engine) -> bool:
 
 
 def _checked_buffers(engine: Engine) -> set[str]:
-    """Returns the saved buffers that are full on this rank, without those of norms, whose statistics have a separate
-    rule."""
+    """Returns the names of the state dict's buffers that are full on this rank. Buffers of norms are excluded, because
+    a separate rule applies to their statistics."""
     norms = (nn.modules.batchnorm._NormBase,)
     of_norms = {
         f"{path}.{name}"
@@ -215,7 +215,7 @@ def _checked_buffers(engine: Engine) -> set[str]:
 
 
 def _record_writes(engine: Engine, batch: Batch) -> PassWrites:
-    """Runs forward and backward of `batch` in training mode, and restores all that they changed."""
+    """Runs forward and backward of `batch` in training mode. Restores everything and returns the changes."""
     before = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if not buffer.is_meta}
     once, forward = engine.preflight.once, OncePerStepBuffers(frozenset(before))
     with record_fingerprint(engine), isolated_pass(engine, True, dropout=True, every=True) as writes:
@@ -236,13 +236,13 @@ def _record_writes(engine: Engine, batch: Batch) -> PassWrites:
 
 
 def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
-    """Returns the values of parameters with a new storage (`weight.data = ...`), which the update would not reach, and
-    restores their original storage."""
+    """Returns the values of parameters with a new storage (`weight.data = ...`), and restores their original storage.
+    The update would not reach the new storage."""
     found = {}
     for unit in engine.zero.units:
         own = unit.weights.full.untyped_storage()._cdata
         for name, parameter in unit.parameters.items() if unit.weights.shared is None else ():
-            # At ZeRO 3, resharded parameters refuse access to their storage.
+            # Torch functions are disabled because, at ZeRO 3, sharded parameters refuse access to their storage.
             with torch._C.DisableTorchFunctionSubclass():
                 if parameter.untyped_storage()._cdata != own:
                     found[name] = parameter.data.clone()
@@ -252,8 +252,8 @@ def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def check_replaced_storage(engine: Engine) -> None:
-    """Checks for replaced storage after a pass of one process that equals one device, because no earlier check runs
-    there.
+    """Checks for replaced storage after a pass of one process that is equal to one device. No earlier check runs in
+    this case.
 
     Raises:
         PlanRefused: a parameter has a new storage.

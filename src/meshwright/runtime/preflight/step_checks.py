@@ -1,33 +1,31 @@
-"""Checks a plan before steps count: batch-norm statistics, the inputs of a batch, and every pipeline stage.
+"""Schedules the preflight checks of a plan, and contains two of them: the inputs of a batch and the dry run of stages.
 
-Batch norm. Statistics over the samples of one pass make the loss depend on how a batch is divided. An instance norm
-with running statistics trains identically. But its running statistics, which evaluation reads, are a mean over the
-samples of one pass, updated once a pass.
-
-Rule: one device passes the whole batch at once. A plan passes dp x micro-batches parts, each with its own statistics.
-This is a different function, and no sum of gradients corrects it. Tensor ranks divide channels, which have their own
-statistics, so the result is exact.
+Batch norm (`check_batch_norm` in engine.py). One device passes the whole batch at once. A plan passes dp x
+micro-batches parts, each with its own statistics. This is a different function, and no sum of gradients corrects it. An
+instance norm with running statistics trains identically. But its running statistics, which evaluation reads, are
+updated in each pass from the samples of this pass. Tensor ranks divide channels, which have separate statistics, so the
+result is exact.
 
 Inputs. The analysis before sharding runs the model with an example. A batch with other inputs, dtypes or numbers of
-dimensions may take other branches of the model's code. The same analysis then runs with this batch on a meta copy of
-the model. The plan is refused if the analysis gives another result.
+dimensions may take other branches of the model's code. For such a batch the analysis runs again on a meta copy of the
+model. The plan is refused if the result differs.
 
-Stages. Before the first pass of a pipeline each stage runs once, in the order of the stages. So all ranks refuse
-together a stage that cannot run.
+Stages. Before the first pass of a pipeline, each stage runs once, in stage order. So if a stage cannot run, all ranks
+refuse the plan together.
 
-Rule: the run is a forward pass alone, without gradients and without dropout, of this rank's first row (a model could
-take two rows for a pair). A stage gets positive noise in the shape that the stage before it announced. No rank waits
-for a message of a failed rank: all ranks receive the result of each stage. The first failure becomes the error of every
-rank, before anything is trained. The cost is one forward of one row and a small gather for each stage, once.
+Rule: the dry run is one forward without gradients and without dropout, of this rank's first row (a model could take two
+rows for a pair). A stage receives positive noise in the shapes that the previous stage announced. No rank waits for a
+message of a failed rank, because all ranks receive the result of each stage. The first failure becomes the error of
+every rank, before any training. The cost is one forward of one row and a small gather for each stage, once.
 
-A stage may read a tensor that the stage boundary does not send, such as the skip connection of a U-Net. During the run
-all placeholders of other stages return NaN, also where this rank holds two stages. A stage that then returns NaN is
-refused.
+A stage may read a tensor that the stage boundary does not send, such as the skip connection of a U-Net. So during the
+dry run all placeholders of other stages return NaN, even if this rank holds those stages. A stage that then returns NaN
+is refused.
 
-Schedule of the checks. Every stage runs once before the first pass of a pipeline. Before the training steps
-`CHECKED_STEPS` of every run, counted from the start of the process, two more checks run. They are the writes of a pass
-to parameters and buffers (pass_writes.py), and the separability of the batch (batch_separability.py). Later steps are
-checked because a value that is zero or disabled in the first steps often changes.
+Schedule. Every stage runs once before the first pass of a pipeline. Two more checks run before each of the training
+steps `CHECKED_STEPS`, counted from the start of the process: the writes of a pass to parameters and buffers
+(pass_writes.py), and the separability of the batch (batch_separability.py). Later steps are checked too, because a
+value that is zero or disabled in the first steps often changes.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ from meshwright.runtime.preflight.pass_writes import (
 )
 
 InputSignature = frozenset[tuple[str, str, int]]
-"""The inputs of a model: names, dtypes, and numbers of dimensions."""
+"""The inputs of a model as (name, dtype, number of dimensions)."""
 
 
 def input_signature(inputs: Mapping[str, Any]) -> InputSignature:
@@ -81,8 +79,8 @@ def input_signature(inputs: Mapping[str, Any]) -> InputSignature:
 
 
 def _shapes_and_values(example: ExampleInputs) -> dict[str, Any]:
-    """Returns by name the dtype and shape of tensors, and plain values. Any other value becomes an object that equals
-    no other."""
+    """Returns dtype and shape of each tensor, and each plain value, by name. Any other value becomes a unique object,
+    so that it equals no other."""
 
     def size(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -94,11 +92,11 @@ def _shapes_and_values(example: ExampleInputs) -> dict[str, Any]:
 
 @dataclass
 class AnalysisGuard:
-    """Checks later batches against the results of the analysis run that the plan uses.
+    """Checks whether the plan is also valid for batches that differ from the example of the analysis.
 
-    `model`, `blocks` and `example` describe that run before sharding. `boundary`, `stages` (the stages of each
-    parameter by name) and `reads` are its results. `derive` computes the first two from another record, or raises
-    InputError.
+    `model`, `blocks` and `example` are the inputs of the analysis before sharding. Its results are `boundary`, `stages`
+    (the stages of each parameter by name) and `reads`. `derive` computes boundary and stages from another record, or
+    raises InputError.
     """
 
     plan: str
@@ -112,7 +110,7 @@ class AnalysisGuard:
     forms: set[InputSignature] = field(default_factory=set)
     """Signatures of the batches for which the plan is valid."""
     skeleton: nn.Module | None = field(init=False, default=None)
-    """An independent copy of the model from before sharding; None where it cannot exist, for the reason `why`."""
+    """An independent meta copy of the model before sharding. None if no copy is possible, for the reason `why`."""
     why: str = field(init=False, default="")
     was_training: bool = field(init=False, default=True)
 
@@ -128,12 +126,12 @@ class AnalysisGuard:
         self.forms.add(input_signature(self.example))
 
     def check(self, inputs: Mapping[str, Any], is_training: bool, together: bool) -> None:
-        """Checks that `inputs` lead to the plan that was built.
+        """Checks that the plan is valid for `inputs`.
 
-        `together`: all ranks call it, and all refuse if one does.
+        `together`: all ranks call this method, and all ranks refuse if one does.
 
         Raises:
-            PlanRefused: `inputs` lead to another plan, or the check cannot run.
+            PlanRefused: the plan is not valid for `inputs`, or the check cannot run.
         """
         form = input_signature(inputs)
         if form in self.forms and not together:
@@ -146,8 +144,8 @@ class AnalysisGuard:
         self.forms.add(form)
 
     def _objection(self, inputs: Mapping[str, Any], is_training: bool) -> str:
-        """Returns why the plan is not valid for `inputs`; '' where it is. The copy also runs with the example, to
-        separate the effect of `inputs` from that of the copy."""
+        """Returns why the plan is not valid for `inputs`, '' if it is. The copy also runs with the example. This shows
+        whether `inputs` or the copy causes a difference."""
         objection, is_known = self._found(inputs, is_training)
         if not is_known and self.skeleton is not None:
             why, is_known = self._found(self.example, self.was_training)
@@ -173,8 +171,8 @@ class AnalysisGuard:
         )
 
     def _is_example(self, inputs: Mapping[str, Any], is_training: bool) -> bool:
-        """Returns whether the analysis run before sharding had the same dtypes and sizes, so that another run would be
-        equal."""
+        """Returns whether the analysis before sharding had inputs with the same dtypes and sizes, so that it need not
+        run again."""
         if self.skeleton is None or is_training != self.was_training:
             return False
         return _shapes_and_values(make_example(self.skeleton, inputs)) == _shapes_and_values(
@@ -182,8 +180,8 @@ class AnalysisGuard:
         )
 
     def _found(self, inputs: Mapping[str, Any], is_training: bool) -> tuple[str, bool]:
-        """Runs the copy. Returns what differs from what the plan was made by, '' where nothing does, and whether the
-        same parameters were read and nothing differs."""
+        """Runs the analysis on the copy. Returns what differs from the analysis of the plan, '' if nothing does; and
+        whether nothing differs and the same parameters were read."""
         if self.skeleton is None:
             return self.why, False
         if self._is_example(inputs, is_training) and inputs is not self.example:
@@ -200,7 +198,7 @@ class AnalysisGuard:
     def _difference(
         self, record: DataflowRecord, derived: tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]
     ) -> str:
-        """Returns the result of the analysis that differs from the plan's; '' if all are equal."""
+        """Returns a description of the first result that differs from the analysis of the plan, '' if none does."""
         needs, stored = derived
         if needs is not None and self.boundary is not None:
             if (needs.needs, needs.returns) != (self.boundary.needs, self.boundary.returns):
@@ -219,7 +217,7 @@ class AnalysisGuard:
     def _analysed(
         self, inputs: Mapping[str, Any]
     ) -> tuple[DataflowRecord, tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]]:
-        """Returns the record of a run with `inputs`, and the results that a plan uses.
+        """Returns the record of a run of the copy with `inputs`, and the boundary and stages derived from it.
 
         Raises:
             InputError: the run fails, or the copy refers to the model itself.
@@ -235,7 +233,8 @@ class AnalysisGuard:
         return record, self.derive(record)
 
     def _new_readers(self, reads: WeightUses) -> list[tuple[str, str]]:
-        """Returns readers of a parameter other than its own module and the known readers."""
+        """Returns (parameter, path) of the modules that read a parameter and did not read it in the analysis of the
+        plan. The module that owns the parameter does not count."""
         found = []
         for name, readers in reads.items():
             known = {reader.path for reader in self.reads.get(name, ())} | {name.rpartition(".")[0]}
@@ -259,10 +258,11 @@ def dry_run_stages(
     batch: dict[str, Any],
     loss: Any = None,
 ) -> None:
-    """Runs every stage once with one row and noise. Every rank calls it; the contents of `loss` are restored.
+    """Runs every stage once, with one row of `batch` and with noise instead of the previous stage's output. Every rank
+    calls this function. It restores the contents of `loss`.
 
     Raises:
-        PlanRefused: a stage cannot run; on every rank, with the error of the first such stage.
+        PlanRefused: a stage cannot run. Every rank raises the error of the first such stage.
     """
     forms: list[BoundaryShape] = []
     batch = {
@@ -282,8 +282,8 @@ def dry_run_stages(
 
 @contextmanager
 def _probing_placeholders(model: nn.Module, run: StageCursor) -> Iterator[None]:
-    """Makes placeholders of other stages return NaN while the stages are tried. The placeholders reset themselves
-    (analysis/dry_run.py)."""
+    """Makes the placeholders of other stages return NaN during the dry run. analysis/dry_run.py resets the
+    placeholders."""
     for module in model.modules():
         if isinstance(module, StagePlaceholder):
             module.tried = True
@@ -297,7 +297,7 @@ def _probing_placeholders(model: nn.Module, run: StageCursor) -> Iterator[None]:
 def _run_stage(
     mesh: ParallelContext, forward: StageForward, stage: int, batch: dict[str, Any], forms: list[BoundaryShape]
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the stage's output for noise.
+    """Returns the output of `stage` for noise in the shapes `forms`.
 
     Raises:
         InputError: a stage after the first returns NaN.
@@ -319,8 +319,8 @@ def _run_stage(
 def _try_stage(
     mesh: ParallelContext, stage: int, run: Callable[[], tuple[torch.Tensor, ...]]
 ) -> tuple[str, list[BoundaryShape]]:
-    """Runs one stage, and returns the reason why it cannot run, or the shapes of its output. OOM and lost connections
-    are raised, because they are not properties of the stage."""
+    """Runs one stage. Returns the reason why it cannot run ('' if it can), and the shapes and dtypes of its output.
+    Raises OOM errors and lost connections, because they are not properties of the stage."""
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return "", [(tuple(tensor.shape), tensor.dtype) for tensor in run()]
@@ -341,19 +341,20 @@ def _try_stage(
 
 
 CHECKED_STEPS = frozenset({1, 2, 3, 10, 100, 1000})
-"""Training steps, counted from 1."""
+"""Training steps with checks. The first step is 1."""
 LAST_EARLY_STEP = 3
 CHECKS_ENV = "MESHWRIGHT_CHECKS"
-"""`never` in this environment variable disables the checks of rows and writes, where another comparison with one device
-runs."""
+"""Name of an environment variable. The value `never` disables the checks of rows and writes, for runs that compare with
+one device in another way."""
 
 
 @dataclass
 class Preflight:
     """Schedules the checks.
 
-    `stages_run`: every stage has run. `steps`: training steps that have begun. `checked`: the last step with a check of
-    the rows. `once`: buffers that change once a step. `began`: stage passes before those of this step.
+    `stages_run`: every stage has run once. `steps`: number of training steps that have begun. `checked`: the last step
+    before which the rows were checked. `once`: buffers that change once per step. `began`: number of stage passes
+    before the present step.
     """
 
     stages_run: bool = False
@@ -362,15 +363,15 @@ class Preflight:
     began: int = 0
     once: OncePerStepBuffers = field(default_factory=OncePerStepBuffers)
     written: set[str] = field(default_factory=set)
-    """Parameters that a pass of the model writes to."""
+    """Names of the parameters that a pass of the model writes to."""
     paths: PassRecorder = field(default_factory=CodePaths)
-    """The code paths of models that read values."""
+    """The recorded code paths of models that read tensor values."""
     analysed: AnalysisGuard | None = None
     """The guard of the analysis run; None if the plan needs no such run."""
 
     def skip(self, stages: bool = True) -> None:
-        """Skips the checks of the first steps, because another check covers them or only their own passes may run.
-        `stages`: the dry run of stages too."""
+        """Skips the checks of the first steps, because another check covers them, or because no extra passes may run.
+        `stages`: also skips the dry run of stages."""
         self.stages_run |= stages
         self.steps = max(self.steps, LAST_EARLY_STEP)
 
@@ -378,7 +379,7 @@ class Preflight:
         """Runs the checks before all micro-batches of a step or of an evaluation. Every rank calls it.
 
         Raises:
-            PlanRefused: a check fails; on every rank.
+            PlanRefused: a check fails. Every rank raises it.
         """
         self.check(engine, batches, trains)
         self.steps += trains
@@ -414,8 +415,8 @@ class Preflight:
         self.once.made = {}
 
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
-        """Repeats the checks after the passes of a step with unchecked code paths, before its update. Gradients do not
-        change."""
+        """Repeats the checks after the passes of a step that took unchecked code paths, before the update. Gradients do
+        not change."""
         self.steps, self.checked, steps = 0, -1, self.steps
         try:
             self.check(engine, batches, True)
@@ -423,7 +424,7 @@ class Preflight:
             self.steps = self.checked = steps
 
     def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Runs the checks after all micro-batches."""
+        """Runs the checks after all micro-batches of a step or of an evaluation."""
         self.once.put_back(engine.model, len(batches))
         if trains and self.steps in CHECKED_STEPS and is_single_device_step(engine, len(batches)):
             check_replaced_storage(engine)

@@ -1,17 +1,17 @@
 """Measures the links between ranks through the runtime's own collectives: pairs of ranks, and every collective by size
 on each kind of group.
 
-Kinds of groups: neighbours of one host (2, 4, ... and all of its ranks), all ranks, and one rank of every host.
+Kinds of groups are neighbours on one host (2, 4, ... and all of its ranks), all ranks, and one rank of every host.
 Disjoint groups are timed at the same time, as in training. A timing is that of the slowest rank. The result is the
 lower quartile of several timings, so that other work on the machine has little effect.
 
-A rank with a CPU quota pays for its part of a collective out of its compute time. One CPU second of the collective
-takes 1 / quota seconds of wall time. Ranks that only run measurements have unused quota and would not show this. So
-each rank sleeps after a timing for the time that the quota requires, and the sleep counts.
+With a CPU quota, the CPU time of a collective reduces the compute time of a rank: one CPU second takes 1 / quota
+seconds of wall time. Ranks that only run measurements have unused quota and would not show this. So after a timing each
+rank sleeps for the time that the quota requires. The sleep counts as part of the timing.
 
 [Note: meetings] A rank that has just computed may wait for a core before it takes part in a collective. If ranks share
-cores or have quotas, they finish at different times. So the profiler also measures, on each kind of group, how much a
-small collective lengthens the matrix products between collectives.
+cores or have quotas, they finish their computation at different times. So the profiler also measures, on each kind of
+group, by how much a small collective delays the matrix products before and after it.
 """
 
 from __future__ import annotations
@@ -34,49 +34,50 @@ from meshwright.spec.measurement import CollectiveSample, LinkSample
 
 COLLECTIVE_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 COLLECTIVE_BYTES = (2**12, 2**16, 2**19, 2**21)
-"""Bytes of the full tensor."""
+"""Sizes of a collective: bytes of the full tensor."""
 
 MIN_MESSAGE_BYTES, LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 8, 2**17, 2**25
-"""Bytes of the messages between a pair of ranks: the smallest, and larger ones until a transfer takes long enough to
-time."""
+"""Sizes of a message between two ranks, in bytes: the smallest, a large one, and the largest. Sizes grow until a
+transfer takes long enough to time."""
 
 MIN_TRANSFER_SECONDS = 0.01
 
 MAX_REPEATS, MIN_REPEATS, REPEAT_BUDGET_SECONDS = 24, 3, 0.06
-"""Largest and smallest number of repetitions, and seconds after which repetition stops."""
+"""Maximum and minimum number of repetitions of a timing, and the seconds after which repetition stops."""
 
 LONG_COLLECTIVE_SECONDS, BANDWIDTH_BOUND_FACTOR = 0.1, 3.0
-"""No larger collective is timed after one that takes at least this many seconds and BANDWIDTH_BOUND_FACTOR times as
-long as the smallest: bandwidth then dominates."""
+"""No larger collective is timed after one that takes at least LONG_COLLECTIVE_SECONDS and BANDWIDTH_BOUND_FACTOR times
+as long as the smallest one. From this size on, bandwidth dominates."""
 
 LATENCY_BOUND_SECONDS = 0.01
-"""If the smallest collective takes at least this many seconds, the next size takes as long: latency then dominates."""
+"""If the smallest collective takes at least this many seconds, the next size is assumed to take as long, because
+latency dominates."""
 
 COMPUTE_SECONDS, MAX_SYNC_TURNS, SYNC_ROUNDS = 0.008, 16, 5
-"""Seconds that a rank computes between two collectives, the largest number of such turns in a row, and how often the
-turns are timed, with and without collectives."""
+"""Seconds that a rank computes between two collectives; the maximum number of such turns in one timing; and the number
+of timings, each with and without collectives."""
 
 SYNC_BUDGET_SECONDS, MIN_SYNC_TURNS = 0.25, 4
-"""Seconds that these turns may take, and their smallest number."""
+"""Maximum seconds of the turns in one timing, and their minimum number."""
 
 
 @dataclass
 class CollectiveProfiler:
-    """Measures collectives on this rank. `hosts`: the ranks of each host, in order. All ranks create it and call its
-    methods together."""
+    """Measures collectives on this rank. `hosts` are the ranks of each host, in order. All ranks create the profiler
+    and call its methods together."""
 
     mesh: ParallelContext
     hosts: tuple[tuple[int, ...], ...]
     made: int = 0
     groups: dict[tuple[int, ...], CommGroup | None] = field(default_factory=dict)
     share: float = 1.0
-    """Fraction of a processor that this rank gets."""
+    """Fraction of a processor that this rank gets while all ranks compute."""
 
     quota: float = 1.0
-    """Fraction of a processor that the control group of this rank allows, at most 1."""
+    """Fraction of a processor that the cgroup of this rank allows, at most 1."""
 
     def group(self, ranks: tuple[int, ...]) -> CommGroup | None:
-        """Returns the group of `ranks`; None on other ranks. All ranks request all groups in the same order."""
+        """Returns the group of `ranks`, None on other ranks. All ranks request all groups in the same order."""
         if ranks not in self.groups:
             self.groups[ranks] = self._join(ranks)
         return self.groups[ranks]
@@ -105,11 +106,12 @@ class CollectiveProfiler:
         """Returns whether the shared memory has room for one more group."""
         return (self.made + 2) * FIELDS_PER_GROUP <= FIELDS_PER_RANK
 
-    # --- pairs
+    # --- pairs of ranks
 
     def pairs(self) -> list[LinkSample]:
-        """Measures one pair of ranks at a time: a pair for every two hosts, with alternating ranks, and the first
-        accelerator of a host with each of its other accelerators. CPUs of one host have no links."""
+        """Measures one pair of ranks at a time: one pair for every two hosts, with alternating ranks; and the first
+        accelerator of a host with each of its other accelerators. CPUs of one host have no links. Returns the timings.
+        """
         found = []
         for first, second in self._chosen():
             if not self.room:
@@ -140,15 +142,15 @@ class CollectiveProfiler:
         return self._time(lambda: all_to_all(out, sent, group).wait(), group)
 
     def messages(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns two messages of `size` bytes and their receive buffers, in the memory that training sends from. CPU
-        tensors take another path."""
+        """Returns a receive buffer and a send buffer for two messages of `size` bytes each. They are in device memory,
+        as in training, because CPU tensors take another path."""
         sent = torch.ones(2 * size // 4, device=self.mesh.device)
         return torch.empty_like(sent), sent
 
-    # --- collectives
+    # --- timings of collectives
 
     def timings(self) -> list[CollectiveSample]:
-        """Measures every collective by size on each kind of group."""
+        """Measures every collective by size on each kind of group. Returns the timings."""
         found = []
         for members, stride in self._sets():
             if not self.room:
@@ -160,8 +162,8 @@ class CollectiveProfiler:
         return found
 
     def meetings(self) -> list[CollectiveSample]:
-        """Measures synchronisation overhead ([Note: meetings]); accelerators compute without a CPU
-        core and have none."""
+        """Measures the synchronisation overhead ([Note: meetings]). Accelerators have none, because they compute
+        without a CPU core. Returns the timings."""
         found: list[tuple[int, int, int]] = []
         ways: list[tuple[Callable[[], None], int]] = [(lambda: None, MAX_SYNC_TURNS)]
         for members, stride in self._sets() if backend_of(self.mesh.device).memory_is_host else ():
@@ -186,8 +188,8 @@ class CollectiveProfiler:
         ]
 
     def _computing(self, meet: Callable[[], None], turns: int = MAX_SYNC_TURNS) -> float:
-        """Returns the seconds per repetition in which the slowest rank computes for COMPUTE_SECONDS and
-        synchronises."""
+        """Returns the seconds per turn on the slowest rank. In each turn a rank computes for COMPUTE_SECONDS and then
+        calls `meet`, which synchronises."""
         matrix, world, flag = torch.ones(128, 128), self.mesh.world, torch.zeros(1, dtype=torch.float64)
         all_reduce(flag, world).wait()
         for turn in range(-1, turns):
@@ -213,7 +215,8 @@ class CollectiveProfiler:
         return found
 
     def _sets(self) -> list[tuple[list[tuple[int, ...]], int]]:
-        """Returns groups of equal size that run at the same time, and the stride between their ranks."""
+        """Returns sets of groups of equal size that run at the same time. For each set returns the stride between a
+        group's ranks."""
         least = min(map(len, self.hosts))
         lengths = sorted({length for length in (2, 4, 8, least) if 1 < length <= least})
         sets = [
@@ -226,8 +229,8 @@ class CollectiveProfiler:
         return sets
 
     def _collective(self, kind: str, numel: int, ranks: int, group: CommGroup | None) -> Callable[[], None]:
-        """Returns a collective as the runtime calls it: tensors that other ranks read are in shared memory where there
-        is any."""
+        """Returns a function that runs a collective as the runtime does. If ranks share memory, tensors that other
+        ranks read are in shared memory."""
         place = (
             self.mesh.shared_memory.zeros
             if self.mesh.shared_memory is not None
@@ -245,9 +248,9 @@ class CollectiveProfiler:
         }[kind]
 
     def _time(self, action: Callable[[], None], group: CommGroup | None) -> float:
-        """Returns the seconds of `action` on the slowest rank: the lower quartile of several.
+        """Returns the seconds of `action` on the slowest rank: the lower quartile of several timings.
 
-        All ranks call it; those outside of the group wait. All ranks synchronise to agree on the number of repetitions.
+        All ranks call it. Ranks outside of the group wait. All ranks synchronise to agree on the number of repetitions.
         Between two repetitions only the group synchronises, because a barrier of all ranks may take longer than the
         timed action.
         """
@@ -258,7 +261,7 @@ class CollectiveProfiler:
         return sorted(spent)[len(spent) // 4]
 
     def _once(self, action: Callable[[], None], group: CommGroup | None) -> float:
-        """Returns the seconds of `action` on this rank, which then rests for as long as its quota requires."""
+        """Returns the seconds of `action` on this rank, including the sleep that its quota requires."""
         if group is None:
             return 0.0
         all_reduce(torch.zeros(1, dtype=torch.float64), group).wait()
@@ -271,7 +274,7 @@ class CollectiveProfiler:
         return passed + rest
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """Returns the element-wise maximum over all ranks."""
+        """Returns the element-wise maximum of `seconds` over all ranks."""
         found = torch.tensor(seconds, dtype=torch.float64)
         all_reduce(found, self.mesh.world, use_max=True).wait()
         return [float(each) for each in found]

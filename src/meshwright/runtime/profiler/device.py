@@ -1,12 +1,13 @@
-"""Profiles the device of one rank: matrix products by size and type, memory, host link, storage, CPU share; and, with
-all ranks at once, the cluster.
+"""Profiles the device of one rank: matrix products by size and dtype, memory, host link, storage and CPU share.
+Profiles the cluster with all ranks at once.
 
-CPU ranks share processors with each other and with other programs. Their products are therefore timed in thread time,
-and `share` is the CPU time that this rank gets per wall second while all ranks are busy. On CUDA devices both are wall
-time. The result is the fastest of several runs. On CPUs it is the median, because training steps also compete with
-other work.
+CPU ranks share processors with each other and with other programs. Their matrix products are therefore timed in thread
+time. `share` is the CPU time per second of wall time that this rank gets while all ranks are busy. CUDA devices are
+timed in wall time, and their `share` is 1. The result is the fastest of several timings. On CPUs it is the median,
+because training steps also compete with other work.
 
-`measure_cluster` profiles every device while all others run, then the links."""
+`measure_cluster` profiles every device while all others run, and then the links.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +34,24 @@ from meshwright.spec.plan import Plan
 
 PRECISION_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_MATMUL_SECONDS = 0.03
-"""No larger product is timed after one that takes this many seconds, because the next size takes eight times as
-long."""
+"""If a matrix product takes this many seconds, no larger one is timed, because the next size takes eight times
+as long."""
 
 NUM_BURSTS, BURST_SECONDS, CPU_SHARE_WINDOW_SECONDS = 5, 0.01, 0.25
 STREAM_ROW_ELEMENTS = 2**10
-"""Elements in a row of the tensors of element-wise work."""
+"""Number of elements in a row of the tensors of elementwise operations."""
 
 UPDATE_BYTES = 2**25
 
 BLOCK_OPERATIONS = 24
-"""Operations of a block with 7 weights as the planner counts them: 3 for each, and 3 more."""
+"""Number of operations of a block with 7 weights, as the planner counts them: 3 for each weight, and 3 more."""
 
 STORAGE_FILE_BYTES, STORAGE_PIECE_BYTES = 32 * 2**20, 2 * 2**20
 
 
 def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> DeviceProfile:
-    """Measures `device` from `rank`, one of `neighbours` ranks of this machine. All ranks call it at once."""
+    """Returns the profile of `device`, measured from `rank`. `neighbours` is the number of ranks on this machine. All
+    ranks call this function at the same time."""
     on_cpu = backend_of(device).memory_is_host
     name, memory = backend_of(device).name_and_memory(device)
     share, own = 1.0, 1.0
@@ -76,9 +78,9 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
 
 
 def tensor_factory(kind: str) -> Callable[..., torch.Tensor]:
-    """Returns the function that fills operands on a device of this kind.
+    """Returns the torch function that creates operands on a device of type `kind`.
 
-    CPUs take equally long for any values. Accelerators are limited by power, and operands with equal bits draw less
+    A CPU takes equally long for any values. Accelerators are limited by power. Operands with equal bits draw less
     power, so constants would be faster than training data.
 
     >>> tensor_factory("cpu") is torch.ones, tensor_factory("cuda") is torch.randn
@@ -88,7 +90,7 @@ def tensor_factory(kind: str) -> Callable[..., torch.Tensor]:
 
 
 def measure_matmuls(device: torch.device) -> Iterator[MatmulSample]:
-    """Measures square products of each dtype, with growing sizes. A dtype with slow products is measured at small
+    """Yields timings of square matrix products of each dtype, with growing sizes. Slow dtypes are timed only at small
     sizes."""
     sizes = backend_of(device).profiling
     for name in sizes.matmul_dtypes:
@@ -103,8 +105,8 @@ def measure_matmuls(device: torch.device) -> Iterator[MatmulSample]:
 
 
 def measure_layer_training(device: torch.device) -> float:
-    """Returns the FLOP/s of a layer in training: its output, and the gradients of its input and its weights, each in
-    new memory and in the usual layout."""
+    """Returns the FLOP/s of a linear layer in training: its output, and the gradients of its input and of its weight.
+    Each result is written to new memory in the usual layout."""
     sizes = backend_of(device).profiling
     tokens, inputs, outputs = sizes.layer
     hidden, weight, gradient = (
@@ -121,8 +123,8 @@ def measure_layer_training(device: torch.device) -> float:
 
 
 def measure_stream_bandwidth(device: torch.device) -> float:
-    """Returns the bytes/s of element-wise work: a sum, a SiLU and a softmax, read and written. On CPUs an exponential
-    costs more than the memory."""
+    """Returns the bytes/s, read and written, of elementwise operations: a sum, a SiLU and a softmax. On CPUs an
+    exponential costs more than the memory access."""
     size = backend_of(device).profiling.stream_bytes
     first, second = (
         tensor_factory(device.type)(size // 4 // STREAM_ROW_ELEMENTS, STREAM_ROW_ELEMENTS, device=device)
@@ -138,8 +140,8 @@ def measure_stream_bandwidth(device: torch.device) -> float:
 
 
 def measure_attention(device: torch.device) -> float:
-    """Returns FLOP/s of fused attention: two products of all positions with all positions, in the backend's profiling
-    type."""
+    """Returns the FLOP/s of fused attention in the backend's profiling dtype. The FLOPs are those of two products of
+    all positions with all positions."""
     sizes = backend_of(device).profiling
     heads, sequence, width = sizes.attention
     query = tensor_factory(device.type)(1, heads, sequence, width, device=device, dtype=sizes.dtype)
@@ -148,8 +150,8 @@ def measure_attention(device: torch.device) -> float:
 
 
 def measure_launch_overhead() -> float:
-    """Returns the processor seconds of one of BLOCK_OPERATIONS operations of a block, forward. With gradients it takes
-    three times as long. The tensors are so small that only the start of an operation counts."""
+    """Returns the CPU seconds of one operation of a block forward, of which a block has BLOCK_OPERATIONS. Forward and
+    backward take three times as long. The tensors are so small that only the launch of an operation counts."""
     narrow, positions = 8, 4
     weights = [torch.ones(2 * narrow, 2 * narrow, requires_grad=True) for _ in range(7)]
     hidden, turn = torch.ones(1, positions, 2 * narrow), torch.ones(positions, narrow)
@@ -175,7 +177,7 @@ def measure_launch_overhead() -> float:
 
 
 def cgroup_cpu_quota() -> float:
-    """Returns the processors that the control group of this process may use; infinite without a limit."""
+    """Returns the number of processors that the cgroup of this process may use, infinite without a limit."""
     folder = Path("/sys/fs/cgroup")
     places = (
         [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()] if folder.is_dir() else []
@@ -194,7 +196,7 @@ def cgroup_cpu_quota() -> float:
 
 
 def measure_host_bandwidth(device: torch.device) -> float:
-    """Returns the bytes/s between the device and its host's memory. For a CPU they are the same memory, and a copy is
+    """Returns the bytes/s between the device and host memory. On a CPU both are the same memory, and a copy is
     measured."""
     size = backend_of(device).profiling.stream_bytes
     if not backend_of(device).memory_is_host:
@@ -207,10 +209,11 @@ def measure_host_bandwidth(device: torch.device) -> float:
 
 
 def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
-    """Returns the parameters per second that the host updates, as for an optimizer offloaded to CPU.
+    """Returns the number of parameters per second that the host updates, as for an optimizer offloaded to CPU.
 
-    The fused kernel updates float32 weights and states, UPDATE_BYTES of each, which exceed the caches. With an
-    accelerator a rank uses its part of all processors, as in training."""
+    The fused kernel updates float32 weights and states (UPDATE_BYTES per parameter), which exceed the caches. With an
+    accelerator each rank uses its share of all processors, as in training.
+    """
     weights = torch.nn.Parameter(torch.ones(UPDATE_BYTES // 4))
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
@@ -225,8 +228,8 @@ def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
 
 
 def measure_storage_bandwidth() -> float:
-    """Returns bytes/s of writing and reading a file in the temporary folder, as offloading to disk does: past the page
-    cache, piece by piece, both directions at the same time. Returns 0 if the folder cannot be written."""
+    """Returns the bytes/s of a file in the temporary folder, as offloading to disk uses it: without the page cache, in
+    pieces, with reads and writes at the same time. Returns 0 if the folder cannot be written."""
     try:
         scratch, piece = SwapFile(Path(tempfile.gettempdir())), page_aligned_buffer(STORAGE_PIECE_BYTES)
         piece.fill_(1)
@@ -242,7 +245,7 @@ def measure_storage_bandwidth() -> float:
 
 
 def time_action(action: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds of `action` in device time: the fastest of several bursts (on CPUs the median)."""
+    """Returns the seconds of `action` in device time: the fastest of several bursts, or their median on CPUs."""
     backend = backend_of(device)
     on_cpu, clock = backend.memory_is_host, time.thread_time if backend.memory_is_host else time.perf_counter
     action()
@@ -264,8 +267,8 @@ def time_action(action: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_cpu_share() -> float:
-    """Returns the processor seconds per wall second of this rank while it only multiplies: the largest
-    of some windows."""
+    """Returns the CPU seconds per wall second that this rank gets while it only multiplies: the largest value of
+    several time windows."""
     matrix = torch.ones(128, 128)
     most = 0.0
     for _ in range(3):
@@ -277,8 +280,8 @@ def measure_cpu_share() -> float:
 
 
 def measure_cluster() -> ClusterProfile:
-    """Measures all ranks of the default process group, or this process alone. All of them call it, and get the result
-    of rank 0."""
+    """Returns the profile of all ranks of the default process group, or of this process alone. All ranks call it and
+    get the result of rank 0."""
     began, ours, all_before = time.perf_counter(), time.process_time(), machine_busy_seconds()
     world = dist.get_world_size() if dist.is_initialized() else 1
     torch.set_num_threads(1)
@@ -309,7 +312,8 @@ def _gather_from_all(mine: Any, world: int) -> list[Any]:
 
 
 def machine_busy_seconds() -> float:
-    """Returns the busy seconds of all processors of this machine since it started; 0 where they are not counted."""
+    """Returns the seconds that all processors of this machine have been busy since it started, 0 if they are not
+    counted."""
     try:
         user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
     except (OSError, ValueError):

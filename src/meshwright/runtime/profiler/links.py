@@ -1,8 +1,8 @@
-"""Finds slow links between two steps of a run: hosts send to each other in rounds of disjoint pairs.
+"""Finds slow links between hosts. Between two steps of a run, hosts send to each other in rounds of disjoint pairs.
 
-The first rank of a host represents it. Both hosts of a pair send at once, with growing sizes until the transfer is long
-enough to time. The result is the quickest of several transfers, because no other traffic uses the links between steps.
-A run measures links only after the waits of its ranks have become longer (train/straggler.py).
+The first rank of each host sends for the host. Both hosts of a pair send at the same time, with growing sizes until the
+transfer is long enough to time. The result is the fastest of several transfers, because no other traffic uses the links
+between steps. A run measures links only after its ranks wait longer than before (train/straggler.py).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from meshwright.spec.measurement import SLOW_LINK_RATIO, LinkSample, find_networ
 
 NUM_EXCHANGES = 3
 SIMILAR_RATE_FACTOR = 2.0
-"""Links with up to this many times the rate of the slowest are reported with it. The factor allows for short delays,
-such as those of ranks on busy CPUs."""
+"""A link is reported together with the slowest link if its rate is at most this many times the slowest rate. The factor
+allows for short delays, such as those of ranks on busy CPUs."""
 
 MAX_ROUNDS = 32
-"""Largest number of rounds. With many hosts, each host is measured with this many other hosts."""
+"""Maximum number of rounds. If there are more hosts, each host is measured with only this many other hosts."""
 
 
 def measure_links(mesh: ParallelContext, beat: Callable[[], None] = lambda: None) -> list[LinkSample]:
-    """Measures pairs of hosts by their first ranks. Returns the pairs on every rank; none if all ranks are on one host.
-    All ranks call it. `beat` reports that the rank is alive."""
+    """Measures pairs of hosts between their first ranks. Returns the pairs on every rank, an empty list if all ranks
+    are on one host. All ranks call it. `beat` reports that the rank is alive."""
     hosts: list[Any] = list(mesh.topology.shm_host_ids)
     if mesh.plan.world > 1 and not all(hosts or [""]):
         hosts = [None] * mesh.plan.world
@@ -74,7 +74,7 @@ def pair_rounds(hosts: int) -> Iterator[list[tuple[int, int]]]:
 def find_slow_links(
     mesh: ParallelContext, beat: Callable[[], None] = lambda: None
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Returns ranks and a description of each slow link, identical on all ranks, which call it together."""
+    """Returns the ranks and a description of each slow link. All ranks call it together and get the same result."""
     return describe_slow_links(measure_links(mesh, beat), mesh.plan.world)
 
 
@@ -113,7 +113,7 @@ def describe_slow_links(pairs: Sequence[LinkSample], ranks: int) -> list[tuple[t
 
 
 def _measure_pair(first: int, second: int, mesh: ParallelContext) -> LinkSample:
-    """Returns the result that both hosts of a pair agree on: that of the slower direction."""
+    """Returns the measurement of a pair of hosts, which is equal on both: that of the slower direction."""
     other = second if mesh.rank == first else first
     latency, size, large = _exchange_seconds(other, 1, mesh), LARGE_MESSAGE_BYTES, 0.0
     while large - latency < MIN_TRANSFER_SECONDS and size <= MAX_MESSAGE_BYTES:
@@ -122,7 +122,7 @@ def _measure_pair(first: int, second: int, mesh: ParallelContext) -> LinkSample:
 
 
 def _exchange_seconds(other: int, numel: int, mesh: ParallelContext) -> float:
-    """Returns the seconds of the quickest of NUM_EXCHANGES exchanges, each timed on the slower rank."""
+    """Returns the seconds of the fastest of NUM_EXCHANGES exchanges. Each is timed on the slower rank."""
     sent = torch.ones(numel, device=mesh.device)
     out = torch.empty_like(sent)
     tries = torch.zeros(NUM_EXCHANGES, dtype=torch.float64, device=mesh.device)
@@ -137,7 +137,7 @@ def _exchange_seconds(other: int, numel: int, mesh: ParallelContext) -> float:
 
 
 def _exchange(sent: torch.Tensor, out: torch.Tensor, other: int) -> None:
-    """Exchanges data in both directions at once."""
+    """Sends `sent` to rank `other` and receives `out` from it at the same time."""
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, out, other)]):
         work.wait()
     backend_of(sent.device).synchronize(sent.device)

@@ -1,22 +1,23 @@
 """Offloads saved activations to host memory or to a file between forward and backward.
 
-[Note: overlapped offload] The activations of a block go to the host while the next block runs, and the device frees
-them when that block ends. While a block runs backward, the activations of the previous block are copied back. So at
-most the activations of two blocks are on the device, which planner/cost/offload.py prices. The activations of the last
-block of a pass are resident until the next pass begins. In most schedules this is the backward of the same micro-batch.
+[Note: overlapped offload] While a block runs forward, the activations of the previous block are copied to the host. The
+device frees them when the running block ends. While a block runs backward, the activations of the previous block are
+copied back. So at most the activations of two blocks are on the device (planner/cost/offload.py). The activations of
+the last block of a pass stay on the device until the next pass begins. In most schedules the next pass is the backward
+of the same micro-batch.
 
-On an accelerator copies use separate streams and pinned memory, and threads write files. CPU ranks write the activation
-itself, because their memory is the host's.
+On an accelerator, copies use separate streams and pinned memory, and threads write files. CPU ranks write the
+activations to files without a copy, because their memory is the host's.
 
 [Note: one stream's memory] The compute stream allocates and frees device memory, after it has waited for the copy. So
-no memory is written or read after its reuse, also when a step ends in an error (`OffloadedTensor.__del__`).
+no memory is written or read after its reuse, even if a step ends in an error (`OffloadedTensor.__del__`).
 
 A storage that a block saves several times (the input of three projections, attention's output and its views) is
-transferred once. Sparse or subclassed tensors, and tensors on other devices, stay resident. A saved tensor must not be
-written during its copy: backward refuses one that was, as autograd does.
+transferred once. Sparse or subclassed tensors, and tensors on other devices, are not offloaded. A saved tensor must not
+be written to during its copy. Otherwise backward raises an error, as autograd does.
 
-Source of the streams and their synchronisation: torchtune's OffloadActivations. torch's save_on_cpu does the same on
-the compute stream.
+Source of the streams and their synchronisation: torchtune's OffloadActivations. torch's save_on_cpu copies on the
+compute stream.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from meshwright.runtime.offload.swap_file import PAGE_BYTES
 
 
 class ActivationOffload:
-    """Offloads the activations of one rank, whose blocks run on `device`. `weights`: storages that are never offloaded.
-    `depot`: the activation file; None for host memory."""
+    """Offloads the activations of one rank, whose blocks run on `device`. `weights` are storages that are never
+    offloaded. `depot` is the activation file, None for host memory."""
 
     def __init__(self, device: torch.device, weights: Collection[int], depot: ActivationStore | None = None) -> None:
         self.device, self.weights, self.depot = device, weights, depot
         self.ferry = CopyStreams(device) if depot is None else depot.copy_streams
         self.beyond = backend_of(device).has_streams
-        """Whether the device has separate memory."""
+        """Whether the device has memory separate from the host's."""
         self._last = self._opened = _no_block
 
     @contextmanager
     def collect_block(self, place: int) -> Iterator[BlockActivations]:
-        """Collects the saved activations of block number `place` of its stage during its forward."""
+        """Collects the activations that block `place` of its stage saves inside the context, which is its forward."""
         before = self._last()
         if before is not None:
             before.leave()
@@ -64,8 +65,8 @@ class ActivationOffload:
         self._last = weakref.ref(block)
 
     def open(self, block: BlockActivations) -> None:
-        """Starts the backward of `block`: frees the block whose backward has ended, and fetches the block that backward
-        runs next."""
+        """Starts the backward of `block`. Frees the activations of the block whose backward has ended, and fetches
+        those of the block whose backward is next."""
         opened, last = self._opened(), self._last()
         if opened is block:
             return
@@ -82,7 +83,7 @@ class ActivationOffload:
 
 
 class BlockActivations:
-    """Stores the saved activations of one block in one pass, until the block's backward has used them."""
+    """The saved activations of one block in one pass, until the backward of the block has used them."""
 
     def __init__(self, rank: ActivationOffload, before: BlockActivations | None, place: int) -> None:
         self.rank, self.place = rank, place
@@ -92,11 +93,12 @@ class BlockActivations:
 
     @property
     def parcels(self) -> list[OffloadedTensor]:
-        """Returns the tensors that backward still needs."""
+        """The saved tensors that backward still needs."""
         return [parcel for each in self._parcels if (parcel := each()) is not None]
 
     def keep(self, tensor: torch.Tensor) -> Any:
-        """Returns what autograd saves in place of `tensor`."""
+        """Returns what autograd saves instead of `tensor`: the tensor itself, or an offloaded storage with the tensor's
+        geometry."""
         if not self._goes(tensor):
             return tensor
         if tensor.nbytes * 2 < tensor.untyped_storage().nbytes():  # a view of less than half of its storage is copied
@@ -105,7 +107,7 @@ class BlockActivations:
         key = storage_id(tensor), tensor._version
         parcel = self._seen.get(key)
         if parcel is None:
-            # Holds the storage, so that no later storage gets the same identity.
+            # The entry keeps the storage alive, so that no later storage gets the same id.
             parcel = self._seen[key] = self._sent(tensor)
         return parcel, TensorMeta.of(tensor)
 
@@ -128,23 +130,23 @@ class BlockActivations:
             self.let_go()
 
     def leave(self) -> None:
-        """Starts to offload all tensors that are neither offloaded nor on their way."""
+        """Starts to offload all tensors that are not yet offloaded."""
         for parcel in self.parcels:
             parcel.leave()
 
     def let_go(self) -> None:
-        """Frees the device memory of the block's tensors until backward."""
+        """Frees the device memory of the block's tensors until backward needs them."""
         for parcel in self.parcels:
             parcel.let_go()
 
     def fetch(self) -> None:
-        """Starts to copy the block's tensors back to the device, except those that are resident."""
+        """Starts to copy the block's tensors back to the device, except those that are on the device."""
         for parcel in self.parcels:
             parcel.fetch()
 
 
 class TensorMeta(NamedTuple):
-    """Stores the dtype, size, stride and offset of a tensor in its storage."""
+    """The dtype, size, stride and offset of a tensor in its storage."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -153,17 +155,17 @@ class TensorMeta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        """Returns the layout of `tensor`."""
+        """Returns the geometry of `tensor`."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def of_bytes(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor as a view of a copy of its storage."""
+        """Returns the tensor as a view of `values`, a copy of its storage."""
         found: Any = torch.empty(0, dtype=self.dtype, device=values.device)
         return found.set_(values.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
 
 
 class OffloadedTensor:
-    """Stores one storage that a block saves: on the device (`here`), in host memory, in an extent of the file, or in
+    """One storage that a block saves. It is on the device (`here`), in host memory, in an extent of the file, or in
     transit."""
 
     def __init__(self, block: BlockActivations, tensor: torch.Tensor) -> None:
@@ -174,7 +176,7 @@ class OffloadedTensor:
         self._room: int | None = None
         self._going: Future[None] | None = None
         self._coming: Future[CopyEvent] | None = None
-        """The transfer to or from the file."""
+        """The read from the file, if one is in progress."""
         self._landing = COPY_DONE
         """The last copy between device and host."""
         self._version_probe: torch.Tensor | None = version_probe(tensor)
@@ -185,7 +187,7 @@ class OffloadedTensor:
     # --- forward
 
     def leave(self) -> None:
-        """Starts the copy to host memory or to the file."""
+        """Starts to copy the storage to host memory or to the file."""
         if self.here is None or self._host is not None or self._room is not None:
             return
         values = self.here if self.depot is not None and not self.rank.beyond else self._brought_down(self.here)
@@ -194,7 +196,8 @@ class OffloadedTensor:
             self._going = self.depot.write(self._room, values, self._landing)
 
     def _brought_down(self, here: torch.Tensor) -> torch.Tensor:
-        """Returns a copy in host memory; on an accelerator it is pinned and filled while the device computes."""
+        """Returns a copy in host memory. On an accelerator the copy is pinned, and it is filled while the device
+        computes."""
         rank, depot = self.rank, self.depot
         self._host = (
             torch.empty(self.size, dtype=torch.uint8, pin_memory=rank.beyond)
@@ -206,7 +209,7 @@ class OffloadedTensor:
         return self._host
 
     def let_go(self) -> None:
-        """Frees the device memory once the copy is complete."""
+        """Waits for the copy, and then frees the device memory."""
         self.leave()
         self._arrive()
         if self.depot is not None:
@@ -217,7 +220,7 @@ class OffloadedTensor:
             self.here = self._version_probe = None
 
     def _arrive(self) -> None:
-        """Waits for the transfer to or from the file, and raises its error."""
+        """Waits for the transfer to or from the file. Raises the error of a failed transfer."""
         going, coming, self._going, self._coming = self._going, self._coming, None, None
         if (going is None and coming is None) or self.depot is None:
             return
@@ -228,7 +231,7 @@ class OffloadedTensor:
                 self._landing = coming.result()
 
     def _look(self) -> None:
-        """Records whether the tensor was written in place before its copy was complete."""
+        """Records whether the tensor was written to in place before its copy was complete."""
         at_once = self.depot is None and not self.rank.beyond
         self._is_written |= (
             not at_once and self._version_probe is not None and self._version_probe._version != self._version
@@ -237,7 +240,7 @@ class OffloadedTensor:
     # --- backward
 
     def fetch(self) -> None:
-        """Starts the copy back to the device."""
+        """Starts to copy the storage back to the device."""
         rank, depot = self.rank, self.depot
         if self.here is not None or self._coming is not None:
             return
@@ -255,7 +258,8 @@ class OffloadedTensor:
             self._landing = rank.ferry.copy(self.here, self._host)
 
     def take(self) -> torch.Tensor:
-        """Returns the bytes of the storage on the device."""
+        """Returns the storage as a tensor of bytes on the device. Raises RuntimeError if it was written to during its
+        copy."""
         self.rank.open(self.block)
         self.fetch()
         if self._coming is not None:
@@ -286,27 +290,27 @@ class OffloadedTensor:
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the whole storage of a tensor as bytes."""
+    """Returns the whole storage of `tensor` as a flat tensor of bytes."""
     found: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     storage = tensor.untyped_storage()
     return found.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[no-any-return]
 
 
 def version_probe(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an empty tensor with the version counter of `tensor`."""
+    """Returns an empty tensor that shares the version counter of `tensor`."""
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Returns an identity that is constant over the life of the storage, even if its memory is freed and filled again
+    """Returns an id of the storage that stays constant during its life, even if its memory is freed and allocated again
     (ZeRO 3)."""
     return tensor.untyped_storage()._cdata
 
 
 def unpack_activation(packed: Any) -> torch.Tensor:
-    """Returns the tensor of a saved activation, offloaded or not."""
+    """Returns the tensor that `BlockActivations.keep` saved, offloaded or not."""
     if isinstance(packed, torch.Tensor):
         return packed
     parcel, meta = packed

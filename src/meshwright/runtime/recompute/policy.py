@@ -1,20 +1,24 @@
-"""Decides what a block saves between forward and backward, by the plan.
+"""Decides, by the plan, what a block saves between forward and backward.
 
-It saves everything, or only its input (recompute `full`), or everything but the inside of attention (`attn`), or
-everything but the results of cheap operations (`sac`, analysis/remat/tape.py). The saved tensors are on the device, in
-host memory or in files (offload `activations`).
+- Without recompute, a block saves everything.
+- With `full`, it saves only its input.
+- With `attn`, it saves everything except the inside of attention.
+- With `sac`, it saves everything except the results of cheap operations (analysis/remat/tape.py).
 
-Guarantees: gradients are bit for bit the same. The same kernels recompute from the same values and random state.
+The saved tensors are on the device, in host memory or in files (offload `activations`).
+
+Guarantees: gradients are bitwise equal to those without recompute. The same kernels recompute from the same values and
+random state.
 
 Source of `attn`: Korthikanti et al., arXiv 2205.05198, section 5.
 
-Some buffers change in a block's own forward, such as running means. Recompute reads them as of the original pass, and
-does not change them.
+Some buffers, such as running means, change in the forward of a block. Recompute reads their values at the time of the
+original pass, and does not change them.
 
-[Note: of its own pass] A pass that changes a buffer and reads it has its own value of it. The backward of this pass may
-run after later passes have changed the buffer (pipelines, a block that is called twice). So a recomputed block reads
-copies of the values at the start of its pass in place of its buffers. Selective recompute reads copies of the values
-that it read. The first pass shows which buffers change; all others are neither copied nor replaced.
+[Note: buffer values of a pass] The backward of a pass may run after later passes have changed a buffer (pipelines, a
+block that is called twice). So a recomputed block reads copies of its buffers from the start of its original pass.
+Selective recompute reads copies of the values that the original pass read. The first pass shows which buffers change.
+All other buffers are neither copied nor replaced.
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ from meshwright.spec.memory_policy import offloads_block, recompute_at
 
 
 class BufferSnapshot(NamedTuple):
-    """Stores a buffer before a pass: the module that registers it, and its value if the buffer is known to change."""
+    """The state of a buffer before a pass: the dict that contains it, and its value if the buffer is known to
+    change."""
 
     holder: dict[str, torch.Tensor | None]
     name: str
@@ -60,21 +65,22 @@ class BufferSnapshot(NamedTuple):
 
     @property
     def has_moved(self) -> bool:
-        """Returns whether the buffer has changed. Batch norms write their means without a new version."""
+        """Whether the buffer has changed. Batch norms write running means without a new version, so values are also
+        compared."""
         written = self.holder.get(self.name) is not self.buffer or self.buffer._version != self.version
         return written or (self.value is not None and not torch.equal(self.buffer, self.value))
 
 
 class MutatedBuffers:
-    """Tracks the buffers of one block."""
+    """Determines which buffers of one block change in its forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = [each for each in module.modules() if each._buffers]
         self._moved: set[tuple[int, str]] | None = None
-        """The buffers that change; None before the first pass."""
+        """The buffers that change, as (id of the dict that contains it, name). None before the first pass."""
 
     def before(self) -> list[BufferSnapshot]:
-        """Returns snapshots of all buffers, with the values of those that are known to change."""
+        """Returns snapshots of all buffers. They contain the values of the buffers that are known to change."""
         found = [
             (each._buffers, name, buffer)
             for each in self._modules
@@ -92,10 +98,10 @@ class MutatedBuffers:
         return self._moved is None or (id(holder), name) in self._moved
 
     def moved(self, before: list[BufferSnapshot]) -> list[BufferSnapshot]:
-        """Returns the buffers that this pass or an earlier one has changed.
+        """Returns the snapshots of those buffers that this pass or an earlier one has changed.
 
         Raises:
-            InputError: a buffer changes that did not change before.
+            InputError: this pass has changed a buffer that the first pass did not change.
         """
         if self._moved is None:
             self._moved = {(id(each.holder), each.name) for each in before if each.has_moved}
@@ -112,7 +118,7 @@ class MutatedBuffers:
 
 
 class RestoredBuffers:
-    """Sets buffers to their values before a pass inside the context, and restores their current values afterwards."""
+    """Sets buffers inside the context to their values before a pass. Restores their current values on exit."""
 
     def __init__(self, moved: list[BufferSnapshot]) -> None:
         self.moved = moved
@@ -132,7 +138,7 @@ class RestoredBuffers:
 BlockForward = Callable[..., Any]
 
 FUNCTORCH_HOOK_ERROR = "don't yet support saved tensor hooks"
-"""The error of torch.func where saved-tensor hooks are active."""
+"""The error message of torch.func if saved-tensor hooks are active."""
 
 
 def _no_recompute(place: int) -> Recompute:
@@ -143,9 +149,9 @@ def _no_recompute(place: int) -> Recompute:
 class RecomputePolicy:
     """Applies recompute and offload to all blocks of a rank.
 
-    `how`: the recompute of a block, by its index in the stage. `offload`: the activation offload, for blocks that it
-    `sends`; None without offload. `cuts`: the decisions of selective recompute, by form of block. `weights`: storages
-    that backward gathers again.
+    `how`: the recompute mode of each block, by its index in the stage. `offload`: the activation offload, None without
+    one. `sends`: which blocks it offloads. `cuts`: cached decisions of selective recompute. `weights`: storages that
+    backward gathers again.
     """
 
     how: Callable[[int], Recompute] = _no_recompute
@@ -156,10 +162,10 @@ class RecomputePolicy:
 
     @classmethod
     def of(cls, mesh: ParallelContext, weights: Collection[int]) -> RecomputePolicy:
-        """Returns the policy of a plan. `weights`: storages that are never offloaded.
+        """Returns the policy of a plan. `weights` are storages that are never offloaded.
 
-        Two other modules implement a part of recompute. Attention over context ranks recomputes its
-        core itself (context_parallel/setup.py), and the compiler does selective recompute (compile.py).
+        Two other modules implement a part of recompute. Attention over context ranks recomputes its core itself
+        (context_parallel/setup.py). The compiler does selective recompute (compile.py).
         """
         plan = mesh.plan
         elsewhere = {Recompute.attn} if plan.cp > 1 else set()
@@ -178,7 +184,8 @@ class RecomputePolicy:
     def __call__(
         self, forward: BlockForward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: MutatedBuffers
     ) -> Any:
-        """Runs the block's `forward`, with index `place` in its stage. `moving`: its buffers."""
+        """Runs the `forward` of the block with index `place` in its stage and returns its output. `moving` tracks the
+        block's buffers."""
         try:
             if self.offload is None or not self.sends(place):
                 return self._run(forward, place, moving, None, args, kwargs)
@@ -253,8 +260,8 @@ def _recompute_full(
 def with_function_modes(
     modes: Sequence[TorchFunctionMode], buffers: AbstractContextManager[Any] | None = None
 ) -> Iterator[None]:
-    """Recomputes under the function modes of the forward, such as one without dropout, because torch leaves them during
-    a backward."""
+    """Activates the function modes of the forward during recompute, such as one without dropout. torch deactivates
+    function modes during backward."""
     with buffers or nullcontext(), ExitStack() as stack:
         for mode in modes:
             if mode not in function_modes():
@@ -264,8 +271,8 @@ def with_function_modes(
 
 @contextmanager
 def preserve_buffers(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restores `buffers` afterwards, without the version check of autograd, which saves them for backward but does not
-    read them."""
+    """Restores the values of `buffers` on exit. Does not advance their versions, because autograd saves the buffers for
+    backward but does not read them."""
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -291,8 +298,8 @@ def _recompute_attention(forward: BlockForward) -> BlockForward:
 
 
 class RecomputeAttention(TorchFunctionMode):
-    """Makes attention save only its inputs. Attention that the model's own code checkpoints does so already. The
-    compiler reads this mode too, and recomputes attention instead of saving it."""
+    """Makes attention save only its inputs. If the model's code already checkpoints attention, this mode is not needed.
+    The compiler reads this mode too, and recomputes attention."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,9 @@
-"""Makes parameters inaccessible while a rank does not store their full values, so that an access raises an error of one
-line.
+"""Makes parameters inaccessible while a rank does not store their full values. An access raises a one-line error.
 
-An inaccessible parameter returns its metadata (shape, dtype, device) and refuses every other operation. Otherwise a
-read would return garbage or crash the process, and a write would be lost. The class of the object is replaced, as
-torch's `UninitializedParameter.materialize` does. Modules and user code keep the same object, and an accessible
-parameter is a plain one. Gradient hooks may run while it is inaccessible: `grad` is part of the metadata.
+Otherwise a read would return garbage or crash the process, and a write would be lost. An inaccessible parameter returns
+its metadata (shape, dtype, device) and refuses every other operation. The class of the object is replaced, as in
+torch's `UninitializedParameter.materialize`. Modules and user code keep the same object. An accessible parameter has
+its original class. Gradient hooks may run while a parameter is inaccessible, so `grad` is part of the metadata.
 
 Cost: 0.13 us per parameter to deny access, and as much to allow it.
 """
@@ -74,23 +73,23 @@ METADATA_ATTRIBUTES = frozenset(
         *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
     }
 )
-"""Properties and methods that read or write no values."""
+"""Properties and methods that neither read nor write values."""
 
 MAX_WATCHED_FORWARDS = 64
-"""Forward passes of a block that are watched for a first use. Watching costs time, and a loss reads the same parameters
-in its first passes as later."""
+"""Number of forward passes of a block in which a first use is detected. Watching costs time. A loss reads the same
+parameters in its first passes as in later ones."""
 
 AccessErrorMessage = Callable[[str, torch.Size], str]
-"""Returns the error message for a parameter of this name and shape."""
+"""Returns the error message for a parameter with this name and shape."""
 
 
 class InaccessibleTensor:
-    """Mixed into the class of a tensor while it is inaccessible. `tensor_names` maps the identity of tensors to their
-    names."""
+    """A base class of the class that a tensor has while it is inaccessible. `tensor_names` maps the ids of tensors to
+    their names."""
 
     tensor_names: ClassVar[Mapping[int, str]] = {}
     used: ClassVar[Callable[[str, torch.Size], None]]
-    """Raises InputError, or makes the tensor accessible."""
+    """Is called at an access: raises InputError, or makes the tensor accessible."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,8 +110,8 @@ class InaccessibleTensor:
 def make_inaccessible_class(
     tensor_class: type, names: Mapping[int, str], used: Callable[[str, torch.Size], None]
 ) -> Any:
-    """Returns the class that tensors of `tensor_class` have while they are inaccessible. `names` are by identity;
-    `used` is as in `InaccessibleTensor`."""
+    """Returns the class that tensors of `tensor_class` have while they are inaccessible. `names` maps the ids of
+    tensors to names. `used` is that of `InaccessibleTensor`."""
     return type(tensor_class)(
         f"Closed{tensor_class.__name__}",
         (InaccessibleTensor, tensor_class),
@@ -125,7 +124,7 @@ def _raise_access_error(message: AccessErrorMessage, name: str, shape: torch.Siz
 
 
 class AccessGuard:
-    """Denies and allows access to the same tensors repeatedly."""
+    """Denies and allows access to a set of tensors repeatedly."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], message: AccessErrorMessage) -> None:
         names = {id(tensor): name for name, tensor in tensors.items()}
@@ -152,9 +151,9 @@ class AccessGuard:
 
 
 class ForwardAccessGuard:
-    """Makes those of its tensors that are accessible inaccessible while a block runs. With a `message`, an access is
-    refused. Without a message, an access sets `is_used` and ends the guard, which watches MAX_WATCHED_FORWARDS passes
-    of the block."""
+    """Makes tensors inaccessible while a block runs, except those that are already inaccessible. With a `message`, an
+    access raises it. Without one, an access sets `is_used` and disables the guard. The guard watches
+    MAX_WATCHED_FORWARDS passes of the block."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], message: AccessErrorMessage | None) -> None:
         self._tensors, self._message = list(tensors.values()), message
@@ -189,7 +188,7 @@ class ForwardAccessGuard:
 
 
 def sharded_weight_message(plan: str) -> AccessErrorMessage:
-    """Returns the message for weights that are sharded outside of the forward of their module."""
+    """Returns the message for sharded weights that are accessed outside of the forward of their module."""
     return lambda name, shape: (
         f"plan {plan}: {name} {tuple(shape)} is used outside of the forward of its module, where each rank holds a "
         "shard of it alone: "
@@ -198,7 +197,7 @@ def sharded_weight_message(plan: str) -> AccessErrorMessage:
 
 
 def read_by_loss_message(plan: str) -> AccessErrorMessage:
-    """Returns the message for weights that a user's loss uses although no rank stores all of them."""
+    """Returns the message for weights that a user's loss reads although no rank stores all of them."""
     return lambda name, shape: (
         f"plan {plan}: the loss uses {name} {tuple(shape)} beside the output of the model, and under this plan no "
         "rank holds the whole of all parameters: "
@@ -207,7 +206,7 @@ def read_by_loss_message(plan: str) -> AccessErrorMessage:
 
 
 def stale_parameter_message(plan: str) -> AccessErrorMessage:
-    """Returns the message for parameters from before `parallelize` that are no longer part of the model."""
+    """Returns the message for parameters from before `parallelize` that no longer belong to the model."""
     return lambda name, shape: (
         f"plan {plan}: this {name} {tuple(shape)} was taken from the model before parallelize, which has put shards "
         "in its place or laid it on another "

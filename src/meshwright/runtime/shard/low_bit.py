@@ -1,21 +1,21 @@
 """Stores weights and optimizer states of a parameter group in fewer bits than their update uses.
 
 Between two steps they are stored as `bf16` (with stochastic rounding) or, states only, as `8bit`: one byte per element
-and one scale per block, with torchao's dynamic map. For its update a few parameters at a time are float32. Any
-optimizer of torch can be used, and it gets float32 tensors only.
+and one scale per block, with torchao's dynamic map. The update converts a few parameters at a time to float32. So any
+optimizer of torch can be used. It gets only float32 tensors.
 
-Stochastic rounding of float32 to bfloat16: 16 random bits are added to the lower 16 bits, which are then dropped. So an
-element rounds away from zero with probability (dropped bits) / 2^16, and the mean is exact. Infinities and NaN are
+Stochastic rounding of float32 to bfloat16 adds 16 random bits to the lower 16 bits and then drops these. So an element
+rounds away from zero with probability (dropped bits) / 2^16, and the expected value is exact. Infinities and NaN are
 unchanged.
 
-[Note: random bits of an element] The bits are a hash of (seed, step, name of the tensor, index of the element in the
-full tensor). An element is rounded identically under every plan, on any rank and in any order, and no generator state
-needs to be saved. The hash applies MurmurHash3's finalizer twice, to 32-bit words in int64, whose products wrap.
+[Note: random bits of an element] The random bits are a hash of (seed, step, name of the tensor, index of the element in
+the full tensor). So an element rounds identically under every plan, on any rank and in any order, and no generator
+state is saved. The hash applies MurmurHash3's finalizer twice, to 32-bit words in int64. Products wrap to 32 bits.
 
-Blocks of 8-bit states are as long as the alignment of flat buffers ([Note: flat layout]), so no block is on two ranks:
-ZeRO and pipelines store the same values as one device. Tensor parallelism cuts matrices across their rows, so blocks
-contain other elements than on one device. Results are then equal within the rounding of 8 bits. Checkpoints store 8-bit
-states as float32; quantising these again gives the same bytes.
+Blocks of 8-bit states are as long as the alignment of flat buffers ([Note: flat layout]), so no block is on two ranks.
+With ZeRO and pipelines the stored values are those of one device. Tensor parallelism cuts matrices across their rows,
+so blocks contain other elements than on one device. Then results are equal within the rounding of 8 bits. Checkpoints
+store 8-bit states as float32. Quantising these again gives the same bytes.
 
 Sources: Gupta et al., Deep Learning with Limited Numerical Precision, 2015; Zamirai et al., Revisiting BFloat16
 Training, arXiv 2010.06192; Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; torchao's
@@ -49,15 +49,16 @@ from meshwright.spec.workload import STATE_BLOCK_NUMEL as BLOCK
 _UINT32_MASK = 0xFFFFFFFF
 
 ROUNDING_TILE_ELEMENTS = 1 << 18
-"""Elements rounded at a time on a CPU, so that their hashes stay in the cache."""
+"""Number of elements that are rounded at a time on a CPU, so that their hashes stay in the cache."""
 
 
 class GlobalIndex(NamedTuple):
-    """The position of a run of a flat buffer in its full tensor `name`: `length` elements of the local tensor from
-    `start` on, at offset `at` of the buffer.
+    """The position of a segment of a flat buffer in its full tensor `name`. The segment begins at offset `at` of the
+    buffer. It contains `length` elements of the local tensor from element `start` on.
 
-    Along one dimension the local tensor has `rows` (indices in the full tensor) of `size`, with `inner` elements after
-    each. If `rows` is None, the local tensor is a contiguous range of the full one that begins at `before`.
+    Along one dimension of size `size` in the full tensor, the local tensor has the indices `rows`. `inner` is the
+    number of elements per index. If `rows` is None, the local tensor is a contiguous range of the full tensor that
+    begins at `before`.
     """
 
     name: str
@@ -70,7 +71,7 @@ class GlobalIndex(NamedTuple):
     inner: int = 1
 
     def indices(self, first: int, last: int, device: torch.device) -> torch.Tensor:
-        """Returns the indices in the full tensor of the elements [first, last) of this run."""
+        """Returns the indices in the full tensor of the elements [first, last) of the segment."""
         local = torch.arange(self.start + first, self.start + last, dtype=torch.int64, device=device)
         if self.rows is None:
             return local.add_(self.before)
@@ -80,7 +81,7 @@ class GlobalIndex(NamedTuple):
 
 
 def hash_key(*parts: object) -> tuple[int, int]:
-    """Returns two 32-bit words for any values with a text form.
+    """Returns a hash of `parts` as two 32-bit integers.
 
     >>> hash_key(1, 2) == hash_key(1, 2), hash_key(1, 2) == hash_key(12)
     (True, False)
@@ -90,7 +91,7 @@ def hash_key(*parts: object) -> tuple[int, int]:
 
 
 def random_bits(indices: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
-    """Returns 16 random bits for each element of `indices` (int64), as int32."""
+    """Returns 16 random bits (int32) for each element of `indices` (int64)."""
     mixed = _murmur3_finalize(indices & _UINT32_MASK ^ key[0])
     mixed = _murmur3_finalize(mixed.add_(indices >> 32).add_(key[1]).bitwise_and_(_UINT32_MASK))
     return (mixed >> 16).to(torch.int32)
@@ -105,14 +106,15 @@ def _murmur3_finalize(word: torch.Tensor) -> torch.Tensor:
 
 
 def stochastic_round(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Returns flat float32 `values` rounded stochastically to bfloat16."""
+    """Returns flat float32 `values` rounded to bfloat16. Each element of `random` has 16 random bits."""
     raw = values.view(torch.int32)
     rounded = (raw + random).bitwise_and_(-65536).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
 def slice_index(indices: Sequence[GlobalIndex], elements: slice) -> Iterator[GlobalIndex]:
-    """Yields the parts of the runs that are in `elements`, relative to their start."""
+    """Yields the parts of the segments `indices` that are inside `elements`. Their offsets count from the start of
+    `elements`."""
     for index in indices:
         first, last = max(index.at, elements.start), min(index.at + index.length, elements.stop)
         if first < last:
@@ -122,7 +124,7 @@ def slice_index(indices: Sequence[GlobalIndex], elements: slice) -> Iterator[Glo
 def stochastic_round_into(
     out: torch.Tensor, values: torch.Tensor, indices: Sequence[GlobalIndex], *key: object
 ) -> None:
-    """Rounds flat float32 `values` into flat bfloat16 `out`. Padding between tensors becomes zero."""
+    """Rounds flat float32 `values` stochastically into flat bfloat16 `out`. Padding between tensors becomes zero."""
     longest = ROUNDING_TILE_ELEMENTS if backend_of(values.device).memory_is_host else max(values.numel(), 1)
     out.zero_()
     for index in indices:
@@ -136,27 +138,27 @@ def stochastic_round_into(
 
 
 MIN_SCALE = 1e-30
-"""Smaller scales count as zero: their products with codes would not be exact."""
+"""Scales below this value are replaced by 1, because their products with codes would not be exact."""
 
 
 class Int8State:
-    """A flat float32 tensor in 8 bits per element. `signed` False: none of its elements is negative.
+    """A flat float32 tensor, stored in 8 bits per element. `signed` False: no element is negative.
 
-    [Note: eight bits] The scale of a block is its element of the largest magnitude, with its sign, so that this element
-    has the code of 1. Quantising the dequantised values then gives the same bytes. With torchao's scale, a magnitude,
-    it would not, since its map has no -1.
+    [Note: eight bits] The scale of a block is its element of the largest magnitude, with its sign. So the code of this
+    element is that of 1, and quantising the dequantised values again gives the same bytes. torchao's scale is a
+    magnitude. With this scale the bytes could change, because torchao's map has no -1.
     """
 
     def __init__(self, numel: int, device: torch.device, signed: bool) -> None:
-        """Creates `numel` zeros; `numel` is a multiple of BLOCK."""
+        """Creates `numel` zeros. `numel` must be a multiple of BLOCK."""
         self.library = import_torchao()
         self.map = torch.tensor(self.library.create_dynamic_map(signed=signed), dtype=torch.float32, device=device)
         self.codes = torch.full((numel,), int(self.map.abs().argmin()), dtype=torch.uint8, device=device)
         self.scales = torch.ones(numel // BLOCK, device=device)
 
     def _tiles(self, elements: slice) -> Iterator[tuple[slice, slice, slice]]:
-        """Yields elements, their indices relative to the start of `elements`, and their scales, in tiles that fit into
-        the cache."""
+        """Yields tiles of `elements` that fit into the cache, as three slices: of the stored elements, of positions
+        relative to the start of `elements`, and of the scales."""
         longest = (
             ROUNDING_TILE_ELEMENTS if backend_of(self.codes.device).memory_is_host else max(self.codes.numel(), BLOCK)
         )
@@ -169,7 +171,7 @@ class Int8State:
             )
 
     def store(self, values: torch.Tensor, elements: slice) -> None:
-        """Quantises `values` into `elements`, which are whole blocks."""
+        """Quantises `values` and stores them in `elements`, which must be whole blocks."""
         for tile, relative, blocks in self._tiles(elements):
             rows = values[relative].view(-1, BLOCK)
             scales = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
@@ -178,19 +180,23 @@ class Int8State:
             self.scales[blocks] = scales.view(-1)
 
     def load(self, elements: slice) -> torch.Tensor:
-        """Returns the `elements` in float32."""
+        """Returns the stored `elements` as float32."""
         out = torch.empty(elements.stop - elements.start, device=self.codes.device)
         for tile, relative, blocks in self._tiles(elements):
             out[relative] = self.library.dequant_with_qmap(self.codes[tile], self.map, self.scales[blocks])
         return out
 
     def bytes(self) -> int:
-        """Returns the bytes of codes and scales."""
+        """Returns the number of bytes of codes and scales."""
         return self.codes.numel() + self.scales.numel() * self.scales.element_size()
 
 
 def import_torchao() -> Any:
-    """Returns torchao's functions for quantised optimizer states. Raises InputError if it is not installed."""
+    """Returns torchao's functions for quantised optimizer states.
+
+    Raises:
+        InputError: torchao is not installed.
+    """
     logging.getLogger("torchao").setLevel(logging.ERROR)  # its import warns about missing CUDA kernels
     try:
         from torchao.optim import quant_utils
@@ -206,7 +212,7 @@ def import_torchao() -> Any:
 
 
 class LowBitShard(OptimizerShard):
-    """A shard whose states, and if `stochastic` whose weights, are stored in fewer bits."""
+    """A shard that stores states in fewer bits, and also weights if `stochastic`."""
 
     def __init__(self, flat: torch.Tensor, runs: Sequence[ParamRun], stochastic: bool) -> None:
         super().__init__(flat, runs)
@@ -219,15 +225,14 @@ class LowBitShard(OptimizerShard):
         self._exported: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
 
     def set_rounding(self, global_indices: Sequence[GlobalIndex], seed: int) -> None:
-        """Sets where the elements are in their global tensors, and the seed of stochastic rounding."""
+        """Sets the position of each element in its full tensor, and the seed of stochastic rounding."""
         self.global_indices, self.seed = global_indices, seed
 
-    # --- one update
-    # -----------------------------------------------------------------------------------------------------------
+    # --- update of a chunk
 
     def upcast(self, optimizer: torch.optim.Optimizer, step: int, chunk: ShardChunk) -> None:
-        """Converts weights and states of the chunk to float32 for the next step. Later rounding depends on the step
-        number."""
+        """Converts weights and states of the chunk to float32 for the update. The rounding after the update depends on
+        `step`."""
         self._step, runs = step, self.params[chunk.runs]
         self._exported = weakref.WeakValueDictionary()
         if self.stochastic:
@@ -243,7 +248,7 @@ class LowBitShard(OptimizerShard):
                     optimizer.state[run][key] = part
 
     def downcast(self, optimizer: torch.optim.Optimizer, chunk: ShardChunk) -> None:
-        """Stores the result of the step in fewer bits."""
+        """Stores the updated weights and states in fewer bits."""
         runs, indices = self.params[chunk.runs], tuple(slice_index(self.global_indices, chunk.elements))
         example = next((run for run in runs if not run.has_no_state), runs[0])
         for key, first in [
@@ -284,11 +289,11 @@ class LowBitShard(OptimizerShard):
     # ---------------------------------------------------------------------------------------------------------------
 
     def link_new_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Does nothing: every chunk stores its own states."""
+        """Does nothing, because each chunk stores its own states."""
 
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """Returns the stored states. For 8-bit states it returns their values, which `commit_loaded_states` stores as
-        long as the caller references them."""
+        """Returns the stored states by name. 8-bit states are returned as copies in a wider dtype. If the caller writes
+        to a copy and still references it, `commit_loaded_states` stores its values."""
         if self.stochastic or self._states:
             return self._states
         values = self._values(self._full_range)
@@ -302,7 +307,7 @@ class LowBitShard(OptimizerShard):
         scalars: ScalarValues,
         others: ScalarValuesByParam = NO_SCALARS,
     ) -> None:
-        """Creates empty states for a checkpoint to fill, as `OptimizerShard.init_states`."""
+        """Creates empty states, which a checkpoint then fills. See `OptimizerShard.init_states`."""
         super().init_states(optimizer, dtypes, scalars, others)
         for run in (run for run in self.params if not run.has_no_state):
             for key in dtypes:
@@ -310,14 +315,14 @@ class LowBitShard(OptimizerShard):
         self._linked_numel = self.flat.numel() if dtypes else 0
 
     def commit_loaded_states(self) -> None:
-        """Stores values written to the tensors that `states` returned."""
+        """Stores the values that were written to the tensors returned by `states`."""
         if not self.stochastic:
             for key, values in (*self._states.items(), *self._exported.items()):
                 self._store_int8(key, values, self._full_range)
             self._states, self._exported = {}, weakref.WeakValueDictionary()
 
     def state_bytes(self) -> int:
-        """Returns the bytes of states in addition to the optimizer's own."""
+        """Returns the number of bytes of states that the optimizer does not store itself."""
         return sum(state.numel() * state.element_size() for state in self._states.values()) + sum(
             each.bytes() for each in self._int8.values()
         )

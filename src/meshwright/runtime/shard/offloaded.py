@@ -1,11 +1,12 @@
-"""The optimizer shard of a parameter group whose states, and main weights if any, are offloaded to CPU or NVMe.
+"""The optimizer shard of a parameter group whose states, and possibly main weights, are offloaded to CPU or NVMe.
 
 A shard has up to three parts: a resident part, a part with offloaded states, and a part with offloaded states and
-weights (`spec/layout.py`). The optimizer's parameters and states are views of the memory of a chunk. This memory is the
-host memory where states are stored. For files it is a swap buffer, which several chunks share and which contains a
-chunk's values only during the chunk's update. Saving and loading (`parts`, `state_parts`) map the file; the next update
-unmaps it. States of a part that is `on_device` are on the device. Nothing is fetched or stored for them, unless their
-weights are in a file: then only the weights are swapped.
+weights (`spec/layout.py`). Each part consists of chunks. The optimizer's parameters and states are views of the memory
+of a chunk. With offload to CPU, this is the host memory that stores the states. With offload to NVMe, it is a swap
+buffer that several chunks share. The buffer contains the values of a chunk only during the update of this chunk. Saving
+and loading (`parts`, `state_parts`) map the file, and the next update unmaps it. A part that is `on_device` has its
+states on the device. Nothing is fetched or stored for it, unless its weights are in a file. Then only the weights are
+swapped.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ MAIN_PARAM_KIND, GRADIENT_KIND, WEIGHT_KIND = "master", "gradient", "weights"
 
 
 class FileExtent(NamedTuple):
-    """Where a kind of state starts in the swap file."""
+    """The start and the dtype of one kind of state in the swap file."""
 
     start: int
     dtype: torch.dtype
 
 
 class OffloadedChunk:
-    """Elements `start` to `stop` of a part. `has_main_params`: the weights that it updates are a copy of those that
+    """Elements [start, stop) of a part. `has_main_params`: the update changes a copy of the weights that
     training reads."""
 
     def __init__(self, part: OffloadedPart, start: int, stop: int) -> None:
@@ -55,32 +56,32 @@ class OffloadedChunk:
         self.index, self.buffer = part.swapper.next_buffer(self.resident)
         self.params: list[ShardParam] = []
         self.runs: list[ParamRun] = []
-        """The runs of its parameters, relative to its start."""
+        """The segments of the chunk's parameters. Their positions count from the start of the chunk."""
         self.updated = torch.empty(0)
-        """The tensor of which its parameters are views."""
+        """The weights that the update changes. The chunk's parameters are views of this tensor."""
         self.gradients: torch.Tensor | None = None
-        """The chunk's gradients in the buffer that backward wrote, once they are complete."""
+        """The chunk's gradients in the buffer that backward wrote. None until they are complete."""
         self.grads_on_host = False
-        """Whether gradients are offloaded to CPU."""
+        """Whether the gradients are offloaded to CPU."""
         self._host_grads: torch.Tensor | None = None
-        """The copy of its gradients on the host, for a device with its own memory."""
+        """The copy of the gradients in host memory, if the device has its own memory."""
         self.has_states = False
-        """Whether the optimizer has created its states."""
+        """Whether the optimizer has created the chunk's states."""
 
     @property
     def unit_range(self) -> slice:
-        """Its elements in the shard of the parameter group."""
+        """The elements of the chunk, as a slice of the parameter group's shard."""
         return slice(self.part.start + self.start, self.part.start + self.stop)
 
     def view(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        """Returns its elements of `kind` where the optimizer reads them."""
+        """Returns the chunk's values of `kind`, in the memory from which the optimizer reads them."""
         if kind in self.part.in_memory:
             return self.part.in_memory[kind][self.start : self.stop]
         numel = self.stop - self.start
         return self.buffer.pages(kind, round_up_to_pages(numel * dtype.itemsize)).view(dtype)[:numel]
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Splits `tensor` into the elements of its parameters."""
+        """Splits `tensor`, which has one element for each of the chunk's, into one view for each parameter."""
         return tensor.split([run.numel() for run in self.params])
 
     def fetch(self) -> None:
@@ -98,7 +99,7 @@ class OffloadedChunk:
             self.part.swapper.copy_streams.copy(self._host_grads, gradients).wait()
 
     def store(self) -> None:
-        """Writes the updated weights to where training reads them, and all else to the file."""
+        """Writes the updated weights to where training reads them, and everything else to the file."""
         part, swap_file = self.part, self.part.swapper.swap_file
         if self.has_main_params and isinstance(part.storage, torch.Tensor):
             self._upload(self.view(MAIN_PARAM_KIND, part.dtype), part.storage[self.start : self.stop])
@@ -114,8 +115,8 @@ class OffloadedChunk:
             swap_file.write(start, pages)
 
     def _upload(self, updated: torch.Tensor, weights: torch.Tensor) -> None:
-        """Copies weights that the host has updated to the device, in their own dtype through pinned memory ([Note: one
-        type, pinned])."""
+        """Copies weights that the host has updated to the device, in the device's dtype through pinned memory ([Note:
+        one type, pinned])."""
         if self.part.on_device or self.part.on_host or not self.part.swapper.has_device_memory:
             weights.copy_(updated)
             return
@@ -124,7 +125,8 @@ class OffloadedChunk:
         self.part.swapper.copy_streams.copy(weights, updated).wait()
 
     def _file_pages(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns the contents of the chunk in the file: offsets, and pages of the swap buffer."""
+        """Returns the chunk's values that are in the file: for each kind, the offset in the file and the pages of the
+        swap buffer."""
         pages_in_file = []
         for kind, extent in list(self.part.extents.items()):
             if self.has_states or kind == MAIN_PARAM_KIND:
@@ -134,15 +136,15 @@ class OffloadedChunk:
                 )
         return pages_in_file
 
-    # --- the optimizer's view
+    # --- optimizer step
 
     def set_grad(self, scale: float) -> None:
-        """Sets the gradients of its parameters, times `scale`."""
+        """Sets the gradients of the chunk's parameters, multiplied by `scale`."""
         assert self.gradients is not None
         if self._host_grads is None:  # the chunk was fetched before gradients were complete
             self._download_grads(self.gradients)
         grads, self._host_grads = self.gradients if self._host_grads is None else self._host_grads, None
-        # States on the device need gradients on the device.
+        # If the states are on the device, the optimizer needs the gradients on the device.
         grads = grads.to(self.part.device) if self.part.on_device else grads
         scaled = (
             grads.to(self.part.dtype, copy=True).mul_(scale)
@@ -155,8 +157,8 @@ class OffloadedChunk:
             run.grad = None if run.skipped else piece
 
     def clear_grad(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Clears gradients after the update, and stores states that the optimizer has created. Returns whether there
-        were any."""
+        """Clears the gradients after the update. Allocates storage for states that the optimizer has created, and
+        returns whether there are any."""
         for run in self.params:
             run.grad = None
         example = next((run for run in self.params if not run.has_no_state), None)
@@ -176,7 +178,8 @@ class OffloadedChunk:
     def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
-        """Cuts parameters as `OptimizerShard.isolate`; `tensors` give elements in the shard of the parameter group."""
+        """Splits parameters so that each of `tensors` in `names` has its own. Positions of `tensors` count from the
+        start of the parameter group's shard."""
         at = self.unit_range.start
         local = [TensorExtent(each.start - at, each.stop - at, each.name) for each in tensors]
         before, self.runs = self.params, isolate_tensors(self.runs, local, names)
@@ -184,7 +187,7 @@ class OffloadedChunk:
         replace_params(optimizer, before, self.params)
 
     def init_states(self, optimizer: torch.optim.Optimizer, scalars: ScalarValues, others: ScalarValuesByParam) -> None:
-        """Creates the states for a checkpoint to fill."""
+        """Creates the states, which a checkpoint then fills."""
         parts = {
             kind: self.split(self.view(kind, dtype))
             for kind, dtype in self.part.dtypes.items()
@@ -196,8 +199,8 @@ class OffloadedChunk:
 
 
 class OffloadedPart:
-    """A part of a shard from `start` on. `on_device`: its states are on the device. `dtypes` lists its states and main
-    weights, which are `in_memory` or at `extents` of the file."""
+    """A part of a shard, from element `start` on. `on_device`: its states are on the device. `dtypes` has an entry for
+    each kind of state and for the main weights. Each kind is either `in_memory` or at `extents` of the file."""
 
     def __init__(
         self,
@@ -208,8 +211,8 @@ class OffloadedPart:
         part: OffloadSplit,
         on_device: bool,
     ) -> None:
-        """`storage`: the weights that training reads. They are updated in place if they have type `dtype` and the
-        updating processor can access them. In a file they are swapped like states."""
+        """`storage` is where training reads the weights. Weights of dtype `dtype` that the updating processor can
+        access are updated in place. Weights in a file are swapped like states."""
         self.swapper, self.dtype, self.start, self.on_host, self.on_device = (
             swapper,
             dtype,
@@ -257,14 +260,14 @@ class OffloadedPart:
 
     @property
     def main_params(self) -> torch.Tensor:
-        """The tensor that is updated, where it is stored."""
+        """The tensor that stores the weights which the update changes."""
         if isinstance(self.storage, torch.Tensor) and not self.has_main_params:
             return self.storage
         (whole,) = self.full(MAIN_PARAM_KIND)
         return whole
 
     def allocate(self, kind: str, dtype: torch.dtype) -> None:
-        """Allocates zeros for all elements of `kind`."""
+        """Allocates zeros of `kind` for all elements of the part."""
         if kind in self.dtypes:
             return
         self.dtypes[kind] = dtype
@@ -276,7 +279,8 @@ class OffloadedPart:
             self.in_memory[kind] = torch.zeros(self.numel, dtype=dtype, pin_memory=self.swapper.pinned)
 
     def full(self, kind: str) -> list[torch.Tensor]:
-        """Returns all of `kind` where it is stored, so that writes reach it; an empty list if there is none."""
+        """Returns a list with the one tensor that stores all values of `kind`, so that writes reach the storage.
+        Returns an empty list if there are none."""
         self.swapper.quiesce()
         if kind in self.in_memory:
             return [self.in_memory[kind]]
@@ -287,11 +291,11 @@ class OffloadedPart:
         return [self._mapped[kind]] if kind in self._mapped else []
 
     def unmap(self) -> None:
-        """Unmaps the file before other code writes it."""
+        """Unmaps the file, before the next update writes to it."""
         self._mapped.clear()
 
     def bytes(self, *kinds: str) -> int:
-        """Returns the bytes of these kinds."""
+        """Returns the number of bytes of the values of `kinds`."""
         return self.numel * sum(self.dtypes[kind].itemsize for kind in kinds if kind in self.dtypes)
 
 
@@ -306,7 +310,7 @@ class OffloadedShard(OptimizerShard):
         runs: Sequence[ParamRun],
         parts: Sequence[OffloadSplit],
     ) -> None:
-        """`storages`: the weights of each of `parts`."""
+        """`storages` are the weights of each of `parts`."""
         swapper.copy_streams.wait_for_compute()  # the compute stream has written the weights
         self.swapper = swapper
         self.splits = [
@@ -320,7 +324,7 @@ class OffloadedShard(OptimizerShard):
     def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
-        """Cuts parameters as `OptimizerShard.isolate`."""
+        """Splits parameters so that each of `tensors` in `names` has its own."""
         for chunk in self.chunks:
             chunk.isolate(optimizer, tensors, names)
         self.params = [run for chunk in self.chunks for run in chunk.params]
@@ -333,41 +337,41 @@ class OffloadedShard(OptimizerShard):
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """The main weights of each part."""
+        """The main weights of each part, in order."""
         return [part.main_params for part in self.splits]
 
     @property
     def flat(self) -> torch.Tensor:
-        """The main weights, of a shard with one part."""
+        """The main weights of a shard with one part."""
         (tensor,) = self.parts
         return tensor
 
     def unmap(self) -> None:
-        """Unmaps the file, which the update writes."""
+        """Unmaps the file, before the update writes to it."""
         for part in self.splits:
             part.unmap()
 
     def bytes(self) -> int:
-        """Returns the bytes of main weights on the device."""
+        """Returns the number of bytes of main weights on the device."""
         return sum(part.bytes(MAIN_PARAM_KIND) for part in self.splits if part.on_device)
 
     def state_bytes(self) -> int:
-        """Returns the bytes of states on the device that the optimizer does not count as its own."""
-        # If the plan does not offload states, the optimizer counts them.
+        """Returns the number of bytes of states on the device that the optimizer does not count as its own."""
+        # If the plan does not offload states, the optimizer counts their bytes itself.
         resident = [part for part in self.splits if part.on_device and self.swapper.optimizer]
         return sum(part.bytes(*(kind for kind in part.dtypes if kind != MAIN_PARAM_KIND)) for part in resident)
 
     def offloaded_bytes(self) -> int:
-        """Returns the bytes of states on the host or in the file."""
+        """Returns the number of bytes of states in host memory or in the file."""
         return (
             sum(part.bytes(*part.dtypes) for part in self.splits if not part.on_device) if self.swapper.optimizer else 0
         )
 
     def link_new_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Does nothing: each chunk stores its own states."""
+        """Does nothing, because each chunk stores its own states."""
 
     def state_parts(self, optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
-        """Returns the states of each part where they are stored."""
+        """Returns for each kind of state the tensors that store it, one for each part."""
         kinds = sorted({kind for part in self.splits for kind in part.dtypes} - {MAIN_PARAM_KIND})
         return {kind: [tensor for part in self.splits for tensor in part.full(kind)] for kind in kinds}
 
@@ -378,7 +382,7 @@ class OffloadedShard(OptimizerShard):
         scalars: ScalarValues,
         others: ScalarValuesByParam = NO_SCALARS,
     ) -> None:
-        """Creates the states for a checkpoint to fill, as `OptimizerShard.init_states`."""
+        """Creates the states, which a checkpoint then fills. See `OptimizerShard.init_states`."""
         self.swapper.quiesce()
         for part in self.splits:
             for kind, name in kinds.items():

@@ -1,20 +1,20 @@
-"""The optimizer's shard of a flat parameter group: its weights or a float32 copy of them (main weights), and the
+"""The optimizer's shard of a flat parameter group: the weights, or a float32 copy of them (main weights), and the
 optimizer states.
 
-An optimizer reads its parameters once per operation. On one thread torch's AdamW took 92 ms for 18 million elements as
-one tensor, and 27 ms in pieces that stay in the cache. On a CPU the optimizer therefore gets such pieces
-(`ShardParam`). On an accelerator it gets one tensor, which needs one launch. A piece contains either matrices or
-vectors (biases, norms) of one optimizer group (optim/param_groups.py), so that a rule can treat them differently.
-Elementwise states are stored as one tensor each, and the optimizer has views of them: checkpoints do not depend on the
-pieces.
+On a CPU the optimizer gets the shard in pieces (`ShardParam`), because it reads its parameters once per operation and a
+piece stays in the cache. On one thread, torch's AdamW took 92 ms for one tensor of 18 million elements and 27 ms for
+the same elements in pieces. On an accelerator the optimizer gets one tensor, which needs one kernel launch. A piece
+contains either matrices or vectors (biases, norms), all of one optimizer group (optim/param_groups.py), so that the
+optimizer can treat matrices and vectors differently. Each elementwise state is stored as one tensor, and the optimizer
+has views of it. So checkpoints do not depend on the pieces.
 
-Scalar states, such as the step count, are read, saved and restored with their exact type. With a different type, they
-and the update would round differently.
+Scalar states, such as the step count, are saved and restored with their exact type. A different type would change the
+rounding of the state and of the update.
 
 [Note: skipped parameters] torch's optimizers skip a parameter whose gradient is None: its weights, states and step
-count stay. A parameter that is skipped for the first time gets separate pieces (`ShardParam.isolated`). These pieces
-have no gradient in such an update, so torch itself skips them. A piece that every update so far has skipped has no
-states: torch creates them in the first update that has a gradient for it.
+count stay. When a parameter is skipped for the first time, it gets separate pieces (`ShardParam.isolated`). In an
+update that skips the parameter, these pieces have no gradient, so torch skips them. torch creates the states of a piece
+in the first update that has a gradient for it. Until then the piece has no states.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from meshwright.spec.layout import CHUNK_ELEMENTS
 
 
 class ScalarState(NamedTuple):
-    """A scalar state. `kind` is the dtype of a 0-dimensional tensor, or `int`, `float`, `bool` of Python."""
+    """A scalar optimizer state. `kind` is the dtype of a 0-dimensional tensor, or the Python type `int`, `float` or
+    `bool`."""
 
     value: float
     kind: str = "float32"
 
     def create(self, device: torch.device) -> Any:
-        """Creates the state.
+        """Returns the state as a Python number or as a tensor on `device`.
 
         >>> ScalarState(3.0, "int").create(torch.device("cpu")), ScalarState(0.5, "float64").create(torch.device("cpu"))
         (3, tensor(0.5000, dtype=torch.float64))
@@ -54,20 +55,20 @@ PYTHON_SCALAR_TYPES: Mapping[str, type] = MappingProxyType({"int": int, "float":
 ScalarValues = Mapping[str, ScalarState | float]
 
 ScalarValuesByParam = Mapping[int, ScalarValues]
-"""Scalar states by the identity of parameters."""
+"""For each parameter id: the scalar states by name."""
 
 NO_SCALARS: ScalarValuesByParam = MappingProxyType({})
 
 
 def scalar_states(optimizer: torch.optim.Optimizer, run: ShardParam) -> Iterator[tuple[str, float]]:
-    """Yields the scalar states of `run`."""
+    """Yields the name and value of each scalar state of `run`."""
     for key, value in optimizer.state.get(run, {}).items():
         if isinstance(value, torch.Tensor | int | float) and not is_elementwise(value, run):
             yield key, float(value)
 
 
 def scalar_types(optimizer: torch.optim.Optimizer, run: ShardParam) -> dict[str, str]:
-    """Returns the type of each scalar state, as `ScalarState.kind`."""
+    """Returns the type of each scalar state of `run` by name, in the form of `ScalarState.kind`."""
     state = optimizer.state.get(run, {})
     return {
         key: scalar_type(value)
@@ -77,7 +78,7 @@ def scalar_types(optimizer: torch.optim.Optimizer, run: ShardParam) -> dict[str,
 
 
 def scalar_type(value: Any) -> str:
-    """Returns the type of a scalar state, as `ScalarState.kind`.
+    """Returns the type of a scalar state, in the form of `ScalarState.kind`.
 
     >>> scalar_type(3), scalar_type(True), scalar_type(torch.tensor(3.0))
     ('int', 'bool', 'float32')
@@ -88,7 +89,7 @@ def scalar_type(value: Any) -> str:
 
 
 def make_scalar_states(optimizer: torch.optim.Optimizer, run: torch.Tensor, scalars: ScalarValues) -> dict[str, Any]:
-    """Creates scalar states on the device where the update of `run` reads them."""
+    """Returns new scalar states by name, on the device from which the update of `run` reads them."""
     group = (
         {}
         if backend_of(run.device).memory_is_host
@@ -99,8 +100,9 @@ def make_scalar_states(optimizer: torch.optim.Optimizer, run: torch.Tensor, scal
 
 
 def scalar_device(key: str, group: dict[str, Any], device: torch.device) -> torch.device:
-    """Returns where torch stores a scalar state of weights on `device` (as `Optimizer.load_state_dict` does): the step
-    count on the host, except for kernels that read it themselves.
+    """Returns the device on which torch stores the scalar state `key` of weights on `device`. As in
+    `Optimizer.load_state_dict`, the step count is on the CPU, unless a fused or capturable kernel reads it on the
+    device.
 
     >>> cuda = torch.device("cuda", 1)
     >>> scalar_device("step", {"fused": True}, cuda), scalar_device("step", {"capturable": True}, cuda)
@@ -114,26 +116,26 @@ def scalar_device(key: str, group: dict[str, Any], device: torch.device) -> torc
 
 
 def is_elementwise(value: Any, run: torch.Tensor) -> bool:
-    """Whether a state has one element per weight of `run`."""
+    """Returns whether the state `value` has one element per weight of `run`."""
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == run.shape
 
 
 SHARD_PARAM_ELEMENTS = 1 << 17
-"""Elements that an optimizer updates at a time on a CPU."""
+"""Number of elements of a parameter that the optimizer updates at a time on a CPU."""
 
 
 class ShardParam(nn.Parameter):
-    """A flat parameter of the optimizer. `is_matrix`: it contains elements of tensors with two or more dimensions.
-    `path` is the name of one of the tensors; all are in its optimizer group."""
+    """A flat parameter of the optimizer: a piece of the shard. `is_matrix`: the piece contains tensors with two or more
+    dimensions. `path` is the name of one of its tensors, which are all in one optimizer group."""
 
     is_matrix: bool
     path: str
     isolated: bool
-    """Whether it contains elements of `path` only, because an update has skipped that tensor."""
+    """Whether the piece contains only the tensor `path`, because an update has skipped this tensor."""
     skipped: bool
-    """Whether the last update that began has no gradient for it."""
+    """Whether the present update has no gradient for the piece."""
     stateless: bool
-    """Whether every update before the last has skipped it."""
+    """Whether all earlier updates have skipped the piece."""
 
     def __new__(cls, data: torch.Tensor, is_matrix: bool, path: str = "", isolated: bool = False) -> ShardParam:
         param = super().__new__(cls, data)
@@ -143,18 +145,18 @@ class ShardParam(nn.Parameter):
 
     @property
     def has_no_state(self) -> bool:
-        """Whether the parameter has no states, because no update has had a gradient for it."""
+        """Whether the piece has no states, because no update has had a gradient for it."""
         return self.stateless and self.skipped
 
     @property
     def needs_new_state(self) -> bool:
-        """Whether this update is the first with a gradient for the parameter, after updates that skipped it."""
+        """Whether the present update is the first one with a gradient for the piece, after updates that skipped it."""
         return self.stateless and not self.skipped
 
 
 class ParamRun(NamedTuple):
-    """A segment of the shard, elements [start, stop), of tensors of one kind and optimizer group. `path` is the name of
-    its first tensor. `isolated`: the segment contains only this tensor."""
+    """Elements [start, stop) of the shard, all matrices or all vectors, of one optimizer group. `path` is the name of
+    the first tensor. With `isolated`, this is the only tensor."""
 
     start: int
     stop: int
@@ -163,12 +165,12 @@ class ParamRun(NamedTuple):
     isolated: bool = False
 
     def clip(self, first: int, last: int) -> ParamRun:
-        """Returns the part of the segment inside [first, last), relative to `first`."""
+        """Returns the part of the segment inside [first, last). Its positions count from `first`."""
         return self._replace(start=max(self.start, first) - first, stop=min(self.stop, last) - first)
 
 
 class TensorExtent(NamedTuple):
-    """The elements [start, stop) of the tensor `name`, including the padding after the tensor."""
+    """The elements [start, stop) of the tensor `name`, including the padding after it."""
 
     start: int
     stop: int
@@ -176,7 +178,7 @@ class TensorExtent(NamedTuple):
 
 
 class ShardChunk(NamedTuple):
-    """A few parameters, and their elements in the shard."""
+    """Consecutive parameters: their indices in `OptimizerShard.params`, and their elements in the shard."""
 
     runs: slice
     elements: slice
@@ -186,7 +188,7 @@ FULL_SHARD = ShardChunk(slice(None), slice(None))
 
 
 def make_shard_params(flat: torch.Tensor, runs: Sequence[ParamRun]) -> list[ShardParam]:
-    """Returns views of `flat`, which `runs` cover, as parameters for an optimizer."""
+    """Returns parameters for the optimizer: consecutive views of `flat`. The segments `runs` cover `flat`."""
     longest = SHARD_PARAM_ELEMENTS if backend_of(flat.device).memory_is_host else max(flat.numel(), 1)
     sizes = list(_run_sizes(runs, longest)) or [(flat.numel(), ParamRun(0, 0, True, ""))]
     parts = flat.split([size for size, _ in sizes])
@@ -196,7 +198,7 @@ def make_shard_params(flat: torch.Tensor, runs: Sequence[ParamRun]) -> list[Shar
 
 
 class OptimizerShard:
-    """The optimizer's shard of a parameter group. `params` are views of the tensor `flat`."""
+    """The optimizer's shard of a parameter group. `params` are consecutive views of the tensor `flat`."""
 
     isolated: Sequence[ShardParam] = ()
     """The parameters of tensors that an update has skipped ([Note: skipped parameters])."""
@@ -205,9 +207,9 @@ class OptimizerShard:
         self._flat, self.params, self._runs = flat, make_shard_params(flat, runs), list(runs)
         self._states: dict[str, torch.Tensor] = {}
         self.compute_dtype = flat.dtype
-        """The dtype of an update."""
+        """The dtype in which the update computes."""
         self._linked_numel = 0
-        """Number of elements whose states are stored in the flat states."""
+        """Number of elements whose states are views of the flat states."""
 
     @property
     def flat(self) -> torch.Tensor:
@@ -216,26 +218,28 @@ class OptimizerShard:
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """The main weights where they are stored, in order."""
+        """The tensors that store the main weights, in order."""
         return [self.flat]
 
     def state_parts(self, optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
-        """Returns the elementwise states where they are stored, in the same parts."""
+        """Returns for each elementwise state the tensors that store it, one for each tensor in `self.parts`."""
         return {key: [whole] for key, whole in self.states(optimizer).items()}
 
     def _split(self, flat: torch.Tensor, selected: slice = slice(None)) -> tuple[torch.Tensor, ...]:
-        """Splits `flat` into the elements of the `selected` parameters."""
+        """Returns views of `flat`, one for each of the `selected` parameters. `flat` contains exactly their
+        elements.
+        """
         return flat.split([run.numel() for run in self.params[selected]])
 
     def commit_loaded_states(self) -> None:
-        """Call after states were written by a checkpoint."""
+        """Is called after a checkpoint has written the states."""
 
     def state_bytes(self) -> int:
-        """Returns the bytes of states in addition to the optimizer's own."""
+        """Returns the number of bytes of states that the optimizer does not store itself."""
         return 0
 
     def bytes(self) -> int:
-        """Returns the bytes of the main weights on the device."""
+        """Returns the number of bytes of the main weights on the device."""
         return self.flat.numel() * self.flat.element_size()
 
     # --- gradients
@@ -244,8 +248,8 @@ class OptimizerShard:
     def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
-        """Cuts parameters so that each of `tensors` in `names` has a separate parameter. Updates states and groups of
-        the optimizer."""
+        """Splits the parameters so that each of `tensors` in `names` has its own. The optimizer's states and groups
+        follow."""
         before, self._runs = self.params, isolate_tensors(self._runs, tensors, names)
         self.params = make_shard_params(self._flat, self._runs)
         self.isolated = replace_params(optimizer, before, self.params)
@@ -260,11 +264,10 @@ class OptimizerShard:
         for run in self.params[selected]:
             run.grad = None
 
-    # --- a few runs at a time
-    # ---------------------------------------------------------------------------------------------------
+    # --- chunks
 
     def iter_chunks(self) -> Iterator[ShardChunk]:
-        """Yields all parameters in chunks; on an accelerator all are one chunk."""
+        """Yields chunks that cover all parameters in order. On an accelerator one chunk covers everything."""
         longest = CHUNK_ELEMENTS if backend_of(self.flat.device).memory_is_host else max(self.flat.numel(), 1)
         first = start = end = 0
         for at, run in enumerate(self.params, 1):
@@ -274,10 +277,10 @@ class OptimizerShard:
                 first, start = at, end
 
     def upcast(self, optimizer: torch.optim.Optimizer, step: int, chunk: ShardChunk) -> None:
-        """Prepares the chunk for the update in step number `step`."""
+        """Prepares a chunk for the update of step `step`."""
 
     def downcast(self, optimizer: torch.optim.Optimizer, chunk: ShardChunk) -> None:
-        """Stores the states that the update of the chunk has created."""
+        """Stores the states that the update of the chunk created."""
         if chunk.elements.stop > self._linked_numel or (
             self.isolated and any(run.needs_new_state for run in self.params[chunk.runs])
         ):
@@ -293,15 +296,15 @@ class OptimizerShard:
             self.states(optimizer)
 
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """Returns the elementwise states by name, each as long as `flat`. The optimizer's states
-        become views of them."""
+        """Returns the elementwise states by name, each with the shape of `flat`. Makes the optimizer's states views of
+        them."""
         if not self._are_linked(optimizer):
             self.link_states(optimizer)
         return self._states
 
     def link_states(self, optimizer: torch.optim.Optimizer, selected: ShardChunk = FULL_SHARD) -> None:
-        """Copies the optimizer's states of `selected` into the flat ones and makes them views of these. Parameters
-        without states have zeros."""
+        """Copies the optimizer's states of the `selected` parameters into the flat states. The optimizer's states
+        become views of the flat states. Parameters without states get zeros."""
         example = next((run for run in self.params[selected.runs] if not run.has_no_state), self.params[0])
         for key, first in sorted(optimizer.state.get(example, {}).items()):
             if is_elementwise(first, example):
@@ -320,8 +323,8 @@ class OptimizerShard:
                         state[key] = view.copy_(state[key])
 
     def _are_linked(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's states are views of the flat states. Since this runs in every step, it compares only
-        addresses, for the first and the last parameter with states."""
+        """Returns whether the optimizer's states are views of the flat states. Runs in every step, so it compares only
+        the addresses for the first and the last parameter with states."""
         begin, end = self.params[0], self.params[-1]
         if self.isolated:
             begin = next((run for run in self.params if not run.has_no_state), begin)
@@ -340,7 +343,7 @@ class OptimizerShard:
         return True
 
     def scalar_states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
-        """Yields the scalar states of tensors that no update has skipped."""
+        """Yields the name and value of each scalar state that all parameters without skipped updates share."""
         run = next((run for run in self.params if not run.isolated), None)
         if run is not None:
             yield from scalar_states(optimizer, run)
@@ -352,8 +355,8 @@ class OptimizerShard:
         scalars: ScalarValues,
         others: ScalarValuesByParam = NO_SCALARS,
     ) -> None:
-        """Creates states of these dtypes filled with zeros, and these scalars, for a checkpoint to fill. `others` gives
-        the scalars of parameters that differ. Parameters that all updates have skipped lose their states."""
+        """Creates zero states with `dtypes` and the scalar states `scalars`, which a checkpoint then fills. `others`
+        has the scalar states of parameters that differ. A parameter that every update has skipped gets no states."""
         self._states = {key: torch.zeros_like(self.flat, dtype=getattr(torch, dtype)) for key, dtype in dtypes.items()}
         parts = {key: self._split(whole) for key, whole in self._states.items()}
         for at, run in enumerate(self.params):
@@ -361,7 +364,7 @@ class OptimizerShard:
 
 
 class FrozenShard(OptimizerShard):
-    """Frozen weights, which are stored in several parts."""
+    """The weights of a frozen parameter group, stored in several tensors."""
 
     def __init__(self, parts: list[torch.Tensor]) -> None:
         super().__init__(parts[0], ())
@@ -369,13 +372,13 @@ class FrozenShard(OptimizerShard):
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """The frozen weights of each part."""
+        """The tensors that store the frozen weights."""
         return self._parts
 
 
 def _run_sizes(runs: Sequence[ParamRun], longest: int) -> Iterator[tuple[int, ParamRun]]:
-    """Yields the sizes of parameters and their segments. Parameters also end at each multiple of `longest`, so that
-    chunk boundaries are always equal.
+    """Yields the size and the segment of each parameter. Parameters end at the end of their segment and at every
+    multiple of `longest`. So chunk boundaries do not depend on the segments.
 
     >>> runs = [ParamRun(0, 4, True, "a"), ParamRun(4, 7, False, "b"), ParamRun(7, 10, True, "c")]
     >>> [size for size, _ in _run_sizes(runs, 3)]
@@ -390,8 +393,8 @@ def _run_sizes(runs: Sequence[ParamRun], longest: int) -> Iterator[tuple[int, Pa
 
 
 def element_address(run: torch.Tensor, flat: torch.Tensor, full: torch.Tensor) -> int:
-    """Returns the address in `full` of the elements of `run`, which is a view of `flat`; `full` is as
-    long as `flat`."""
+    """Returns the address of the element of `full` whose index is that of the first element of `run` in `flat`. `run`
+    is a view of `flat`."""
     return full.data_ptr() + (run.data_ptr() - flat.data_ptr()) // flat.element_size() * full.element_size()
 
 
@@ -402,7 +405,9 @@ def set_param_state(
     scalars: ScalarValues,
     others: ScalarValuesByParam,
 ) -> None:
-    """Sets the optimizer's states of `run`, or removes them, as `OptimizerShard.init_states` says."""
+    """Sets the optimizer's states of `run`, or removes them. The arguments are those of
+    `OptimizerShard.init_states`.
+    """
     optimizer.state.pop(run, None)
     state: dict[str, Any] = elementwise | make_scalar_states(optimizer, run, others.get(id(run), scalars))
     if state and not run.has_no_state:
@@ -412,7 +417,7 @@ def set_param_state(
 def isolate_tensors(
     runs: Sequence[ParamRun], tensors: Sequence[TensorExtent], names: Collection[str]
 ) -> list[ParamRun]:
-    """Returns `runs`, cut so that each of `tensors` (in order, without gaps) in `names` has a separate segment.
+    """Returns `runs`, split so that each tensor in `names` has its own segment. `tensors` cover the shard in order.
 
     >>> tensors = [TensorExtent(0, 4, "a"), TensorExtent(4, 7, "b"), TensorExtent(7, 9, "c"), TensorExtent(9, 12, "d")]
     >>> runs = [ParamRun(0, 9, True, "a"), ParamRun(9, 12, False, "d")]
@@ -432,8 +437,8 @@ def isolate_tensors(
 def replace_params(
     optimizer: torch.optim.Optimizer, before: Sequence[ShardParam], after: Sequence[ShardParam]
 ) -> list[ShardParam]:
-    """Replaces the parameters `before` of the optimizer and of nested optimizers by their parts `after`, with their
-    states. Returns the isolated parameters."""
+    """Replaces the parameters `before` by their pieces `after`, with their states, in the optimizer and in its nested
+    optimizers. Returns the isolated parameters."""
     news = iter(after)
     parts: dict[int, list[ShardParam]] = {}
     for old in before:
@@ -455,14 +460,14 @@ def replace_params(
 
 
 def _split_state(state: dict[str, Any], old: ShardParam, sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """Yields the states of the parts of a parameter: views of elementwise states, copies of all others."""
+    """Yields the states of each piece of a parameter. Elementwise states are views. All other states are copies."""
     split = {key: value.split(sizes) for key, value in state.items() if is_elementwise(value, old)}
     for at in range(len(sizes)):
         yield {key: split[key][at] if key in split else deepcopy(value) for key, value in state.items()}
 
 
 def nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Returns an optimizer and its nested optimizers, which are its attributes or in lists of attributes."""
+    """Returns the optimizer and its nested optimizers, which its attributes refer to directly or in lists."""
     optimizers: list[torch.optim.Optimizer] = []
     queue: list[Any] = [optimizer]
     while queue:

@@ -1,7 +1,7 @@
-"""How every tensor of the model is divided over ranks: global shapes, tensor-parallel splits, expert ranks, stages.
+"""How every tensor of the model is divided over ranks: global shapes, tensor-parallel splits, expert ranks, and stages.
 
-The build writes the table once, while the model is whole (build/passes/describe_shards.py). Checkpoints, norms, full
-tensors and rounding read it.
+The build writes the table once, while the model is still full (build/passes/describe_shards.py). Checkpoints, norms,
+full tensors and rounding read the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ShardSpec:
 
     global_shape: torch.Size
     tp_split: TpSplit | None = None
-    """How tensor ranks split the tensor; None if each of them stores it in full."""
+    """How tensor ranks split the tensor; None if each tensor rank stores it in full."""
     tp_index: int = 0
     """The index of this rank among the tensor ranks that split or replicate the tensor."""
     tp_ranks: int = 1
@@ -31,34 +31,35 @@ class ShardSpec:
     expert_index: int = 0
     """The index of this rank among the expert ranks."""
     stages: tuple[int, ...] = (0,)
-    """The stages that compute with it, in order."""
+    """The stages that compute with the tensor, in order."""
 
     def intervals(self, index: int | None = None) -> tuple[tuple[int, int], ...]:
-        """Returns the [start, stop) ranges along the split dimension that tensor rank `index` stores, by default this
-        rank; () for an unsplit tensor."""
+        """Returns the [start, stop) ranges along the split dimension that tensor rank `index` stores (default: this
+        rank). Returns () for an unsplit tensor."""
         if self.tp_split is None:
             return ()
         size = self.tp_split.parts or self.global_shape[self.tp_split.dim]
         return shard_intervals(size, self.tp_index if index is None else index, self.tp_ranks)
 
     def expert_offset(self, local_numel: int) -> int:
-        """Returns the elements of the stacked experts of lower expert ranks, `local_numel` elements each."""
+        """Returns the index of this rank's first element in the stacked experts of all expert ranks. Each expert rank
+        stores `local_numel` elements."""
         return self.expert_index * local_numel
 
 
 @dataclass(frozen=True)
 class ShardTable:
-    """The parameters and the saved buffers of the whole model by name, in the model's order."""
+    """The parameters of the whole model and the buffers of its state dict by name, in the model's order."""
 
     params: Mapping[str, ShardSpec] = field(default_factory=dict)
     buffers: Mapping[str, ShardSpec] = field(default_factory=dict)
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """The global shape of each parameter."""
+        """The global shape of each parameter by name."""
         return {name: spec.global_shape for name, spec in self.params.items()}
 
     @cached_property
     def buffer_shapes(self) -> dict[str, torch.Size]:
-        """The global shape of each saved buffer."""
+        """The global shape of each buffer of the state dict by name."""
         return {name: spec.global_shape for name, spec in self.buffers.items()}

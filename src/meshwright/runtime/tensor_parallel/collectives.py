@@ -1,17 +1,17 @@
-"""Defines the collectives of tensor parallelism, as autograd functions on local tensors. Each does nothing when the
+"""The collectives of tensor parallelism, as autograd functions on local tensors. A function returns its input if the
 group is None.
 
 | function | forward | backward |
 |---|---|---|
-| reduce_from_region | all-reduce | the gradient |
+| reduce_from_region | all-reduce | identity |
 | reduce_scatter_from_region | reduce-scatter | all-gather |
 | scatter_sequence | local slice | all-gather |
 | gather_replicated | all-gather | local slice |
 
-The entry of a region is in column.py: the input, or under sequence parallelism an all-gather; in backward an all-reduce
-or a reduce-scatter. The functions hold no state, so a recomputed layer may run them again. Sources: Shoeybi et al.,
-Megatron-LM (2019), section 3 (g is `reduce_from_region`); Korthikanti et al., Reducing Activation Recomputation (2022),
-section 4.2.2 (g-bar is `reduce_scatter_from_region`).
+The entry of a region is in column.py. Its forward is the identity and its backward an all-reduce. Under sequence
+parallelism its forward is an all-gather and its backward a reduce-scatter. The functions have no state, so a recomputed
+layer may run them again. Sources: Shoeybi et al., Megatron-LM (2019), section 3 (g is `reduce_from_region`);
+Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2.2 (g-bar is `reduce_scatter_from_region`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from meshwright.runtime.comm.linear_map import linear_map
 
 
 def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
-    """Leaves a region whose weights are cut by rows: returns the sum over ranks. `x` is overwritten, so no other code
-    may use it."""
+    """Leaves a region after a row layer: returns the sum of `x` over ranks. `x` is overwritten, so no other code may
+    use it."""
     if group is None:
         return x
-    # Not an autograd view: later code may add to it in place.
+    # The result must not be an autograd view, because later code may add to it in place.
     return linear_map(x, lambda x: all_reduce_sum(x, group).data, _identity)
 
 
 def reduce_scatter_from_region(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
-    """Leaves a region under sequence parallelism: returns this rank's slice along `dim` of the sum."""
+    """Leaves a region under sequence parallelism: returns this rank's slice, along `dim`, of the sum of `x`
+    over ranks."""
     return (
         x
         if group is None
@@ -46,7 +47,7 @@ def reduce_scatter_from_region(x: torch.Tensor, group: CommGroup | None, dim: in
 
 
 def scatter_sequence(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
-    """Returns this rank's slice along `dim` of an `x` that every rank has."""
+    """Returns this rank's slice of `x` along `dim`. Every rank has the same `x`."""
     return (
         x
         if group is None
@@ -55,8 +56,8 @@ def scatter_sequence(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> 
 
 
 def gather_replicated(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
-    """All-gathers the slices along `dim` for a computation that every rank repeats identically, so that its gradient is
-    equal on all ranks."""
+    """Returns the all-gathered slices along `dim`, for a computation that every rank repeats. So the gradient is equal
+    on all ranks."""
     return (
         x
         if group is None
@@ -69,14 +70,14 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
 
 
 def all_reduce_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
-    """Returns the sum of `x` over `group`, in the memory of `x` where that is contiguous."""
+    """Returns the sum of `x` over `group`, in the memory of `x` if it is contiguous."""
     x = x.contiguous()
     async_collectives.all_reduce(x, group).wait()
     return x
 
 
 def all_gather_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
-    """Returns the slices of all ranks along `dim`, in order of rank."""
+    """Returns `x` of all ranks concatenated along `dim`, in order of rank."""
     ranks = group.size
     full = torch.empty(ranks, *x.shape, dtype=x.dtype, device=x.device)
     async_collectives.all_gather(full.view(-1), x.contiguous().view(-1), group).wait()
@@ -85,7 +86,7 @@ def all_gather_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
 
 
 def stack_slices(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
-    """Cuts `x` along `dim` into one slice a rank, and stacks the slices: (ranks, ...)."""
+    """Cuts `x` along `dim` into one slice per rank. Returns the stacked slices, (ranks, ...)."""
     ranks = group.size
     return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
 

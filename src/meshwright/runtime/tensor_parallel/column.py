@@ -1,15 +1,15 @@
-"""Enters a region once for all of its column layers, and overlaps the reduction of their input gradients with a weight
+"""The entry of a region for all of its column layers. Overlaps the reduction of their input gradients with a weight
 gradient.
 
-[Note: crossing] The column layers of a region read one tensor. Backward adds the gradients of that tensor into one
-buffer, inside the matrix products. The last column layer starts the reduction of the buffer over the ranks, and
-computes its weight gradient at the same time. Under sequence parallelism the gathered input is not saved for backward.
-Each rank saves its slice and gathers again (Korthikanti et al., Reducing Activation Recomputation, 2022, section
-4.2.2), so the activations outside the matrix products shrink by the tensor-parallel degree.
+[Note: crossing] The column layers of a region read one tensor. In backward, the matrix products add the gradients of
+this tensor into one buffer. The last column layer starts to reduce the buffer over the ranks, and computes its weight
+gradient during the reduction. Under sequence parallelism the gathered input is not saved for backward. Each rank saves
+only its slice and gathers again (Korthikanti et al., Reducing Activation Recomputation, 2022, section 4.2.2). So the
+activations outside the matrix products shrink by the tensor-parallel degree.
 
-If an operation is between the entry and a column layer, the layer reads a different tensor than the entered tensor. It
-then computes as usual, and the region input adds the gradient from autograd to the buffer. A region input belongs to
-one forward pass, with or without recompute. It drops its tensors at the end of its backward.
+If an operation is between the entry and a column layer, the layer does not read the entered tensor itself. Then the
+layer uses autograd as usual, and the region input adds autograd's gradient to the buffer. A region input belongs to one
+forward pass, with or without recompute. It drops its tensors at the end of the backward of this pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright.runtime.wgrad.deferred import WgradSink, matmul_forward
 
 
 class RegionInput:
-    """Handles one forward pass into a region, and its backward."""
+    """The input of a region in one forward pass, and its backward."""
 
     def __init__(self, hidden: torch.Tensor, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
@@ -42,17 +42,17 @@ class RegionInput:
         self.pending: CollectiveWork | None = None
 
     def saved_input(self) -> torch.Tensor | None:
-        """Returns what a column layer saves for backward."""
+        """Returns the tensor that a column layer saves for backward: its input, or this rank's slice."""
         return self.hidden if self.sequence_parallel else self.entered
 
     def read(self) -> None:
-        """Counts one read by a column layer."""
+        """Counts one more column layer that reads the input."""
         self.unread -= 1
         if not self.unread:
             self.hidden = self.entered = None
 
     def recompute_input(self, saved: torch.Tensor) -> torch.Tensor:
-        """Returns, in backward, the tensor that the column layers have read."""
+        """Returns, in backward, the input that the column layers have read, from the saved tensor `saved`."""
         if not self.sequence_parallel:
             return saved
         if self.whole is None:
@@ -60,8 +60,8 @@ class RegionInput:
         return self.whole
 
     def add(self, gradient: torch.Tensor, weight: torch.Tensor, shape: torch.Size) -> None:
-        """Adds gradient (N, out) x weight (out, in) to the gradient of the entered tensor; after the last column layer
-        it starts the reduction."""
+        """Adds gradient (N, out) x weight (out, in) to the gradient of the input. After the last column layer, starts
+        the reduction."""
         if self.buffer is None:
             self.buffer = gradient @ weight
         else:
@@ -80,11 +80,11 @@ class RegionInput:
         self.pending = async_collectives.reduce_scatter(parts.view(-1), self.reduced.view(-1), self.group)
 
     def finish(self, brought: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-        """Returns the gradient of the hidden state. `brought` is the gradient from autograd, of consumers that are not
-        column layers."""
+        """Returns the gradient of the hidden state. `brought` is the gradient that autograd computed for consumers
+        other than the column layers."""
         result = self._finished()
-        # The reduction has not started: some consumers are not column layers, or the output of a column layer was not
-        # used.
+        # The reduction of `buffer` has not started if some consumers are not column layers, or if the output of a
+        # column layer was not used.
         if self.buffer is not None and result is None:
             total = self.buffer.view(shape)
             self._start(total if brought is None else total.add_(brought))
@@ -104,8 +104,8 @@ class RegionInput:
 
 
 class RegionEntryHook:
-    """Is a forward pre-hook: the hidden state that a module receives enters the region. Modules that receive the same
-    tensor share one entry."""
+    """A forward pre-hook with which the hidden state of a module enters the region. Modules that receive the same
+    tensor share one region input."""
 
     def __init__(self, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
         self.group, self.sequence_parallel, self.readers = group, sequence_parallel, readers
@@ -122,7 +122,7 @@ class RegionEntryHook:
         }
 
     def was_read(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Is a forward hook of a consumer that keeps its forward, so that autograd computes its gradient."""
+        """A forward hook of a consumer whose forward is not replaced. Autograd computes the gradient of its input."""
         if self.crossing is not None:
             self.crossing.read()
 
@@ -134,7 +134,7 @@ class RegionEntryHook:
 
 
 class ReplicatedInputHook:
-    """Is a forward hook of a replicated layer, whose output enters the region and is used only there."""
+    """A forward hook of a replicated layer whose output enters the region and is used only there."""
 
     def __init__(self, group: CommGroup, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
@@ -148,7 +148,7 @@ class ReplicatedInputHook:
 
 
 class ColumnLinear:
-    """Replaces the forward of a column layer: computes its local part of the product, and of the bias."""
+    """Replaces the forward of a column layer: computes the local part of the product and of the bias."""
 
     def __init__(self, module: nn.Module, entry: RegionEntryHook, linear: bool) -> None:
         self.module, self.entry, self.linear = module, entry, linear
@@ -184,7 +184,7 @@ class _EnterRegion(torch.autograd.Function):
 
 
 class _ColumnMatmul(torch.autograd.Function):
-    """Computes x W^T + b when `linear`, else x W + b. The gradient of x goes to the region input."""
+    """Computes x W^T + b if `linear`, otherwise x W + b. The gradient of x goes to the region input."""
 
     @staticmethod
     def forward(
@@ -198,7 +198,7 @@ class _ColumnMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.crossing, ctx.linear, ctx.shape, ctx.leave = crossing, linear, x.shape, leave
         ctx.save_for_backward(crossing.saved_input(), weight)
-        # `.data` because some products return an autograd view, and later code may write to the result in place.
+        # Some products return an autograd view. `.data` allows later code to write to the result in place.
         return F.linear(x, weight if linear else weight.t(), bias).data
 
     @staticmethod

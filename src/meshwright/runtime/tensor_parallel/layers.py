@@ -1,12 +1,12 @@
-"""Implements tensor parallelism: column and row layers on local tensors, with one collective at the entry of a region
-and one at its exit.
+"""Implements tensor parallelism: column and row layers on local tensors, with one collective at the beginning of a
+region and one at its end.
 
-A region of a block (analysis/) is entered once, at the module whose input its column layers read. Column layers then
-compute their local part without communication. A row layer sums over the ranks and adds its bias once. Convolutions are
-cut by their channels in the same way. With fewer key-value heads than ranks, every rank holds the full projections of
-keys and values and uses its own rows. With sequence parallelism the hidden state is cut along the sequence, from the
-first block's input to the last block's output. Regions then gather on entry and scatter on exit. The vocabulary
-embedding and head hold a part of the vocabulary each.
+A region of a block (analysis/) begins at the module whose input the column layers read. Column layers compute their
+local outputs without communication. A row layer sums over the ranks and adds its bias once. Convolutions are sharded by
+channels in the same way. With fewer key-value heads than ranks, every rank stores the full projections of keys and
+values and uses only its rows. With sequence parallelism the hidden state is sharded along the sequence, from the input
+of the first block to the output of the last block. Then regions gather it at their beginning and scatter it at their
+end. Each rank stores a part of the vocabulary in embedding and head.
 
 Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022),
 section 4.2.2.
@@ -40,11 +40,11 @@ from meshwright.runtime.wgrad.deferred import matmul_forward
 
 
 def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, sequence_parallel: bool) -> None:
-    """Shards `model` in place over `group`. Its parameters must be full and the same on every rank; it must be called
+    """Shards `model` in place over `group`. Its parameters must be full and equal on every rank. May be called only
     once.
 
     Raises:
-        InputError: the model cannot be sharded; nothing is changed then.
+        InputError: the model cannot be sharded. Nothing is changed in this case.
     """
     if group is None:
         return
@@ -58,7 +58,7 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
     _shard_parameters(model, anatomy, index, ranks)
     columns = {f"{path}.weight" for region in anatomy.regions for path in region.columns}
     for name in anatomy.partly_used.keys() - columns if anatomy.regions else ():
-        if name.endswith(".weight"):  # a partly used adapter outside of the regions' column layers
+        if name.endswith(".weight"):  # an adapter that is not a column layer, of which a rank uses a part
             _make_column_subset(
                 model.get_submodule(name.removesuffix(".weight")), None, anatomy.partly_used[name], group
             )
@@ -80,7 +80,8 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
 
 
 def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_parallel: bool) -> None:
-    """Checks every size that `ranks` tensor ranks must divide, and reports all of them in one InputError."""
+    """Checks that the number of tensor ranks divides every size that it must divide. Reports all others in one
+    InputError."""
     wrong = [
         f"{name} ({size})"
         for name, size in anatomy.divisible.items()
@@ -119,7 +120,7 @@ def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_
 
 
 def with_full_logits(model: nn.Module, anatomy: ModelGraph) -> ModelGraph:
-    """Returns the structure for a loss of the user, which reads logits: the vocabulary head is not sharded."""
+    """Returns the structure with an unsharded vocabulary head, for a loss of the user that reads logits."""
     if not anatomy.shards_vocabulary(anatomy.head):
         return anatomy
     table = None if anatomy.tied else model.get_submodule(anatomy.embedding or "").weight
@@ -128,14 +129,14 @@ def with_full_logits(model: nn.Module, anatomy: ModelGraph) -> ModelGraph:
 
 
 def _vocab_sharded_names(model: nn.Module, anatomy: ModelGraph) -> set[str]:
-    """Returns the parameters and buffers that are sharded along the vocabulary."""
+    """Returns the names of the parameters and buffers that are sharded along the vocabulary."""
     inside = tuple(f"{path}." for path in find_block_lists(model))
     outside = {name: split for name, split in anatomy.splits.items() if not name.startswith(inside)}
     return {name for name, split in outside.items() if _get_tensor(model, name).shape[split.dim] == anatomy.vocabulary}
 
 
 def _get_tensor(model: nn.Module, name: str) -> torch.Tensor:
-    """Returns a parameter or a buffer."""
+    """Returns the parameter or buffer `name`."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     found = module._parameters.get(last)
@@ -143,11 +144,11 @@ def _get_tensor(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def partial_grad_names(model: nn.Module, anatomy: ModelGraph, sequence_parallel: bool = True) -> set[str]:
-    """Returns replicated parameters whose gradient is partial on each tensor rank and must be summed over them.
+    """Returns the names of replicated parameters whose gradient is partial on each tensor rank and must be summed.
 
-    Under sequence parallelism everything replicated inside the blocks (norms, biases of row layers) and between them
-    sees a slice of the sequence. Without it only parameters that work on sharded features (a norm of each head) are
-    partial.
+    Under sequence parallelism these are all replicated parameters inside the blocks (norms, biases of row layers) and
+    between blocks, because each rank applies them to a slice of the sequence. Without sequence parallelism they are
+    only parameters that are applied to sharded features, such as a norm of each head.
     """
     inside = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
     names = [name for name, _ in model.named_parameters() if name not in anatomy.splits]
@@ -160,7 +161,8 @@ def partial_grad_names(model: nn.Module, anatomy: ModelGraph, sequence_parallel:
 
 
 def _shard_parameters(model: nn.Module, anatomy: ModelGraph, index: int, ranks: int) -> None:
-    """Replaces every parameter that splits by this rank's shard, under all of its names: tied weights remain tied."""
+    """Replaces every parameter that is split by this rank's shard, under all of its names. So tied weights
+    remain tied."""
     by_identity = {
         id(tensor): anatomy.splits[name] for name, tensor in model.named_parameters() if name in anatomy.splits
     }
@@ -242,7 +244,8 @@ def _make_row(module: nn.Module, split: TpSplit, group: CommGroup, sequence_para
 
 
 class RowLinear:
-    """Replaces the forward of a row layer: a local product, summed over the ranks, plus the bias once."""
+    """Replaces the forward of a linear row layer: the local product is summed over the ranks, then the bias is added
+    once."""
 
     def __init__(self, module: nn.Module, linear: bool, leave: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.module, self.linear, self.leave = module, linear, leave
@@ -254,8 +257,8 @@ class RowLinear:
 
 
 class RowLayer:
-    """Replaces the forward of a row layer that is not a matrix product: the sum over the ranks, then the bias, as the
-    layer's rule defines."""
+    """Replaces the forward of any other row layer: sums over the ranks, then adds the bias as the layer's rule
+    defines."""
 
     def __init__(self, module: nn.Module, rule: LayerRule, group: CommGroup) -> None:
         self.module, self.rule, self.group = module, rule, group
@@ -267,7 +270,8 @@ class RowLayer:
 
 
 class VocabParallelEmbedding:
-    """Hooks an embedding that holds the rows `rows`: other ids become zeros, and the ranks' outputs are summed."""
+    """Adds hooks to an embedding that stores the rows `rows`. Other token ids give zeros. The outputs of the ranks are
+    summed."""
 
     def __init__(self, module: nn.Module, rows: tuple[int, int], group: CommGroup) -> None:
         self.rows, self.group = rows, group
@@ -291,18 +295,18 @@ class VocabParallelEmbedding:
 
 
 class SequenceParallelRegion:
-    """Keeps the hidden state cut along the sequence on each tensor rank, from `enter` (before the first block) to
-    `leave` (after the last one)."""
+    """Shards the hidden state along the sequence on tensor ranks, from `enter` (before the first block) to `leave`
+    (after the last block)."""
 
     def __init__(self, group: CommGroup | None) -> None:
         self.group = group
         self.ranks = 1 if group is None else group.size
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Cuts (B, T, C) to (B, T / ranks, C).
+        """Returns this rank's slice (B, T / ranks, C) of `hidden` (B, T, C).
 
         Raises:
-            InputError: T is not a multiple of the number of ranks. It is raised before any collective.
+            InputError: T is not a multiple of the number of ranks. This is raised before any collective.
         """
         if hidden.shape[1] % self.ranks:
             raise InputError(
@@ -316,5 +320,5 @@ class SequenceParallelRegion:
         return collectives.scatter_sequence(hidden, self.group)
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Gathers (B, T / ranks, C) to (B, T, C)."""
+        """Gathers the slices (B, T / ranks, C) of all ranks. Returns (B, T, C)."""
         return collectives.gather_replicated(hidden, self.group)

@@ -1,17 +1,17 @@
-"""Controls dropout under tensor parallelism: equal draws where ranks hold the same tensor, separate draws where they
-hold shards.
+"""Controls dropout under tensor parallelism. Ranks draw equal numbers for replicated tensors, and separate numbers for
+shards.
 
 Rule: tensor ranks have equal random states. On entry to a region each rank draws one number, which is equal on all
 ranks. Inside the region a rank uses a random state derived from this number and its index. On exit the common state is
 restored. So dropout of shards is independent, and dropout of replicated tensors is equal on every rank. A recomputed
 layer repeats its draws, because all follow from the common state. Under sequence parallelism whole blocks work on
 slices, and a block takes the role of a region. Draws depend on the tensor-parallel degree. So with dropout the loss
-matches one device only in distribution; it matches exactly with dropout 0. Source: Shoeybi et al., Megatron-LM (2019),
-section 3.
+equals that of one device only in distribution. With dropout 0 it is exactly equal. Source: Shoeybi et al., Megatron-LM
+(2019), section 3.
 
 This module also controls draws of a model's forward from the generators of Python and NumPy. The plan seeds torch's
-generators, but these two belong to each process. Without control, ranks that compute one row together, and a recomputed
-block, would draw different numbers. Data-parallel ranks may do so, because their rows differ.
+generators, but the other two differ between processes. So ranks that compute one row together, and a recomputed block,
+would draw different numbers. Data-parallel ranks may draw different numbers, because their rows differ.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
 
 RANK_SEED_STRIDE = 1_000_003
-"""Distance between the seeds of two ranks that derive from one number."""
+"""Distance between the seeds of two ranks, which are derived from one number."""
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Returns whether `model` has dropout: a module, or a rate that a forward method reads."""
+    """Returns whether `model` has dropout: a dropout module, or a rate that a forward method reads."""
     for module in model.modules():
         rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -55,7 +55,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def install_tp_rng(model: nn.Module, anatomy: ModelGraph, group: CommGroup, sequence_parallel: bool) -> None:
-    """Installs hooks on every region (on every block, with sequence parallelism) of a model with dropout."""
+    """Installs hooks on a model with dropout: on every region, or on every block with sequence parallelism."""
     if not has_dropout(model):
         return
     if sequence_parallel:
@@ -71,7 +71,7 @@ def install_tp_rng(model: nn.Module, anatomy: ModelGraph, group: CommGroup, sequ
 
 
 class TensorParallelRng:
-    """Gives each rank a separate random state from the first entry of a region to the last of `exits`."""
+    """Gives each rank a separate random state from the entry of a region until all of `exits` have run."""
 
     def __init__(self, group: CommGroup, exits: int) -> None:
         self.group, self.exits = group, exits
@@ -90,8 +90,8 @@ class TensorParallelRng:
     def enter(self, module: nn.Module, args: Any) -> None:
         """Saves the common random state and sets the separate state of this rank."""
         if (self.common is not None and module is not self.first) or not module.training:
-            # If the first entry still has a saved state, a recompute was aborted, and torch's checkpoint has restored
-            # the state.
+            # A saved state at the first entry means that a recompute was aborted. torch's checkpoint has then restored
+            # the common random state.
             return
         number = int(torch.randint(1 << 40, (), device="cpu"))
         own = [(each, state) for each in initialized_accelerators() if (state := each.rng_state()) is not None]
@@ -113,8 +113,8 @@ class TensorParallelRng:
 
 @contextmanager
 def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
-    """Checks that the forward inside the context draws no numbers from the generators of Python or NumPy. They are
-    permitted where `plan` lets only one rank and one pass compute each row. If the forward was `checked` before, the
+    """Checks that the forward inside the context draws no numbers from the generators of Python or NumPy. Such draws
+    are permitted if under `plan` only one rank and one pass compute each row. If the forward was `checked` before, the
     context does nothing.
 
     Raises:
@@ -148,7 +148,7 @@ def seed_all_generators(seed: int) -> None:
 
 @contextmanager
 def preserve_python_rng() -> Iterator[None]:
-    """Restores the generators of Python and NumPy afterwards, as if nothing had been drawn."""
+    """Restores the generators of Python and NumPy on exit, as if nothing had been drawn."""
     numpy = sys.modules.get("numpy")
     own, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
@@ -160,7 +160,7 @@ def preserve_python_rng() -> Iterator[None]:
 
 
 def _python_rng_states() -> dict[str, Any]:
-    """Returns the states of the generators that may be in use."""
+    """Returns the states of the generators of Python and NumPy that may be in use, by name."""
     found: dict[str, Any] = {"Python's random": hash(random.getstate())}
     numpy = sys.modules.get("numpy")
     if numpy is not None:

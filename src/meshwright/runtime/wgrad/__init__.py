@@ -1,1 +1,1 @@
-"""Weight gradients: deferred to a separate action of the schedule, or accumulated in place."""
+"""Weight gradients: deferred to a separate action of the schedule (W), or accumulated in place."""

@@ -1,14 +1,15 @@
-"""DiLoCo: replicas update independently and synchronise every few steps (source in spec/precision.py).
+"""DiLoCo: replicas update independently and synchronise every few steps (source in spec/precision.py). The anchor is
+the weights after the last synchronisation:
 
     delta = anchor - weights of a replica, averaged over replicas
     velocity = momentum x velocity + delta
     new anchor = anchor - lr x (delta + momentum x velocity)
 
-Only the loss, norms and label counts of a step are exchanged between replicas before they synchronise. Moments of the
-inner optimizer stay private to each replica. Anchors and velocity are sharded like optimizer states; a checkpoint
-stores them with the weights and moments of every replica.
+Between two synchronisations, replicas exchange only the loss, norms and label counts of each step. Moments of the inner
+optimizer stay private to each replica. Anchors and velocity are sharded like optimizer states. A checkpoint stores them
+together with the weights and moments of every replica.
 
-Guarantees: the result equals, but for the order of sums, that of one process that trains the replicas one after
+Guarantees: except for the order of sums, the result equals that of one process that trains the replicas one after
 another.
 """
 
@@ -40,23 +41,23 @@ class OuterOptimizer:
         self.velocity = [torch.zeros_like(anchor) for anchor in self.anchors]
 
     def scatter_by_replica(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns `value` (a scalar tensor) at the index of this rank's replica, with zeros for the other replicas: the
-        sum over all ranks contains each replica's value."""
+        """Returns a vector with `value` (a scalar tensor) at the index of this rank's replica and zeros for the other
+        replicas. The sum over all ranks contains each replica's value."""
         return torch.nn.functional.pad(value.view(1), (self.replica, self.config.replicas - self.replica - 1))
 
     def bytes(self) -> int:
-        """Returns the bytes of anchors and velocity."""
+        """Returns the number of bytes of anchors and velocity."""
         return sum(each.numel() * each.element_size() for each in (*self.anchors, *self.velocity))
 
     def is_due(self, steps: int) -> bool:
-        """Whether replicas synchronise after this many steps."""
+        """Returns whether replicas synchronise after step number `steps`."""
         return steps % self.config.steps == 0
 
     @torch.no_grad()
     def sync(self) -> None:
         """Synchronises the replicas. All replicas call it after the same step."""
         self.reducer.quiesce()
-        # Groups are reduced one after another to save memory.
+        # Parameter groups are reduced one after another, so that only one needs extra memory.
         for unit, anchor, velocity in zip(self.units, self.anchors, self.velocity, strict=True):
             moved = anchor - unit.optim_shard.flat
             all_reduce(moved, _replica_group(unit), inter_host=unit.compressors.replicas).wait()
@@ -70,7 +71,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Resets anchors to the current weights and velocity to zero, when a run without replicas continues with
+        """Resets anchors to the current weights and velocity to zero. Called when a run without replicas continues with
         replicas."""
         for unit, anchor, velocity in zip(self.units, self.anchors, self.velocity, strict=True):
             anchor.copy_(unit.optim_shard.flat)
@@ -78,8 +79,11 @@ class OuterOptimizer:
 
 
 def make_outer_optimizer(recipe: Recipe, reducer: GradReducer) -> OuterOptimizer | None:
-    """Returns the outer optimizer, or None if ranks reduce in every step. Raises InputError if the plan's number of
-    replicas differs from the recipe's."""
+    """Returns the outer optimizer, None if ranks reduce in every step.
+
+    Raises:
+        InputError: the plan's number of replicas differs from the recipe's.
+    """
     if recipe.local is None:
         return None
     for violation in diloco_violations(reducer.mesh.plan, recipe.local):

@@ -1,18 +1,19 @@
 """Order-independent gradient sums: the gradient of each micro-batch is converted to integers, which are added exactly.
 
-Rule: a gradient g of one micro-batch, already divided by the labels of the whole batch, is stored as the integer
-round(g 2^52), in units of 2.2e-16. The unit is constant over micro-batches, ranks and steps, since a unit relative to
-the largest gradient would depend on which ranks are in the sum. A gradient whose mean over the batch is MAX_GRADIENT or
-more, or that is not finite, makes the norm infinite: all ranks skip the step, as usual. The squared norm is also a sum
-of integers, with 60 bits of each square relative to the largest. The loss of a micro-batch is rounded so that float64
-sums of them are exact. Each rank uses one thread, since the order of a sum that a kernel splits among threads depends
-on the number of threads.
+Rule: a gradient g of one micro-batch, already divided by the number of labels of the whole batch, is stored as the
+integer round(g 2^52). So the unit is 2^-52 = 2.2e-16. It is constant over micro-batches, ranks and steps. A unit
+relative to the largest gradient would depend on the ranks in the sum. If a gradient's mean over the batch is
+MAX_GRADIENT or more, or is not finite, the norm becomes infinite, and all ranks skip the step. The squared norm is also
+a sum of integers, with 60 bits of each square relative to the largest. The loss of a micro-batch is rounded so that
+float64 sums of losses are exact. Each rank uses one thread, because the order in which a kernel adds depends on the
+number of threads.
 
-Cost: 8 bytes per stored and per sent gradient, instead of 4 or 2, and reading each gradient of each micro-batch twice
-more. Source: Demmel, Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013.
+Cost: 8 bytes per stored and per sent gradient instead of 4 or 2. Each gradient of each micro-batch is read two more
+times. Source: Demmel, Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013.
 
 Guarantees: with the same micro-batches (`workload.exact` sequences each), losses and weights are bit for bit those of
-one rank under any number of data-parallel ranks at any ZeRO stage, even if ranks are lost or added during the run.
+one rank. This is true for any number of data-parallel ranks and any ZeRO stage, even if ranks are lost or added during
+the run.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from meshwright.spec.precision import Recipe
 
 FIXED_POINT_UNIT = 2.0**-52
 MAX_GRADIENT = 2.0**10
-"""Gradients of this size or more cannot be summed: 2^62 units."""
+"""Gradients of at least this size (2^62 units) cannot be summed."""
 
 NORM_BITS = 30
-"""Bits of an element, relative to the largest, that the squared norm uses."""
+"""Number of bits of an element, relative to the largest element, that the squared norm uses."""
 
 MAX_MEAN_LOSS = 2.0**8
 """Largest mean loss for which sums of losses are exact."""
 
 CPU_TILE_ELEMENTS = 1 << 18
-"""Elements converted at a time on a CPU, so that intermediate results stay in the cache."""
+"""Number of elements that a CPU converts at a time, so that intermediate results stay in the cache."""
 ACCELERATOR_TILE_ELEMENTS = 1 << 24
-"""Elements converted at a time on an accelerator. Each tile costs a few kernel launches."""
+"""Number of elements that an accelerator converts at a time. Each tile costs a few kernel launches."""
 
 
 class FixedPointAccumulator:
@@ -59,13 +60,13 @@ class FixedPointAccumulator:
         self.overflow.zero_()
 
     def quantize(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns `gradient` as integers; sets `overflow` if it is too large."""
+        """Returns `gradient` as int64, in units of 2^-52. Sets `overflow` if the gradient is too large."""
         units, fits = to_fixed_point(gradient, self._micro_batches)
         self.overflow |= ~fits
         return units
 
     def dequantize(self, units: torch.Tensor) -> torch.Tensor:
-        """Returns the sums over all ranks as floating-point numbers."""
+        """Returns the integer sums `units` as floating-point numbers. The sums must be complete over all ranks."""
         result = torch.empty(units.shape, dtype=self.result_dtype, device=units.device)
         for into, part in zip(result.split(_tile_elements(units)), units.split(_tile_elements(units)), strict=True):
             into.copy_(part.double().mul_(FIXED_POINT_UNIT))
@@ -77,8 +78,8 @@ def _tile_elements(flat: torch.Tensor) -> int:
 
 
 def to_fixed_point(gradient: torch.Tensor, micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `gradient` in units, and whether `micro_batches` gradients of this size can be added without an overflow
-    (a scalar tensor).
+    """Returns `gradient` in units; and a scalar tensor: whether `micro_batches` gradients of this size can be added
+    without an overflow.
 
     >>> units, fits = to_fixed_point(torch.tensor([0.5, -(2.0**-52)], dtype=torch.float64), 4)
     >>> units.tolist(), bool(fits), bool(to_fixed_point(torch.tensor([float("nan")]), 4)[1])
@@ -99,9 +100,9 @@ def to_fixed_point(gradient: torch.Tensor, micro_batches: int) -> tuple[torch.Te
 def square_norm(
     runs: Iterable[torch.Tensor], accumulators: Sequence[FixedPointAccumulator], world: CommGroup | None
 ) -> torch.Tensor:
-    """Returns the sum of squares over the `runs` of all ranks of `world` on the first rank, and 0 on the others
-    (float64). Each element is in one run of one rank. The sum is infinite if any accumulator of any rank had an
-    overflow."""
+    """Returns on the first rank the sum of squares over the `runs` of all ranks of `world` (float64 scalar), and 0 on
+    the other ranks. `runs` are slices of gradients. Each element is in one slice of one rank. The sum is infinite if an
+    accumulator of any rank had an overflow."""
     slices = list(runs)
     largest = torch.where(torch.stack([each.overflow for each in accumulators]).any(), torch.inf, 0.0).double()
     for run in slices:
@@ -126,8 +127,8 @@ def square_norm(
 
 
 def round_loss(total: torch.Tensor, labels: int) -> torch.Tensor:
-    """Rounds the summed loss of a micro-batch (float64) so that sums over the micro-batches of a batch with `labels`
-    labels are exact.
+    """Returns the summed loss of a micro-batch (float64), rounded so that sums over the micro-batches of a batch with
+    `labels` labels are exact.
 
     >>> round_loss(torch.tensor(0.1, dtype=torch.float64), 1000).item().hex()
     '0x1.9999999a00000p-4'

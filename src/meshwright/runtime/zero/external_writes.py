@@ -1,20 +1,20 @@
-"""Detects what the user's code writes to parameters between two steps (`with torch.no_grad(): p.clamp_(-1, 1)`): the
+"""Detects writes of the user's code to parameters between two steps (`with torch.no_grad(): p.clamp_(-1, 1)`). The
 result equals that of one device, or the write is refused.
 
 Under ZeRO 0 to 2 a parameter is a view of the compute weights, so the passes of the next step read the written values.
-The update reads the main weights, and under ZeRO 1 and 2 each rank updates only its shard. Before the update, each rank
-therefore copies the written elements of its shard into its main weights.
+But the update reads the main weights, and under ZeRO 1 and 2 each rank updates only its shard. So before the update
+each rank copies the written elements of its shard into its main weights.
 
-| written | outcome |
+| write | outcome |
 |---|---|
-| a full parameter, identically on every rank | equal: main weights take every element that is not their own rounding |
-| a full parameter, differently on some rank | refused |
-| a parameter of which this rank stores a shard (TP, EP), any under pipelines | refused: it may depend on other ranks |
+| to a full parameter, equally on every rank | equal: main weights take every element that differs from their rounding |
+| to a full parameter, differently on some rank | refused |
+| to a sharded parameter (TP, EP), to any under pipelines | refused: the value may depend on other ranks |
 | through `.data`, if there are main weights | refused before steps 1, 2, 3, 10, 100 and 1000 (preflight) |
 | under ZeRO 3 | refused where it is written (shard/access_guard.py) |
 
-Cost: one comparison of version numbers (`Tensor._version`) per parameter and step. The flag whether any rank has
-written is sent with the sentinel's reduction.
+Cost: one comparison of version numbers (`Tensor._version`) per parameter and step. A flag says whether any rank has
+written. It is sent in the reduction of the step's sentinel.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WritableEngine(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """The full shape of each parameter."""
+        """The full shape of each parameter by name."""
 
     @property
     def outer(self) -> Any:
@@ -57,8 +57,8 @@ class WritableEngine(Protocol):
 
 
 class WrittenSlice(NamedTuple):
-    """Elements of parameter `name` that this rank updates: their main weights, their compute weights, and a mask of the
-    compute weights that differ from the rounded main weights."""
+    """The elements of the parameter `name` that this rank updates: their main weights, their compute weights, and a
+    mask of the compute weights that differ from the rounded main weights."""
 
     name: str
     main_params: torch.Tensor
@@ -67,8 +67,8 @@ class WrittenSlice(NamedTuple):
 
 
 class ExternalWrites:
-    """Tracks external writes of one rank. `names`: parameters written since the last update, in the order of the
-    parameter groups."""
+    """Tracks external writes on one rank. `names` are the parameters that were written since the last update, in the
+    order of the parameter groups."""
 
     def __init__(self, units: Sequence[FlatParamGroup]) -> None:
         unsharded = [unit for unit in units if unit.layout.zero_stage < 3]
@@ -87,14 +87,14 @@ class ExternalWrites:
         self.names = {}
 
     def detect(self) -> None:
-        """Adds to `names` the parameters written since versions were recorded."""
+        """Adds to `names` the parameters that were written since `record_versions`."""
         for (name, parameter), before in zip(self._parameters, self._versions, strict=True):
             if parameter._version != before:
                 self.names[name] = None
 
     @contextmanager
     def internal_writes(self, inner: AbstractContextManager[None] | None = None) -> Iterator[None]:
-        """Treats writes inside the context as the trainer's, and earlier writes as the user's. It also enters
+        """Does not count writes inside the context as external. Earlier writes are recorded first. Also enters
         `inner`."""
         outermost, self._inside = not self._inside, True
         if outermost:
@@ -108,13 +108,13 @@ class ExternalWrites:
                 self.record_versions()
 
     def is_due(self, compares: bool) -> bool:
-        """Whether ranks must call `apply` before the update, as far as this rank knows. `compares`: whether main
-        weights are compared too."""
+        """Returns whether this rank knows of a reason to call `apply` before the update. `compares`: main weights are
+        also to be compared with the compute weights."""
         return bool(self.names) or (compares and any(run.written.any() for run in self._runs()))
 
     def sync(self, engine: WritableEngine) -> None:
-        """Applies writes before main weights are read or written outside of an update. Every rank calls it. Raises
-        InputError as `apply`."""
+        """Applies external writes before main weights are read or written outside of an update. Every rank calls it.
+        Raises InputError for refused writes."""
         if not self._inside:
             self.detect()
             self.record_versions()
@@ -125,8 +125,8 @@ class ExternalWrites:
 
     @torch.no_grad()
     def apply(self, engine: WritableEngine) -> None:
-        """Copies the written elements into the main weights. Every rank calls it. Raises InputError on every rank for
-        refused writes."""
+        """Copies the written elements into the main weights. Every rank calls it. If a write is refused, every rank
+        raises InputError."""
         names = list(dict.fromkeys(name for each in gather_objects(list(self.names)) for name in each))
         parameters = dict(self._parameters)
         plan, replica = engine.mesh.plan, 0 if engine.outer is None else engine.outer.replica
@@ -195,6 +195,6 @@ class ExternalWrites:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    """Returns the shape, and the sum of the bits of all elements."""
+    """Returns the shape of the tensor, and the sum of the bits of all elements."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(tensor.element_size(), 8)]
     return tuple(tensor.shape), int(tensor.detach().contiguous().view(-1).view(bits).sum(dtype=torch.int64))

@@ -19,18 +19,18 @@ from meshwright.spec.layout import BucketLayout, bucket_gaps, shard_bounds
 
 @dataclass(frozen=True, eq=False)
 class FlatLayout:
-    """Describes one flat parameter group of this rank. `make_flat_layout` makes it; it does not change afterwards."""
+    """Describes one flat parameter group of this rank. Made by `make_flat_layout`, and immutable."""
 
     bucket: BucketLayout
     parameters: dict[str, nn.Parameter]
     context: ParallelContext
     placement: ShardPlacement
     shard_range: slice
-    """The elements that this rank updates."""
+    """The range of elements of the flat buffer that this rank updates."""
     frozen: bool
     """Whether no parameter is trained. Such a group has no gradients, no main weights and no reduction."""
     tied: bool
-    """Whether gradients are summed with those of a replica on a different stage."""
+    """Whether another stage has a replica of the group, so that the gradients of both are summed."""
 
     @property
     def offsets(self) -> Mapping[str, int]:
@@ -39,7 +39,7 @@ class FlatLayout:
 
     @property
     def numel(self) -> int:
-        """The elements of the flat buffer."""
+        """The number of elements of the flat buffer."""
         return self.bucket.numel
 
     @property
@@ -49,7 +49,7 @@ class FlatLayout:
 
     @property
     def reduces_each_pass(self) -> bool:
-        """Whether gradients are reduced after each backward pass of a step, which frees the full buffer (ZeRO 2 and 3).
+        """Whether gradients are reduced after each backward pass of a step (ZeRO 2 and 3), which frees the full buffer.
         Otherwise they are reduced after the last pass."""
         return self.zero_stage >= 2
 
@@ -60,49 +60,49 @@ class FlatLayout:
 
     @property
     def shard_numel(self) -> int:
-        """The elements of this rank's shard."""
+        """The number of elements of this rank's shard."""
         return self.shard_range.stop - self.shard_range.start
 
     @property
     def shard_sizes(self) -> list[int] | None:
-        """The elements of all shards if they are unequal."""
+        """The number of elements of every shard, if they are unequal; otherwise None."""
         if not self.placement.weights:
             return None
         bounds = shard_bounds(self.numel, self.placement.shards, self.placement.weights)
         return [stop - start for start, stop in pairwise(bounds)]
 
     def gaps(self) -> list[slice]:
-        """Returns the ranges of the flat buffer that do not belong to a tensor."""
+        """The ranges of the flat buffer that belong to no tensor."""
         return bucket_gaps(self.bucket, {name: parameter.numel() for name, parameter in self.parameters.items()})
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns the tensor `name` inside a full flat buffer."""
+        """Returns the tensor `name` as a view of the full flat buffer `flat`."""
         parameter, offset = self.parameters[name], self.offsets[name]
         return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
     def shard_slice(self, name: str) -> slice:
-        """Returns the elements of the shard that belong to the tensor `name`; empty if there are none."""
+        """Returns the range of this rank's shard that belongs to the tensor `name`. Empty if there is none."""
         first = self.offsets[name]
         last = first + self.parameters[name].numel()
         start, stop = self.shard_range.start, self.shard_range.stop
         return slice(max(first, start) - start, max(min(last, stop) - start, 0))
 
     def flat_slice(self, run: slice, like: torch.Tensor) -> FlatSlice:
-        """Returns the range `run` of the flat buffer and the tensors of the buffer."""
+        """Returns the range `run` of the flat buffer, with the tensors of the buffer."""
         tensors = [(offset, tuple(self.parameters[name].shape)) for name, offset in self.offsets.items()]
         return FlatSlice(run.start, run.stop, like, tensors)
 
     def allocate(self, numel: int, shared: bool, dtype: torch.dtype, tied: bool = False) -> torch.Tensor:
-        """Returns a zeroed buffer, in shared memory if other ranks of this host read it."""
+        """Returns a buffer of zeros. It is in shared memory if other ranks of this host read it."""
         memory, placement = self.context.shared_memory, self.placement
         if memory is not None and (tied or (shared and (placement.shard_group or placement.replicate_group))):
             return memory.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.context.device)
 
     def shard_runs(self, groups: Mapping[str, int]) -> list[ParamRun]:
-        """Cuts the shard into segments, each of matrices or of vectors (biases and norms) of one optimizer group. A
-        segment includes the padding after it. Segments end at multiples of ALIGN_NUMEL only, because fused kernels
-        round differently after the last full SIMD vector of a segment. So each element is rounded identically under
+        """Returns the segments of the shard. A segment contains either matrices or vectors (biases and norms), all of
+        one optimizer group, and the padding after them. Segments end only at multiples of ALIGN_NUMEL, because fused
+        kernels round differently after the last full SIMD vector of a segment. So each element rounds identically under
         every plan."""
         offsets, shard_range = self.offsets, self.shard_range
         tensors = sorted(
@@ -130,7 +130,7 @@ def make_flat_layout(
     placement: ShardPlacement,
     tied: bool = False,
 ) -> FlatLayout:
-    """Returns the layout of a group with this rank's shard of it."""
+    """Returns the layout of a parameter group, including the range of this rank's shard."""
     bounds = shard_bounds(bucket.numel, placement.shards, placement.weights)
     shard_range = slice(*bounds[placement.shard : placement.shard + 2])
     frozen = not any(each.requires_grad for each in parameters.values())

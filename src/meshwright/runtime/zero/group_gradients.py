@@ -1,5 +1,5 @@
-"""The gradients of a flat parameter group: their accumulation, their count, and the collectives that sum them over the
-data ranks."""
+"""The gradients of a flat parameter group: accumulation, the count of gradients, and the collectives that sum them over
+the data ranks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from meshwright.spec.precision import Recipe
 
 
 class GradCounter:
-    """Counts the gradients of a step with `expected` backward passes, each of which computes one gradient per
-    parameter. `counts`: gradients so far, by parameter. `started`: parameters whose sum has begun. The cost per
-    gradient does not depend on the number of parameters."""
+    """Counts the gradients of a step with `expected` backward passes. Each pass computes one gradient per parameter.
+    `counts`: number of gradients so far, by parameter. `started`: names of the parameters whose sum has begun. The cost
+    per gradient does not depend on the number of parameters."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.counts = dict.fromkeys(names, 0)
         self.reset(1)
 
     def reset(self, expected: int) -> None:
-        """Starts a step of `expected` backward passes."""
+        """Resets the counts for a step of `expected` backward passes."""
         self.expected, self.counts = expected, dict.fromkeys(self.counts, 0)
         self.started: set[str] = set()
         self._set_passes(0)
@@ -53,8 +53,8 @@ class GradCounter:
         return True
 
     def complete(self, passes: int) -> dict[str, int]:
-        """Ends pass number `passes`: parameters without a gradient count as complete. Returns these parameters and
-        their previous counts.
+        """Ends pass number `passes`. Parameters without a gradient count as complete. Returns the previous counts of
+        these parameters.
 
         >>> found = GradCounter("ab")
         >>> found.mark("a"), found.complete(1), found.passes, found.complete(1)
@@ -68,13 +68,13 @@ class GradCounter:
         return missing
 
     def start(self, name: str) -> bool:
-        """Marks the sum of `name` as begun. Returns whether the current gradient is the first of the sum."""
+        """Marks the sum of `name` as begun. Returns whether the present gradient is the first one in the sum."""
         first = name not in self.started
         self.started.add(name)
         return first
 
     def restart_sums(self) -> None:
-        """Begins new sums, because the current sums are being reduced."""
+        """Starts new sums, because the present sums are being reduced."""
         self.started = set()
 
     def _set_passes(self, passes: int) -> None:
@@ -82,16 +82,16 @@ class GradCounter:
 
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
-"""Gradient dtypes, by bytes per element of the recipe's reductions."""
+"""Gradient dtype by the number of bytes per element in which the recipe reduces gradients."""
 
 
 class GroupGradients:
-    """The gradients of one group. `buffer` contains the gradients that this rank stores: all, or its shard. `shard`
-    contains the gradients for this rank's update. Gradients are sums, already divided by the number of labels of the
-    whole batch."""
+    """The gradients of one parameter group. `buffer` contains the gradients that this rank stores: all of them, or its
+    shard. `shard` contains those for this rank's update. Gradients are sums, already divided by the number of labels of
+    the whole batch."""
 
     def __init__(self, layout: FlatLayout, recipe: Recipe) -> None:
-        """Allocates gradients of the dtype in which they are stored, summed and sent."""
+        """Allocates the buffers. Gradients are stored, summed and sent in one dtype."""
         self.layout = layout
         self.exact = FixedPointAccumulator(recipe, layout.context.device) if recipe.exact else None
         self.counter = GradCounter(layout.offsets)
@@ -99,7 +99,8 @@ class GroupGradients:
         """Gradients offloaded to CPU."""
         self._full: torch.Tensor | None = None
         self._has_sum = False
-        """Whether a reduction of this step has begun, so that later reductions are added to its sum (ZeRO 2 and 3)."""
+        """Whether this step has already reduced gradients. Later reductions are then added to the sum (ZeRO 2
+        and 3)."""
         self._gaps = layout.gaps()
         dtype = self.exact.dtype if self.exact is not None else _grad_dtype(recipe)
         if layout.frozen:
@@ -119,7 +120,7 @@ class GroupGradients:
         return self.buffer[self.layout.shard_range] if self.layout.zero_stage < 2 else self.buffer
 
     def begin_step(self, arrivals: int) -> None:
-        """Prepares for `arrivals` backward passes."""
+        """Prepares for a step of `arrivals` backward passes."""
         plan = self.layout.context.plan
         self.counter.reset(arrivals)
         self._full, self._has_sum = None, False  # drops the buffer of an aborted backward pass
@@ -128,13 +129,13 @@ class GroupGradients:
             self.shard = self._shard_of_buffer()
 
     def slot(self, name: str) -> tuple[torch.Tensor, bool]:
-        """Returns the tensor in which gradients of `name` are summed, and whether the current gradient is the first of
+        """Returns the tensor that sums the gradients of `name`, and whether the present gradient is the first one in
         the sum."""
         first = self.counter.start(name)
         return self.layout.view(self.buffer if self.layout.zero_stage < 2 else self._full_buffer(), name), first
 
     def mark_unused_ready(self, passes: int) -> bool:
-        """Ends backward pass number `passes`: parameters without a gradient count as zero. Returns whether the group is
+        """Ends backward pass number `passes`. Parameters without a gradient count as zero. Returns whether the group is
         now complete."""
         missing = self.counter.complete(passes)
         if not missing:
@@ -145,12 +146,12 @@ class GroupGradients:
         return self.is_reduced_after(passes)
 
     def is_reduced_after(self, passes: int) -> bool:
-        """Whether the group is reduced after this many backward passes."""
+        """Returns whether the group is reduced after backward pass number `passes`."""
         return self.layout.reduces_each_pass or passes == self.counter.expected
 
     def _full_buffer(self) -> torch.Tensor:
-        """Returns the full gradient buffer of one backward pass at ZeRO 2 and 3, in memory that ranks of this host can
-        read."""
+        """Returns the full gradient buffer of one backward pass at ZeRO 2 and 3, in memory that the ranks of this host
+        can read."""
         if self._full is None:
             layout, group = self.layout, self.layout.shard_group
             if group is not None and group.shm is not None and uses_shared_memory(group, layout.shard_sizes):
@@ -162,8 +163,8 @@ class GroupGradients:
         return self._full
 
     def reduce(self, compressors: ReducerPair) -> CollectiveWork:
-        """Starts summing the gradients over the data ranks (at ZeRO 2 and 3 over the shard group only, where shards
-        accumulate)."""
+        """Starts to sum the gradients over the data ranks. At ZeRO 2 and 3 sums only over the shard group, into
+        accumulating shards. Returns the work."""
         layout = self.layout
         if layout.zero_stage == 0:
             return all_reduce(self.buffer, layout.placement.replicate_group, inter_host=compressors.replicas)
@@ -187,7 +188,7 @@ class GroupGradients:
         return CollectiveWork(None, finish)
 
     def reduce_over_replicas(self, compressors: ReducerPair) -> CollectiveWork:
-        """Starts summing the gradient shards over the replicas, once per step, from ZeRO 1 on."""
+        """From ZeRO 1 on, starts to sum the gradient shards over the replicas, once per step. Returns the work."""
         group = self.layout.placement.replicate_group
         if self.host is not None:
             return CollectiveWork(None, partial(self.host.all_reduce, group, compressors.replicas))
@@ -196,16 +197,16 @@ class GroupGradients:
         )
 
     def dequantize(self) -> None:
-        """Converts complete integer sums to floating-point gradients."""
+        """Converts the integer sums to floating-point gradients, once they are complete."""
         if self.exact is not None:
             self.shard = self.exact.dequantize(self.shard)
 
     def device_bytes(self) -> int:
-        """Returns the bytes on the device."""
+        """Returns the number of bytes on the device."""
         return self.buffer.nbytes if self.host is None else 0
 
 
 def _grad_dtype(recipe: Recipe) -> torch.dtype:
-    """Returns the dtype of gradients by the bytes per element of the recipe's reductions."""
+    """Returns the dtype of gradients, from the number of bytes per element in which the recipe reduces them."""
     compute: torch.dtype = getattr(torch, recipe.compute)
     return GRAD_DTYPES.get(recipe.reduced, compute)

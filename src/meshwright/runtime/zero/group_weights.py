@@ -1,15 +1,13 @@
-"""The weights of a flat parameter group: full at ZeRO 0 to 2; at ZeRO 3 this rank's shard, which is gathered for use.
+"""The weights of a flat parameter group. At ZeRO 0 to 2 a rank stores all of them. At ZeRO 3 it stores a shard, and the
+weights are gathered for use.
 
-At ZeRO 3 the ranks of one host store the full weights once: every rank writes its shard into one shared memory, and
-unsharding is only a barrier.
+[Note: once] At ZeRO 3 the ranks of one host store the full weights once, in one anonymous file. Every rank of the shard
+group maps the file, and writes only its own shard. Unsharding is only a barrier: it waits until every rank has written
+its shard of the last update. No rank writes while another rank reads, because ranks also pass a barrier before an
+update (`GradReducer.quiesce`).
 
-[Note: once] The full weights of a parameter group are one anonymous file. Every rank of the shard group maps the file,
-and writes only its own shard. Unsharding waits until every rank has reached the barrier, and so has written its shard
-of the last update. No rank writes while another rank reads: before an update, ranks quiesce and pass a barrier too
-(`GradReducer.quiesce`).
-
-[Note: gone] The full weights are freed when their group is resharded. An access while the group is sharded raises an
-error of one line. On ranks of one host, parameters of a sharded group are views of a buffer without storage.
+[Note: gone] Resharding a group frees its full weights. An access while the group is sharded raises a one-line error. If
+the ranks share memory, the parameters of a sharded group are views of a buffer without storage.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from meshwright.spec.layout import offload_splits
 
 
 class SharedWeights:
-    """The full weights `full`, shared by all ranks of `group`, which create it at the same time."""
+    """The full weights `full`, which all ranks of `group` share. All ranks create this object at the same time."""
 
     def __init__(self, host: SharedMemory, group: CommGroup, numel: int, dtype: torch.dtype) -> None:
         self._group = group
@@ -46,7 +44,7 @@ class SharedWeights:
         self._is_visible = True
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Registers parameters that are views of `full`."""
+        """Registers `parameters`, which are views of `full`."""
         none = torch.empty_like(self.full)
         parameters_data = [(parameter, parameter.data) for parameter in parameters]
         self._views = [
@@ -56,13 +54,13 @@ class SharedWeights:
         none.untyped_storage().resize_(0)
 
     def set_visible(self, whole: bool) -> None:
-        """Makes the parameters views of `full`, or of a buffer without storage."""
+        """Makes the parameters views of `full` if `whole`, otherwise of a buffer without storage."""
         for parameter, hidden, visible in self._views if whole != self._is_visible else ():
             parameter.data = visible if whole else hidden
         self._is_visible = whole
 
     def barrier(self) -> CollectiveWork:
-        """Returns a work that completes when every rank of the group has called `barrier`."""
+        """Returns a work that completes once every rank of the group has called `barrier`."""
         return all_gather(
             torch.zeros(self._group.size, dtype=torch.int8), torch.zeros(1, dtype=torch.int8), self._group
         )
@@ -71,17 +69,17 @@ class SharedWeights:
 def make_shared_weights(
     host: SharedMemory | None, group: CommGroup | None, numel: int, dtype: torch.dtype
 ) -> SharedWeights | None:
-    """Returns shared weights, or None if the ranks of `group` do not all share memory."""
+    """Returns shared weights, None if not all ranks of `group` share memory."""
     if host is None or group is None or group.shm is None or group.process_group is not None or not numel:
         return None
     return SharedWeights(host, group, numel, dtype)
 
 
 class GroupWeights:
-    """The weights of one group. `full` is the flat buffer that the parameters are views of."""
+    """The weights of one parameter group. The parameters are views of the flat buffer `full`."""
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
-        """Copies the parameters into the flat buffer, and makes them views of it."""
+        """Copies the parameters into the flat buffer, and makes them views of the buffer."""
         context = layout.context
         self.layout, self.dtype = layout, dtype
         self._all_gather_work: CollectiveWork | None = None
@@ -126,7 +124,7 @@ class GroupWeights:
 
     @property
     def storages(self) -> list[torch.Tensor | NvmeShard]:
-        """The weights of each part of the shard, where they are stored."""
+        """The tensor or file range that stores the weights of each part of the shard."""
         return (
             [self._shard[part.start : part.stop] for part in self.parts]
             if self.offloaded is None
@@ -135,7 +133,7 @@ class GroupWeights:
 
     @without_write_recording
     def prefetch(self) -> None:
-        """Starts all-gathering the weights (ZeRO 3); `unshard` waits for the all-gather."""
+        """Starts to all-gather the weights at ZeRO 3. `unshard` waits for the result."""
         if self.layout.zero_stage < 3 or not self.access_guard.is_denied or self._all_gather_work is not None:
             return
         if self.shared is not None:
@@ -147,7 +145,7 @@ class GroupWeights:
 
     @without_write_recording
     def unshard(self) -> None:
-        """Makes the full weights available (ZeRO 3)."""
+        """Makes the full weights available at ZeRO 3."""
         if not self.access_guard.is_denied:
             return
         self.prefetch()
@@ -164,8 +162,8 @@ class GroupWeights:
 
     @without_write_recording
     def reshard(self) -> None:
-        """Frees the full weights (ZeRO 3). Views and saved tensors keep their storage, which `unshard` fills again.
-        Weights shared in host memory are freed when no parameter references them."""
+        """Frees the full weights at ZeRO 3. Views and saved tensors keep their storage, which `unshard` fills again.
+        Weights in shared memory are freed when no parameter references them."""
         if self.layout.zero_stage < 3:
             return
         if self._all_gather_work is not None:
@@ -180,14 +178,14 @@ class GroupWeights:
         self.access_guard.deny()
 
     def write(self, main_params: Sequence[torch.Tensor]) -> None:
-        """Copies updated main weights into the shard, in its dtype."""
+        """Copies the updated main weights into the shard, in the dtype of the shard."""
         sizes = [part.stop - part.start for part in self.parts]
         values = main_params[0].split(sizes) if len(main_params) == 1 else main_params
         for storage, part in zip(self.storages, values, strict=True):
             storage.copy_(part) if isinstance(storage, torch.Tensor) else storage.write(part)
 
     def all_gather(self) -> CollectiveWork:
-        """Starts all-gathering the updated shards into the full weights (ZeRO 1 and 2)."""
+        """Starts to all-gather the updated shards into the full weights at ZeRO 1 and 2. Returns the work."""
         layout = self.layout
         return (
             all_gather(self.full, self._shard, layout.shard_group, sizes=layout.shard_sizes)
@@ -196,13 +194,13 @@ class GroupWeights:
         )
 
     def device_bytes(self) -> int:
-        """Returns the bytes on the device."""
+        """Returns the number of bytes on the device."""
         shard = self._shard if self.offloaded is None else self.offloaded.resident
         numel = self.layout.numel if self.layout.zero_stage < 3 else len(shard)
         return numel * self.full.element_size()
 
     def _start_all_gather(self, parts: list[torch.Tensor]) -> None:
-        """Starts all-gathering the weights from the `parts` of the shard, in order."""
+        """Starts to all-gather the weights. `parts` are the parts of this rank's shard, in order."""
         layout = self.layout
         self.full.untyped_storage().resize_(layout.numel * self.full.element_size())
         shard = parts[0]

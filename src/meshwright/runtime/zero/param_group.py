@@ -1,8 +1,8 @@
 """The parameters of one or several layers as one flat buffer, with their gradients and their optimizer shard (FSDP's
 FSDPParamGroup).
 
-[Note: ZeRO is three settings] ZeRO stages differ only in which of three buffers is a shard, 1 / (dp_shard x cp) of the
-whole:
+[Note: ZeRO is three settings] ZeRO stages differ in which of three buffers a rank stores in full. Of the others it
+stores a shard, 1 / (dp_shard x cp) of the full buffer:
 
 | stage | weights | gradients | main weights and optimizer states |
 |---|---|---|---|
@@ -43,8 +43,8 @@ from meshwright.spec.precision import GradientCompression, Recipe
 
 
 class GradReadiness(Protocol):
-    """The interface through which a parameter group reports gradients (reducer.py). `passes`: completed backward
-    passes. `received`: parameters with a gradient in this step."""
+    """The interface to which a parameter group reports gradients (reducer.py). `passes`: number of completed backward
+    passes. `received`: names of the parameters with a gradient in this step."""
 
     passes: int
     received: set[str]
@@ -53,10 +53,10 @@ class GradReadiness(Protocol):
         """Reports that all gradients of `unit` are accumulated."""
 
     def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool:
-        """Whether a preflight check takes the gradient instead."""
+        """Returns whether a preflight check takes the gradient. If so, it must not be accumulated."""
 
     def mark_unused(self, unit: FlatParamGroup) -> None:
-        """Reports that this pass has no more gradients of `unit`."""
+        """Reports that this pass has no further gradients of `unit`."""
 
 
 class FlatParamGroup:
@@ -73,8 +73,8 @@ class FlatParamGroup:
         groups: Mapping[str, int],
         tied: bool = False,
     ) -> None:
-        """`groups` gives the optimizer's group of each parameter name. `tied`: gradients are summed with those of
-        another stage's replica."""
+        """`groups` has the index of the optimizer group of each parameter name. `tied`: another stage has a replica of
+        this group, and the gradients of both are summed."""
         placement = placement if recipe.local is None else without_replicas(placement)
         self.layout = make_flat_layout(bucket, parameters, context, placement, tied)
         self.weights = GroupWeights(self.layout, getattr(torch, recipe.compute))
@@ -99,12 +99,12 @@ class FlatParamGroup:
 
     @property
     def placement(self) -> ShardPlacement:
-        """How the group is sharded and replicated."""
+        """The ranks over which the group is sharded and replicated."""
         return self.layout.placement
 
     @property
     def shard_range(self) -> slice:
-        """The range of elements that this rank updates."""
+        """The range of elements of the flat buffer that this rank updates."""
         return self.layout.shard_range
 
     @property
@@ -112,7 +112,7 @@ class FlatParamGroup:
         """Whether no parameter is trained."""
         return self.layout.frozen
 
-    # --- connections that the build makes, once
+    # --- called once by the build
 
     def report_to(self, reducer: GradReadiness) -> None:
         """Reports gradients to `reducer` from now on."""
@@ -120,21 +120,21 @@ class FlatParamGroup:
         self.reducer = reducer
 
     def defer_wgrads(self) -> WgradQueue:
-        """Defers weight gradients to W of the schedule. Returns their queue."""
+        """Defers weight gradients to the W actions of the schedule. Returns their queue."""
         if self.wgrad_queue is None:
             self.wgrad_queue = WgradQueue(self.accumulate_grad)
         return self.wgrad_queue
 
     def gather_for_use(self) -> bool:
-        """Lets module wrappers gather and free the weights. Returns whether an earlier wrapper already does so."""
+        """Marks the weights as gathered by module wrappers. Returns whether they were already marked."""
         before, self.hooked = self.hooked, True
         return before
 
     # --- gradients
 
     def _grad_hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        """Returns the gradient hook of `name`. The hook references the group weakly. The garbage collector does not see
-        hooks that autograd stores, so a cycle would never be freed."""
+        """Returns the gradient hook of the parameter `name`. The hook references the group weakly. The garbage
+        collector does not see hooks that autograd stores, so it would never free a reference cycle."""
         unit = weakref.ref(self)
 
         def take(parameter: torch.Tensor) -> None:
@@ -150,8 +150,8 @@ class FlatParamGroup:
         return take
 
     def accumulate_grad(self, name: str, gradient: torch.Tensor) -> None:
-        """Accumulates a gradient of one backward pass. The call also advances reductions between hosts, which would
-        otherwise wait until the next group is ready."""
+        """Accumulates a gradient of one backward pass. Also advances reductions between hosts, which would otherwise
+        wait until the next group is ready."""
         if self.reducer is not None and self.reducer.divert_to_probe(name, gradient):
             return
         group = self.placement.shard_group or self.placement.replicate_group
@@ -170,16 +170,16 @@ class FlatParamGroup:
             self.reducer.mark_ready(self)
 
     def reduce(self) -> CollectiveWork:
-        """Starts summing the gradients over the data ranks."""
+        """Starts to sum the gradients over the data ranks. Returns the work."""
         return self.gradients.reduce(self.compressors)
 
     def reduce_over_replicas(self) -> CollectiveWork:
-        """Starts summing the gradient shards over the replicas, once per step."""
+        """Starts to sum the gradient shards over the replicas, once per step. Returns the work."""
         return self.gradients.reduce_over_replicas(self.compressors)
 
     @contextmanager
     def uncompressed(self) -> Iterator[None]:
-        """Sums gradients without compression inside the context, and restores the error feedback afterwards."""
+        """Sums gradients without compression inside the context. Restores the error feedback on exit."""
         before, self.compressors = self.compressors, ReducerPair(None, None)
         try:
             yield
@@ -187,7 +187,8 @@ class FlatParamGroup:
             self.compressors = before
 
     def _make_compressors(self, compression: GradientCompression | None) -> ReducerPair:
-        """Returns the compressed reducers between hosts. With DiLoCo they reduce main weights over its replicas."""
+        """Returns the compressed reducers between hosts. With DiLoCo the second reducer reduces main weights over the
+        replicas."""
         layout, buffer = self.layout, self.gradients.buffer
         full = layout.flat_slice(slice(0, layout.numel), buffer)
         shards = make_compressed_reducer(compression, layout.shard_group, full, True)
@@ -209,7 +210,7 @@ class FlatParamGroup:
 def make_optim_shard(
     layout: FlatLayout, weights: GroupWeights, recipe: Recipe, groups: Mapping[str, int]
 ) -> OptimizerShard:
-    """Returns what the optimizer updates: the shard of the weights, or a float32 copy of it."""
+    """Returns the shard that the optimizer updates: the shard of the weights, or a float32 copy of it."""
     has_main_params = bool(recipe.master) and not layout.frozen
     runs, storages, swapper = layout.shard_runs(groups), weights.storages, layout.context.state_swapper
     in_files = Offload.parameters_disk in layout.context.plan.offload
@@ -227,7 +228,7 @@ def make_optim_shard(
 
 
 def offloaded_bytes(units: Iterable[FlatParamGroup]) -> int:
-    """Returns the bytes of states, gradients and weights of `units` that are offloaded to CPU or NVMe."""
+    """Returns the number of bytes of states, gradients and weights of `units` that are offloaded to CPU or NVMe."""
     total = 0
     for unit in units:
         total += unit.optim_shard.offloaded_bytes() if isinstance(unit.optim_shard, OffloadedShard) else 0

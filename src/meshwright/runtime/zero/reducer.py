@@ -2,10 +2,10 @@
 
 [Note: fixed order] The groups of a stage are reduced strictly in backward order, even if autograd completes them in a
 different order. So every rank starts the same collectives in the same order, and sums are identical in every step and
-after every resume (torch's DDP rebuilds its buckets after the first step). ZeRO 0 and 1 reduce once per step, after the
-last micro-batch. ZeRO 2 and 3 reduce after each micro-batch, which frees the memory. An expert that no token of this
-rank chose gets no gradient. Its gradient counts as zero when backward leaves the block of the expert. So on every rank
-and for all data the reduction starts before the next block is gathered.
+after every resume. (torch's DDP rebuilds its buckets after the first step.) ZeRO 0 and 1 reduce once per step, after
+the last micro-batch. ZeRO 2 and 3 reduce after each micro-batch, which frees the memory. An expert that no token of
+this rank chose gets no gradient. Backward counts its gradient as zero when it leaves the block of the expert. So on
+every rank the reduction of this block starts before the next block is gathered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright.spec.layout import MAX_INFLIGHT_REDUCE
 from meshwright.spec.schedules.action import Action, ActionKind
 
 NORM_UPCAST_ELEMENTS = 1 << 20
-"""Elements of low-precision gradients that the norm copies to float32 at a time."""
+"""Number of low-precision gradient elements that the norm converts to float32 at a time."""
 
 
 GradientProbe = Callable[[str, torch.Tensor], None]
@@ -37,8 +37,8 @@ GradientProbe = Callable[[str, torch.Tensor], None]
 
 @dataclass
 class StageReducer:
-    """The parameter groups of one virtual stage that are completed by one kind of action (B or W), in forward order.
-    `passes` counts the actions of this step."""
+    """Reduces the parameter groups of one virtual stage whose gradients one kind of action (B or W) completes. `units`
+    are in forward order. `passes` is the number of such actions in this step."""
 
     units: list[FlatParamGroup]
     start: Callable[[FlatParamGroup], None]
@@ -46,24 +46,24 @@ class StageReducer:
     pending: deque[FlatParamGroup] = field(default_factory=deque)
     ready: set[int] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
-    """Parameters with a gradient in this step on this rank."""
+    """Names of the parameters that received a gradient on this rank in this step."""
     probe: GradientProbe | None = None
-    """Receives each gradient during a preflight check (preflight/numeric_probes.py), which then is not summed."""
+    """During a preflight check, receives each gradient instead of the sum (preflight/numeric_probes.py)."""
 
     def reset(self) -> None:
-        """Makes all groups pending."""
+        """Marks all groups as not yet reduced."""
         self.pending = deque(reversed(self.units))
         self.ready.clear()
 
     def begin_step(self, passes: int) -> None:
-        """Prepares for `passes` backward passes."""
+        """Prepares for a step of `passes` backward passes."""
         self.passes, self.received = 0, set()
         self.reset()
         for unit in self.units:
             unit.gradients.begin_step(passes)
 
     def end_pass(self) -> None:
-        """Counts a pass."""
+        """Counts a backward pass. For ZeRO 2 and 3, makes all groups pending again."""
         self.passes += 1
         if any(unit.layout.reduces_each_pass for unit in self.units):
             assert not self.pending, "a unit was not reduced"
@@ -71,7 +71,7 @@ class StageReducer:
 
     @contextmanager
     def divert(self, probe: GradientProbe) -> Iterator[None]:
-        """Gives each gradient to `probe` inside, and sums, sends and counts none."""
+        """Passes each gradient inside the context to `probe`. No gradient is then summed, sent or counted."""
         self.probe = probe
         try:
             yield
@@ -80,7 +80,7 @@ class StageReducer:
 
     @contextmanager
     def record_separately(self) -> Iterator[None]:
-        """Records the names of gradients inside the context in a separate set."""
+        """Records parameters that receive a gradient inside the context in a temporary set, which is then discarded."""
         before, self.received = self.received, set()
         try:
             yield
@@ -88,21 +88,21 @@ class StageReducer:
             self.received = before
 
     def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool:
-        """Passes the gradient to the probe, if one is set. Returns whether it did; the gradient is then not summed,
-        sent or counted."""
+        """Passes the gradient to the probe if one is set. Returns whether a probe is set. If so, the caller must not
+        sum, send or count the gradient."""
         if self.probe is not None:
             self.probe(name, gradient)
         return self.probe is not None
 
     def mark_ready(self, unit: FlatParamGroup) -> None:
-        """Marks all gradients of `unit` as accumulated. A group is reduced once all groups after it in forward order
-        are ready."""
+        """Marks all gradients of `unit` as accumulated. The reduction of a group starts once all groups after it in
+        forward order are also ready."""
         self.ready.add(id(unit))
         while self.pending and id(self.pending[0]) in self.ready:
             self.start(self.pending.popleft())
 
     def mark_unused(self, unit: FlatParamGroup) -> None:
-        """Ends a pass for `unit`: parameters without a gradient count as zero."""
+        """Ends a backward pass for `unit`. Parameters without a gradient count as zero."""
         if self.probe is not None:
             if unit.hooked:
                 unit.weights.reshard()
@@ -111,8 +111,8 @@ class StageReducer:
 
 
 class TiedParamGroup(NamedTuple):
-    """A parameter group whose layer is replicated on several `stages`. Only the replica on the first stage is
-    `counted_in_norm` and saved."""
+    """A parameter group whose layer is replicated on several `stages`. Only the replica on the first of these stages is
+    saved and `counted_in_norm`."""
 
     layer: str
     stages: tuple[int, ...]
@@ -120,17 +120,17 @@ class TiedParamGroup(NamedTuple):
 
 
 class BeforeReduction(Protocol):
-    """Is called before the reduction of a group starts, in backward order."""
+    """A function that is called each time before the reduction of a group starts."""
 
     def __call__(self) -> None: ...
 
 
 class GradReducer:
-    """Reduces all flat parameter groups of this rank. `partial` names parameters whose gradients are partial sums over
-    the tensor ranks."""
+    """Reduces all flat parameter groups of this rank. `partial` are the names of parameters whose gradients are partial
+    sums over the tensor ranks."""
 
     trainable: list[FlatParamGroup]
-    """The groups that are not frozen: those that are reduced, counted in the norm and updated."""
+    """The groups that are not frozen. Only these are reduced, counted in the norm and updated."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class GradReducer:
         disconnected: frozenset[str] = frozenset(),
         before_reduction: BeforeReduction | None = None,
     ) -> None:
-        """`tied_groups` maps stages that share weights to the group of their pipeline ranks."""
+        """`tied_groups` maps the stages that share a weight to the process group of their pipeline ranks."""
         self.mesh, self.tied_groups, self._before_reduction = mesh, tied_groups, before_reduction
         self.stages: dict[tuple[int, ActionKind], StageReducer] = {}
         for number, stage_units in stages.items():
@@ -161,30 +161,30 @@ class GradReducer:
                 self._partial.setdefault(unit.placement.tensor_group, []).extend(runs)
         self._pending: deque[tuple[FlatParamGroup, CollectiveWork]] = deque()
         self.param_names = param_names
-        """All trained parameters of the model, in the model's order."""
+        """Names of all trained parameters of the model, in the model's order."""
         self.unused = param_names
-        """Parameters without a gradient on any rank in the last step. The update skips them, as torch skips parameters
-        whose gradient is None."""
+        """Names of the parameters without a gradient on any rank in the last step. The update skips them, as torch
+        skips parameters whose gradient is None."""
         self._local_names = frozenset(name for unit in self.trainable for name in unit.parameters)
         self.disconnected = disconnected
-        """Parameters that the outputs do not depend on: zeros from another stage do not count as gradients."""
+        """Names of the parameters on which the outputs do not depend. Zero gradients that another stage sends for them
+        do not count as gradients."""
         self.external_writes = ExternalWrites(self.units)
         for stage in self.stages.values():
             for unit in stage.units:
                 unit.report_to(stage)
 
-    # --- while backward runs
-    # --------------------------------------------------------------------------------------------------
+    # --- during backward
 
     def begin_step(self, passes: int) -> None:
-        """Prepares for `passes` backward passes of each stage."""
+        """Prepares for a step of `passes` backward passes of each stage."""
         self.quiesce()
         for stage in self.stages.values():
             stage.begin_step(passes)
 
     def abort_step(self) -> None:
-        """Discards a pass that raised an error on all ranks, if the script caught the error (such as an unreadable
-        batch)."""
+        """Cleans up after a step that raised an error on all ranks, in case the user's script caught the error. Waits
+        for pending reductions and frees full weights."""
         while self._pending:
             self._pending.popleft()[1].wait()
         self.reshard_all()
@@ -200,8 +200,8 @@ class GradReducer:
             unit.weights.reshard()
 
     def end_backward(self, action: Action) -> None:
-        """Ends a backward action: B for groups without deferred weight gradients, or W. Parameters without a gradient
-        count as zero."""
+        """Ends a backward action: B for groups without deferred weight gradients, W for groups with them. Parameters
+        without a gradient count as zero."""
         deferred = self.stages[action.stage, ActionKind.W].units
         for unit in reversed(deferred):
             assert unit.wgrad_queue is not None
@@ -220,7 +220,7 @@ class GradReducer:
 
     @contextmanager
     def divert_gradients(self, probe: GradientProbe) -> Iterator[None]:
-        """Gives each gradient to `probe` inside, and sums, sends and counts none."""
+        """Passes each gradient inside the context to `probe`. No gradient is then summed, sent or counted."""
         with ExitStack() as stack:
             for stage in self.stages.values():
                 stack.enter_context(stage.divert(probe))
@@ -228,8 +228,8 @@ class GradReducer:
 
     @contextmanager
     def isolate_pass(self) -> Iterator[None]:
-        """Isolates the gradients of a pass. Inside the context no parameter has a gradient at first, and gradients are
-        sent uncompressed. Afterwards the records of gradients and the error feedback of compression are restored."""
+        """Isolates the gradients of a pass inside the context. There no parameter has a gradient yet, and gradients are
+        sent uncompressed. On exit the records of gradients and the error feedback of compression are restored."""
         unused, self.unused = self.unused, self.param_names
         try:
             with ExitStack() as stack:
@@ -242,7 +242,7 @@ class GradReducer:
             self.unused = unused
 
     def quiesce(self) -> None:
-        """Waits until no other rank reads this rank's flat buffers, so that they may be written."""
+        """Waits until no other rank reads this rank's flat buffers. Afterwards the buffers may be written."""
         placements = {id(unit.placement): unit.placement for unit in self.units}.values()
         quiesce_groups(
             (
@@ -256,15 +256,15 @@ class GradReducer:
             shared.barrier().wait()
 
     def shutdown(self) -> None:
-        """Waits until this rank may end."""
+        """Waits until the other ranks no longer need this rank, so that its process may end."""
         shutdown_groups(tuple(self.mesh.groups.values()))
 
     # --- between backward and update
     # ------------------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
-        """Completes the reductions: over all ranks that read data, over partial sums of tensor ranks, and over the
-        stages of tied weights."""
+        """Completes the reductions: over all data ranks, partial sums over tensor ranks, and tied weights over their
+        stages."""
         replica_sums: list[CollectiveWork] = []
         while self._pending:
             unit, pending = self._pending.popleft()
@@ -288,12 +288,12 @@ class GradReducer:
             unit.gradients.dequantize()
 
     def _sum_over_stages(self) -> None:
-        """Sums the gradients of weights that several stages replicate."""
+        """Sums the gradients of tied weights over the stages that replicate them."""
         replicas: dict[tuple[tuple[int, ...], str], list[FlatParamGroup]] = {}
         for unit, tied in self.tied:
             if not unit.frozen:
                 replicas.setdefault((tied.stages, tied.layer), []).append(unit)
-        for stages, layer in sorted(replicas):  # all ranks use this order
+        for stages, layer in sorted(replicas):  # every rank sums in this order
             first, *others = [unit.gradients.shard for unit in replicas[stages, layer]]
             total = first.to(self.mesh.device)  # some gradients are offloaded to CPU
             for gradients in others:
@@ -303,7 +303,7 @@ class GradReducer:
                 gradients.copy_(total)
 
     def squared_norm(self) -> torch.Tensor:
-        """Returns this rank's summand of the squared gradient norm (float64 scalar). The sum over all ranks counts each
+        """Returns this rank's part of the squared gradient norm (float64 scalar). The sum over all ranks counts each
         element once."""
         exact_sums = [unit.gradients.exact for unit in self.trainable if unit.gradients.exact is not None]
         if exact_sums:
@@ -319,14 +319,14 @@ class GradReducer:
         return total
 
     def _norm_slices(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yields the slices of gradients that this rank counts in the norm, and how many tensor ranks count the same
-        slice."""
+        """Yields the gradient slices that this rank counts in the norm, each with the number of tensor ranks that count
+        it too."""
         uncounted = {id(unit) for unit, tied in self.tied if not tied.counted_in_norm}
         for unit in self.trainable:
             if id(unit) in uncounted:
                 continue
             length, replicas, replica = unit.gradients.shard.numel(), unit.placement.replicas, unit.placement.replica
-            # Identical replicas share the work of the norm.
+            # Replicas have equal gradients, so each replica computes the norm of only a part.
             first, last = (length * replica // replicas, length * (replica + 1) // replicas)
             tensor_ranks = 1 if unit.placement.tensor_group is None else unit.placement.tensor_group.size
             border = min(max(unit.layout.bucket.split_end - unit.shard_range.start, first), last)
@@ -339,8 +339,9 @@ class GradReducer:
     # -----------------------------------------------------------------------------------------
 
     def seen_grads(self) -> torch.Tensor:
-        """Returns one number for each of `unused`: whether the parameter has a gradient in this step on this rank. The
-        last number is whether any other parameter of this rank has no gradient. All ranks sum the result."""
+        """Returns a flat tensor for `sync_unused`, which all ranks sum. For each parameter in `unused`, it contains 1
+        if the parameter has a gradient on this rank in this step. The last element is 1 if any other trained parameter
+        of this rank has no gradient."""
         received = self._received_names()
         another = not (
             received >= self._local_names
@@ -352,8 +353,8 @@ class GradReducer:
 
     def sync_unused(self, seen: Sequence[float]) -> None:
         """Updates `unused` from the sum of `seen_grads` over all ranks. All ranks call it. If a parameter that had a
-        gradient in the previous step has none on some rank, ranks sum once more, since usually another rank has a
-        gradient for it."""
+        gradient in the previous step has none on some rank, the ranks communicate once more, because another rank may
+        have a gradient."""
         *seen, any_missing = seen
         missing = {name for name, ranks in zip(self.unused, seen, strict=True) if not ranks}
         if any_missing:
@@ -364,7 +365,7 @@ class GradReducer:
         self.unused = tuple(name for name in self.param_names if name in missing)
 
     def _received_names(self) -> set[str]:
-        """Returns the parameters with a gradient in this step on this rank."""
+        """Returns the names of the parameters with a gradient on this rank in this step."""
         received = {name for stage in self.stages.values() for name in stage.received}
         for unit in self.trainable if self.disconnected else ():
             received -= {
@@ -381,8 +382,8 @@ class GradReducer:
 
 
 def norm_tile_elements(gradients: torch.Tensor) -> int:
-    """Returns the number of elements for one call of the norm. A CPU converts low precision in tiles; an accelerator
-    converts while it reads.
+    """Returns the number of elements for one call of the norm. A CPU converts low-precision gradients in tiles. An
+    accelerator converts them while it reads.
 
     >>> norm_tile_elements(torch.empty(1 << 22, dtype=torch.bfloat16)) == NORM_UPCAST_ELEMENTS
     True
@@ -394,6 +395,6 @@ def norm_tile_elements(gradients: torch.Tensor) -> int:
 
 
 def _partial_grads(unit: FlatParamGroup, partial: set[str]) -> list[torch.Tensor]:
-    """Returns views of the partial gradients in this rank's shard of `unit`."""
+    """Returns views of those gradients in this rank's shard of `unit` that are partial sums."""
     runs = [unit.gradients.shard[unit.layout.shard_slice(name)] for name in unit.layout.offsets if name in partial]
     return [run for run in runs if run.numel()]

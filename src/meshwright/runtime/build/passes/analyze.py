@@ -1,4 +1,4 @@
-"""Finds the structure of the model."""
+"""The build pass that determines the structure of the model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def analyze(build: Build) -> None:
 
 
 def _analyze_model(model: nn.Module, plan: Plan, known: ModelGraph | None, example: ExampleInputs) -> ModelGraph:
-    """Returns the structure for `plan`. Tensor parallelism needs a new analysis if the known structure was derived from
-    shapes alone."""
+    """Returns the structure of the model for `plan`. For tensor parallelism the analysis runs again if the known
+    structure was derived from shapes alone."""
     if known is None or (plan.tp > 1 and known.unsupported.get("proof")):
         known = analyze_model(model, use_random_weights=True, example=example, splits=plan.tp > 1)
     return known.for_tp(plan.tp)

@@ -1,4 +1,4 @@
-"""Assembles the engine. No later code sets its fields."""
+"""Assembles the engine, whose fields later code does not set."""
 
 from __future__ import annotations
 

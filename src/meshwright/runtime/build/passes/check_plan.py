@@ -24,7 +24,7 @@ from meshwright.spec.workload_constraints import diloco_violations
 
 @build_pass(reads=("model", "base", "recipe", "graph"), writes=("batch_norm",))
 def check_plan(build: Build) -> None:
-    """Checks the plan before anything is changed.
+    """Checks that the model can be trained under the plan. Runs before anything is changed.
 
     Raises:
         InputError: The model cannot be trained under the plan.
@@ -39,7 +39,7 @@ def check_plan(build: Build) -> None:
 
 
 def _check_graph(graph: ModelGraph, plan: Plan) -> None:
-    """Checks that the structure of the model allows the degrees of the plan."""
+    """Checks that the structure of the model supports the parallel degrees of the plan."""
     if unsupported_parts(plan):
         raise InputError(
             Message(
@@ -77,7 +77,7 @@ def _check_graph(graph: ModelGraph, plan: Plan) -> None:
 
 
 def _check_tensor_parallel(graph: ModelGraph, plan: Plan) -> None:
-    """Checks that tensor ranks have something to shard."""
+    """Checks that tensor ranks can shard at least one part of the model."""
     if plan.tp > 1 and not (graph.regions or graph.experts):
         failed = graph.unsupported.get("run", "")
         reason = failed or graph.unsupported.get("tensors", "")
@@ -106,8 +106,8 @@ def _check_tensor_parallel(graph: ModelGraph, plan: Plan) -> None:
 
 
 def _check_recipe(model: nn.Module, plan: Plan, device: torch.device, recipe: Recipe) -> None:
-    """Checks that the recipe can train the parameters, and what exact sums require: gradients without a loss scale, and
-    no random numbers that differ between ranks."""
+    """Checks that the recipe can train the parameters. Exact sums also require gradients without a loss scale, and no
+    random numbers that differ between ranks."""
     check_compiler(plan, device)
     for name, parameter in model.named_parameters():
         if parameter.is_complex():

@@ -14,7 +14,7 @@ from meshwright.spec.workload_constraints import UpdateProperties, update_violat
 
 @build_pass(reads=("model", "hints", "recipe", "partition", "context", "experts", "sequence", "full_tensors"))
 def check_shards(build: Build) -> None:
-    """Checks sizes, experts, the loss, and the tensors that the optimizer updates whole.
+    """Checks sizes, experts, the loss, and the tensors that the optimizer needs as full tensors.
 
     Raises:
         InputError: A size is not divisible, or the plan does not support a module of the model.

@@ -1,4 +1,4 @@
-"""Defers weight gradients to W where the schedule splits the backward, and accumulates others in place."""
+"""Defers weight gradients to W if the schedule splits the backward. Accumulates other weight gradients in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.spec.plan import Plan
 
 @build_pass(reads=("model", "partition", "context", "flat"), writes=("wgrad_accumulation",))
 def defer_weight_grads(build: Build) -> None:
-    """Replaces the forward of matrix layers by ones that compute the weight gradient later or in place."""
+    """Replaces the forward of matrix layers, so that weight gradients are computed later or accumulated in place."""
     model, graph, plan, groups = build.model, build.partition.stage_graph, build.context.plan, build.flat.stages
     install_deferred_wgrad(model, graph, plan, stage_bounds(graph, plan), groups)
     build.wgrad_accumulation = install_wgrad_accumulation(model, graph, groups, plan)
@@ -36,9 +36,9 @@ def install_deferred_wgrad(
     bounds: Mapping[int, tuple[int, int]],
     flat: Mapping[int, Sequence[FlatParamGroup]],
 ) -> None:
-    """Makes matrix layers of blocks defer their weight gradients to W, where the schedule has one.
+    """Makes the matrix layers of blocks defer their weight gradients to W, if the schedule has W.
 
-    See [Note: not deferred] in runtime/wgrad/deferred.py for the exceptions.
+    [Note: not deferred] in runtime/wgrad/deferred.py lists the exceptions.
     """
     for stage, stored in flat.items():
         unit_of = {name: unit for unit in stored if not unit.frozen for name in unit.parameters}
@@ -62,8 +62,8 @@ def _enqueue(backlog: WgradQueue, name: str, linear: bool, x: torch.Tensor, grad
 def install_wgrad_accumulation(
     model: nn.Module, anatomy: ModelGraph, flat: Mapping[int, Sequence[FlatParamGroup]], plan: Plan
 ) -> StepBackward:
-    """Makes embeddings outside of the blocks and plain matrix layers accumulate their weight gradients in place, see
-    [Note: where not]. Returns the object that reports when backward runs."""
+    """Makes embeddings outside of the blocks and plain matrix layers accumulate their weight gradients in place ([Note:
+    where not]). Returns the object that reports when backward runs."""
     own = StepBackward()
     if plan.pp == 1:
         return own
@@ -117,7 +117,7 @@ def _accumulate_wgrad(
     own: StepBackward, unit: FlatParamGroup, name: str, linear: bool, x: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
     """Adds the product of `x` (N, in) and the output `gradient` (N, out) to the gradient of weight `name`. Returns a
-    sparse gradient without rows."""
+    sparse gradient without rows for autograd."""
     if not own.is_running:
         return weight_gradient(x, gradient, linear)
     into, first = unit.gradients.slot(name)

@@ -1,4 +1,4 @@
-"""Describes how each tensor of the model is divided over ranks, while the model is whole."""
+"""Describes how each tensor of the model is divided over ranks, while the model is still full."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from meshwright.runtime.shard.shard_table import ShardSpec, ShardTable
     writes=("shards", "extra_state", "uninitialized", "trained"),
 )
 def describe_shards(build: Build) -> None:
-    """Writes the shard table, the other entries of the state dict, and which parameters are trained and initialised."""
+    """Writes the shard table, the other entries of the state dict, and the names of the trained and of the
+    uninitialised parameters."""
     model, partition = build.model, build.partition
     build.extra_state = _find_extra_state(model, partition.stage_graph, partition.table, partition.writers)
     build.shards = _make_shard_table(
@@ -42,7 +43,8 @@ def _make_shard_table(
     stages: Mapping[str, tuple[int, ...]],
     extra_state: ExtraState,
 ) -> ShardTable:
-    """Returns the shards of this rank: dense tensors are split by tensor ranks, experts by expert ranks too."""
+    """Returns the table of the shards of this rank. Tensor ranks split dense tensors. Expert ranks also divide
+    experts."""
     coords, tp = context.coords, context.plan.tp
     params = {}
     for name, parameter in model.named_parameters():
@@ -74,9 +76,9 @@ def _find_extra_state(
 ) -> ExtraState:
     """Returns the entries of the state dict that are not parameters.
 
-    A buffer belongs to the stage that updates it (`writers`). A buffer that no stage updates belongs to the stage of
-    the neighbouring parameters. If these are on several stages, the buffer belongs to the last of them if it was
-    registered after the blocks, else to the first.
+    A buffer belongs to the stage that updates it (`writers`). If no stage updates a buffer, it belongs to the stage of
+    the neighbouring parameters. If these are on several stages, a buffer that was registered after the blocks belongs
+    to the last of these stages, any other buffer to the first.
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     saved = model.state_dict(keep_vars=True).keys()

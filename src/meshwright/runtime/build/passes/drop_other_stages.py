@@ -1,4 +1,4 @@
-"""Drops the modules of stages that other ranks run."""
+"""Removes the modules of stages that other ranks run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat groups of the experts that expert ranks divide."""
+"""Makes the flat groups of the experts that are divided over expert ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def build_expert_param_groups(
     recipe: Recipe,
     groups: Mapping[str, int],
 ) -> dict[str, list[FlatParamGroup]]:
-    """Inserts the flat groups of each layer's experts after the group of the layer, and returns them by the layer's
-    name and '.experts'. Trained and frozen parameters are in different groups."""
+    """Inserts the flat groups of each layer's experts after the group of the layer. Returns them by the name of the
+    layer plus '.experts'. Trained and frozen parameters are in different groups."""
     made: dict[str, list[FlatParamGroup]] = {}
     for units in stages.values() if ranks.dealt else ():
         for dense in list(units):

@@ -1,4 +1,4 @@
-"""Multiplies matrices in the types of the recipe."""
+"""Makes matrix products use the dtypes of the recipe."""
 
 from __future__ import annotations
 
@@ -8,5 +8,6 @@ from meshwright.runtime.precision.float8 import apply_float8
 
 @build_pass(reads=("model", "recipe", "partition", "wrappers"))
 def low_precision_matmul(build: Build) -> None:
-    """Replaces the products of linear layers in blocks by float8 ones, after their forwards are wrapped."""
+    """Replaces the products of linear layers in blocks by float8 products. Runs after the forwards of blocks are
+    wrapped."""
     apply_float8(build.model, build.partition.graph, build.recipe)

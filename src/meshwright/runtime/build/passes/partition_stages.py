@@ -9,10 +9,10 @@ from meshwright.runtime.build.stages.partition import partition_model
 
 @build_pass(reads=("model", "base", "hints", "example", "graph"), writes=("partition",))
 def partition_stages(build: Build) -> None:
-    """Runs the analysis of the data flow where the plan needs it, and divides the layers.
+    """Assigns the layers to stages. Runs the data-flow analysis if the plan needs it.
 
     Raises:
-        InputError: The model cannot be divided as the plan says.
+        InputError: The model cannot be divided into the stages of the plan.
     """
     own_loss = build.hints.get("loss") is not None
     with without_kv_cache(build.model):

@@ -1,4 +1,4 @@
-"""Prepares the model for training. From this pass on the user's model is changed."""
+"""Prepares the model for training. This is the first pass that changes the user's model."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def prepare_model(build: Build) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device, recipe: Recipe) -> None:
-    """Moves buffers to `device` and disables the key-value cache. Parameters stay where they are.
+    """Moves buffers to `device` and disables the key-value cache. Parameters are not moved.
 
-    Each rank copies only its shard of a parameter to its device, which need not have memory for all of them.
+    Each rank later copies only its shard of a parameter to its device, which may lack memory for all parameters.
     """
     for config in _configs_with_cache(model):
         config.use_cache = False  # recompute would fill a key-value cache twice
@@ -41,7 +41,7 @@ def move_buffers(model: nn.Module, device: torch.device, recipe: Recipe) -> None
 
 @contextmanager
 def without_kv_cache(model: nn.Module) -> Iterator[None]:
-    """Disables the key-value cache inside the context, as in training, and restores it."""
+    """Disables the key-value cache inside the context, as in training. Restores it on exit."""
     before = [(config, config.use_cache) for config in _configs_with_cache(model)]
     for config, _ in before:
         config.use_cache = False
@@ -53,6 +53,6 @@ def without_kv_cache(model: nn.Module) -> Iterator[None]:
 
 
 def _configs_with_cache(model: nn.Module) -> list[Any]:
-    """Returns the configurations of the model and its modules that have a key-value cache option."""
+    """Returns the configurations, of the model and of its modules, that have an option for the key-value cache."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in configs if hasattr(config, "use_cache")}.values())

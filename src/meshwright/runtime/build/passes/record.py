@@ -1,7 +1,7 @@
 """The record that the build passes fill in, and the declaration of a pass.
 
-A field of `Build` is written once, by one pass. Reading a field before its pass ran and writing it twice are errors of
-the build, not of the user.
+Each field of `Build` is written once, by one pass. If a field is read before its pass ran, or is written twice, this is
+an error of the build, not of the user.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ class FlatGroups:
     """The flat parameter groups of this rank."""
 
     stages: dict[int, list[FlatParamGroup]]
-    """Groups by stage, in forward order."""
+    """The groups of each stage, in forward order."""
     tied: dict[int, TiedParamGroup]
-    """Groups of tied weights that other stages replicate, by identity."""
+    """By the id of a group: groups of tied weights, which other stages replicate."""
     layers: dict[str, list[FlatParamGroup]]
-    """Groups by the name of a layer."""
+    """The groups of each layer, by the name of the layer."""
 
 
 class Build:
-    """The results of the passes. The first fields are inputs. A comment after each other field names the pass that
-    writes it."""
+    """The inputs and the results of the build passes. Inputs come first. A comment after each result names the pass
+    that writes it."""
 
     model = WriteOnce[nn.Module]()
     base = WriteOnce[ParallelContext]()
@@ -132,7 +132,7 @@ class BuildPass:
 
     @property
     def name(self) -> str:
-        """The name of the pass function."""
+        """The name of the function of the pass."""
         return self.run.__name__
 
     def __call__(self, build: Build) -> None:
@@ -140,7 +140,8 @@ class BuildPass:
 
 
 def build_pass(*, reads: Sequence[str], writes: Sequence[str] = ()) -> Callable[[Callable[[Build], None]], BuildPass]:
-    """Declares a pass and the fields that it reads and writes; `tests/unit/test_architecture.py` checks them."""
+    """Declares a build pass with the fields that it reads and writes. `tests/unit/test_architecture.py` checks the
+    fields."""
 
     def declare(run: Callable[[Build], None]) -> BuildPass:
         return BuildPass(run, frozenset(reads), frozenset(writes))

@@ -10,7 +10,7 @@ from meshwright.runtime.tensor_parallel.layers import shard_model
 
 @build_pass(reads=("model", "deferred", "partition", "context", "experts"), writes=("dispatchers",))
 def shard_tensors(build: Build) -> None:
-    """Replaces each split parameter by this rank's shard, and installs the collectives at the borders of
+    """Replaces each split parameter by this rank's shard. Installs the collectives at the entries and exits of
     tensor-parallel regions."""
     model, context, graph = build.model, build.context, build.partition.graph
     with build.deferred:

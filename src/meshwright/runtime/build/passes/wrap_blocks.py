@@ -29,8 +29,8 @@ from meshwright.spec.plan import Plan
 def wrap_blocks(build: Build) -> None:
     """Replaces the forward of each block by a wrapper.
 
-    The layers of a wrapper from the outermost to the innermost: stage boundary, sequence cut, gathering of weights,
-    recompute and offload, compiled forward of the block.
+    From the outside to the inside, a wrapper handles: stage boundary, sequence cut, gathering of weights, recompute and
+    offload. Inside is the forward of the block, compiled if the plan compiles.
     """
     model, context, partition = build.model, build.context, build.partition
     graph, plan, boundary = partition.graph, context.plan, partition.boundary
@@ -53,7 +53,8 @@ def wrap_blocks(build: Build) -> None:
 
 
 class _BlockComputation:
-    """Returns what computes a block: its forward, compiled, on this rank's part of the sequence."""
+    """Returns the function that computes a block: its forward, compiled if the plan compiles, on this rank's part of
+    the sequence."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class _BlockComputation:
 
 
 def _sac_blocks(plan: Plan, bounds: dict[int, tuple[int, int]]) -> set[int]:
-    """Returns the blocks with selective-operation recompute."""
+    """Returns the indices of the blocks with selective recompute (`sac`)."""
     return {
         index
         for start, stop in bounds.values()
@@ -86,7 +87,7 @@ def _sac_blocks(plan: Plan, bounds: dict[int, tuple[int, int]]) -> set[int]:
 
 
 def _deferred_wgrad_blocks(plan: Plan, bounds: dict[int, tuple[int, int]]) -> set[int]:
-    """Returns the blocks whose weight gradients are deferred to W."""
+    """Returns the indices of the blocks whose weight gradients are deferred to W."""
     return {
         index
         for stage, (start, stop) in bounds.items()

@@ -1,4 +1,4 @@
-"""Wraps the forward of every block, and at ZeRO 3 of the modules outside of blocks whose weights are gathered."""
+"""Wraps the forward of every block. At ZeRO 3 also wraps the modules outside of blocks whose weights are gathered."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.plan import Plan
 
 TIED_EMBEDDING = "embedding's copy"
-"""The name of the tied weight's layer on the last stage."""
+"""The layer name of the tied weight on the last stage."""
 
 
 @dataclass(frozen=True)
 class BlockSteps:
-    """What the wrappers of blocks do in addition to gathering weights, by the index of the block."""
+    """Functions that the wrappers of blocks call in addition to gathering weights, by the index of the block."""
 
     inner: Callable[[int, nn.Module], Callable[..., Any]]
-    """Returns what computes a block: its forward, compiled, on this rank's part of the sequence."""
+    """Returns the function that computes a block: its forward, compiled if the plan compiles, on this rank's part of
+    the sequence."""
     before: Mapping[int, HiddenFunction]
     after: Mapping[int, HiddenFunction]
 
@@ -44,7 +45,7 @@ def wrap_modules(
     reads: WeightUses,
     steps: BlockSteps,
 ) -> list[BlockWrapper]:
-    """Returns the wrappers of all blocks, in order, then those of other modules.
+    """Returns the wrappers of all blocks in order, and then those of other modules.
 
     `table`: the parameters of each layer. `reads`: the modules that read each parameter.
     """
@@ -56,8 +57,8 @@ def wrap_modules(
         of_blocks = _groups_of_blocks(model, paths, by_layer, reads)
         gathered = _mark_gathered([*of_blocks, *(GatheredGroups(units) for _, units in others)])
         outer = [(module, groups) for (module, _), groups in zip(others, gathered[len(paths) :], strict=True)]
-    # Modules outside of the blocks are wrapped before blocks are compiled. So the compiler skips such a module where a
-    # block contains it.
+    # Modules outside of the blocks are wrapped before blocks are compiled. So if a block contains such a module, the
+    # compiler skips the module.
     others_wrapped = [BlockWrapper(module, cursor, None, groups) for module, groups in outer]
     wrapped = [
         BlockWrapper(
@@ -77,7 +78,7 @@ def wrap_modules(
 def _groups_of_blocks(
     model: nn.Module, paths: Sequence[str], by_layer: Mapping[str, Sequence[FlatParamGroup]], reads: WeightUses
 ) -> list[GatheredGroups]:
-    """Returns what the wrapper of each block gathers."""
+    """Returns for each block the parameter groups that its wrapper gathers."""
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].append(name.rpartition(".")[0])
@@ -98,7 +99,7 @@ def _groups_of_blocks(
 
 
 def _mark_gathered(groups: Sequence[GatheredGroups]) -> list[GatheredGroups]:
-    """Marks each parameter group as gathered by wrappers. Returns `groups`, in which `is_tied` marks groups that an
+    """Marks each parameter group as gathered by wrappers. Returns `groups`, with `is_tied` set for groups that an
     earlier wrapper gathers too."""
     marked = []
     for each in groups:
@@ -115,10 +116,10 @@ def _outer_modules(
     table: Mapping[str, Sequence[str]],
     reads: WeightUses,
 ) -> list[tuple[nn.Module, list[FlatParamGroup]]]:
-    """Returns, for ZeRO 3 and each layer outside of the blocks, the module that contains all parameters of the layer,
-    and the layer's groups.
+    """Returns, at ZeRO 3, the module and the parameter groups of each layer outside of the blocks. The module contains
+    all parameters of the layer.
 
-    A parameter that is also read outside of its module (`F.linear(x, table.weight)`) stays gathered through the step.
+    If a parameter is also read outside of its module (`F.linear(x, table.weight)`), it stays gathered during the step.
     """
     found = []
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -147,7 +148,8 @@ def _outer_modules(
     for path, units in by_path.items():
         module = modules.get(path)
         if plan.stages > 1 and any(block.startswith(f"{path}.") for block in around):
-            # A stage ends inside of a module that contains blocks: its parameters stay gathered through the step.
+            # A stage may end inside of a module that contains blocks. So the parameters of such a module stay gathered
+            # for the step.
             continue
         if (
             path
@@ -163,15 +165,15 @@ def _outer_modules(
 def _is_read_outside(
     block: str, units: Sequence[FlatParamGroup], reads: WeightUses, shared: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Whether a module outside of `block` reads a parameter of its groups, which then stay gathered through the
+    """Returns whether a module outside of `block` reads a parameter of its groups. Such groups stay gathered during the
     step."""
     readers = {reader.path for unit in units for name in unit.parameters for reader in reads.get(name, ())}
     return any(not is_within(path, (block,)) for reader in readers for path in shared.get(reader, (reader,)))
 
 
 def _shared_modules(model: nn.Module) -> dict[str, list[str]]:
-    """Returns the paths of each module that is registered under several. The key is the first path, under which the
-    analysis records reads."""
+    """Returns all paths of each module with several paths. The key is the first path, which the analysis uses to record
+    reads."""
     paths: dict[int, list[str]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         paths[id(module)].append(path)
@@ -181,7 +183,7 @@ def _shared_modules(model: nn.Module) -> dict[str, list[str]]:
 def _is_sole_user(
     block: str, units: Sequence[FlatParamGroup], owners: Mapping[int, Sequence[str]], reads: WeightUses
 ) -> bool:
-    """Whether no module outside of `block` contains or reads a parameter of the groups."""
+    """Returns whether no module outside of `block` contains or reads a parameter of the groups `units`."""
     parameters = [(name, parameter) for unit in units for name, parameter in unit.parameters.items()]
     return all(
         is_within(path, (block,))
@@ -191,7 +193,8 @@ def _is_sole_user(
 
 
 def _embeddings_of_table(model: nn.Module, graph: ModelGraph) -> list[str]:
-    """Returns every embedding module with the vocabulary's weight, such as those of an encoder and a decoder."""
+    """Returns the path of every embedding module that has the vocabulary's weight, such as those of an encoder and a
+    decoder."""
     found = model.get_submodule(graph.embedding) if graph.embedding else None
     weight = found._parameters.get("weight") if found is not None else None
     return [
@@ -203,7 +206,7 @@ def _embeddings_of_table(model: nn.Module, graph: ModelGraph) -> list[str]:
 
 
 def _common_path(paths: set[str]) -> str:
-    """Returns the longest common prefix of dotted paths.
+    """Returns the longest common prefix of `paths`, dotted module paths.
 
     >>> _common_path({"head.norm", "head.dense"})
     'head'
@@ -220,8 +223,9 @@ def _common_path(paths: set[str]) -> str:
 def hidden_functions(
     context: ParallelContext, stage_blocks: int, graph: ModelGraph, sequence: ContextState | None
 ) -> tuple[dict[int, HiddenFunction], dict[int, HiddenFunction]]:
-    """Returns the functions of the hidden state that run before and after blocks, by index of the block. The sequence
-    is cut before the first block and joined after the last. `stage_blocks`: the number of blocks of all stages."""
+    """Returns the functions of the hidden state that run before and after blocks, each by index of the block. The
+    sequence is cut before the first block and joined after the last. `stage_blocks` is the number of blocks of all
+    stages."""
     before: dict[int, HiddenFunction] = {}
     after: dict[int, HiddenFunction] = {}
     if context.plan.sequence_parallel:
@@ -235,13 +239,13 @@ def hidden_functions(
 
 
 def cut_head_input(model: nn.Module, graph: ModelGraph, sequence: ContextState) -> None:
-    """Cuts the input of the head, if the layers before the head need the full sequence."""
+    """Cuts the input of the head along the sequence, if the layers before the head need the full sequence."""
     if sequence.placed and not isinstance(head := model.get_submodule(graph.head or ""), StagePlaceholder):
         sequence.cut_before(head)
 
 
 def _compose(*functions: HiddenFunction | None) -> HiddenFunction:
-    """Returns the composition of `functions`, in order; None is the identity."""
+    """Returns the composition of `functions` in order, without those that are None."""
 
     def apply_all(hidden: torch.Tensor) -> torch.Tensor:
         for function in functions:

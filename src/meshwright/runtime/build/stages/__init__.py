@@ -1,1 +1,1 @@
-"""The stages of a model: which layers they have, and what this rank stores of them."""
+"""The pipeline stages of a model: their layers, and the part of them that this rank stores."""

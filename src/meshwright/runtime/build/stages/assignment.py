@@ -1,7 +1,6 @@
-"""Assigns layers, parameters and buffers of a model to pipeline stages, by the data flow of the analysis run.
+"""Assigns layers, parameters and buffers of a model to pipeline stages, from the data flow of the analysis run.
 
-`StageLayer` is a layer with the stages that compute with it. All functions read the model before it is sharded, and do
-not change it.
+All functions read the model before it is sharded, and do not change it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
 from meshwright.spec.plan import Plan
 
 ParamStages = Mapping[str, tuple[int, ...]]
-"""Maps each parameter outside of the blocks to the stages that compute with it, in order."""
+"""For each parameter outside of the blocks, the stages that compute with it, in order."""
 
 NO_PARAM_STAGES: ParamStages = {}
 
@@ -29,7 +28,7 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
     """Checks that each block is called once in a pass, in the order of the blocks.
 
     Raises:
-        InputError: A stage cannot be entered and left at the calls of its blocks.
+        InputError: Stages cannot begin and end at the calls of their blocks.
     """
     paths, where = graph.block_paths, f"plan {plan.name}:"
     if record.obstacle is not None:
@@ -85,7 +84,7 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
 
 
 def _read_elsewhere(plan: Plan, name: str, stage: int, stored: int) -> InputError:
-    """Returns the error for a parameter of a block that is read on a stage without this block."""
+    """Returns the error for a parameter of a block on stage `stored` that is also read on `stage`."""
     return InputError(
         Message(
             "plan {plan}: {name} is read on stage {stage} and lies in a block of stage {stored}: use pp1, or let "
@@ -109,7 +108,7 @@ def find_param_stages(
     """Returns the stages that compute with each parameter outside of the blocks.
 
     Each stage stores the parameters of its blocks, and those parameters outside of blocks that its outputs depend on.
-    Several stages may store a parameter, such as a tied embedding. Its gradients are then summed over these stages.
+    If several stages store a parameter, such as a tied embedding, its gradients are summed over these stages.
 
     Raises:
         InputError: A stage would read a parameter that only another stage stores.
@@ -162,13 +161,13 @@ def find_buffer_stages(
     saved: Collection[str],
     plan: Plan,
 ) -> dict[str, int]:
-    """Returns the stage that updates each buffer that the forward writes to.
+    """Returns for each buffer that the forward writes to the stage that updates it.
 
-    Code before the first block also runs on later stages, and code between blocks on those after it. The values that
-    they write there are not the model's.
+    Code before the first block also runs on all later stages. Code between two blocks also runs on the stages after
+    these blocks. On the later stages such code writes values that are not the model's.
 
     Raises:
-        InputError: Several stages write to a `saved` buffer.
+        InputError: Several stages write to a buffer in `saved`.
     """
     inside = tuple(f"{path}." for path in graph.block_paths)
     replaced = min((name for name in record.replaced & set(saved) if not name.startswith(inside)), default=None)
@@ -202,7 +201,7 @@ def find_buffer_stages(
 class StageLayer:
     """A layer of the model with the names of its parameters.
 
-    `stage` is where it runs. `also` are the other stages that compute with its parameters.
+    `stage` is the stage that runs the layer. `also` are the other stages that compute with its parameters.
     """
 
     name: str
@@ -217,7 +216,7 @@ class StageLayer:
 
 
 def stage_bounds(graph: ModelGraph, plan: Plan) -> dict[int, tuple[int, int]]:
-    """Returns the first block and the last block plus one of each stage."""
+    """Returns for each stage the index of its first block and the index after its last block."""
     bounds, first = {}, 0
     for stage, count in enumerate(plan.stage_layers(max(graph.count, 1))):
         bounds[stage] = (first, first + count)
@@ -234,8 +233,8 @@ def assign_layers(
 ) -> list[StageLayer]:
     """Returns the layers `named` with their stages.
 
-    The index of a block gives its stage. Other parameters have the stages in `holders`, or the stage that their layer's
-    name gives. Parameters with the same several stages become a separate layer.
+    The index of a block determines its stage. For other parameters, `holders` or the name of the layer determines the
+    stages. Each parameter with several stages becomes a separate layer.
 
     Raises:
         InputError: A tied embedding is read between blocks.
@@ -279,13 +278,14 @@ def assign_layers(
 
 
 def _stages_with_group(stages: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
-    """Returns `stages`, or all stages where no group exists to sum gradients over `stages`."""
+    """Returns `stages`, or all stages if no process group exists that can sum gradients over `stages`."""
     few = len({plan.stage_to_rank(stage) for stage in stages}) == 1 or set(stages) <= {0, plan.stages - 1}
     return stages if few else tuple(range(plan.stages))
 
 
 def paths_run_on_every_stage(graph: ModelGraph, boundary: BoundarySpec | None) -> tuple[str, ...]:
-    """Returns the paths of the blocks and the embedding, which the model's own code calls on every stage."""
+    """Returns the paths of modules that the model's own code calls on every stage: the blocks and the embedding. Empty
+    if stages send only the hidden state."""
     return (
         (*graph.block_paths, *([graph.embedding] if graph.embedding else [])) if boundary and boundary.is_more else ()
     )

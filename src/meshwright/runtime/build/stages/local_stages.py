@@ -1,7 +1,7 @@
-"""The part of the model that this rank stores: its layers, and placeholders for all other layers. A parameter has one
-copy for each stage of this rank that computes with it.
+"""The part of the model that this rank stores: its layers, and placeholders for all other layers. If several stages of
+this rank compute with a parameter, each of these stages has a copy of it.
 
-The gradients of a copy are complete after the backward of its stage. They are summed over the copies once per step.
+The gradients of a copy are complete after the backward of its stage. Once per step they are summed over the copies.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class LocalStages:
     """The layers and parameters that this rank stores."""
 
     layers: dict[int, list[StageLayer]]
-    """Its layers by stage."""
+    """This rank's layers by stage."""
     parameters: dict[str, nn.Parameter]
-    """Its parameters by name."""
+    """This rank's parameters by name."""
     copies: MultiStageParameters
     """Copies of the parameters that several stages of this rank compute with."""
 
@@ -36,7 +36,7 @@ class LocalStages:
 def local_parameters(
     model: nn.Module, table: Sequence[StageLayer], present: Collection[str], keep_head: bool
 ) -> dict[str, nn.Parameter]:
-    """Returns the parameters that this rank stores, by name; a tied head has that of the embedding."""
+    """Returns the parameters that this rank stores, by name. A tied head has the parameter of the embedding."""
     tied = {name for layer in table if layer.name == "embedding" for name in layer.parameters} if keep_head else set()
     return {name: parameter for name, parameter in model.named_parameters() if name in present or name in tied}
 
@@ -49,9 +49,9 @@ def drop_other_stages(
     kind: tuple[torch.device, torch.dtype],
     cuts: Sequence[str],
 ) -> None:
-    """Replaces every module without a parameter in `present` by a `StagePlaceholder` of `kind`.
+    """Replaces every module without a parameter in `present` by a `StagePlaceholder` with the device and dtype `kind`.
 
-    Lists of modules are not replaced, nor are modules whose own code calls the blocks `cuts`.
+    Lists of modules are not replaced, and neither are modules whose own code calls the blocks `cuts`.
     """
     head_prefix = f"{graph.head}." if keep_head and graph.head else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -75,9 +75,9 @@ def drop_other_stages(
 
 
 def duplicate_parameter(first: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Returns a parameter of `values` for another stage.
+    """Returns a new parameter with the given `values`, for another stage.
 
-    It has the gradient hooks and the deferred initialisation of `first`.
+    The new parameter gets the gradient hooks and the deferred initialisation of `first`.
     """
     copy = nn.Parameter(values, requires_grad=first.requires_grad)
     copy._backward_hooks = first._backward_hooks
@@ -89,9 +89,10 @@ def duplicate_parameter(first: nn.Parameter, values: torch.Tensor) -> nn.Paramet
 
 
 def duplicate_tied_weight(model: nn.Module, graph: ModelGraph, table: Sequence[StageLayer]) -> dict[str, nn.Parameter]:
-    """Duplicates a tied weight on a rank that runs both the first and the last stage; returns the head's copy by name.
+    """On a rank that runs both the first and the last stage, duplicates a tied weight. Returns the head's copy by name,
+    an empty dict on other ranks.
 
-    The two copies stay equal, as the replicas on two ranks do.
+    The two copies stay equal, like replicas on two ranks.
     """
     head: Any = model.get_submodule(graph.head or "")
     first = head.weight
@@ -100,7 +101,7 @@ def duplicate_tied_weight(model: nn.Module, graph: ModelGraph, table: Sequence[S
 
 
 def materialize_placeholders(model: nn.Module, device: torch.device, deferred: DeferredInit) -> None:
-    """Replaces each meta parameter by one NaN expanded to its shape, so that it is never silently zero.
+    """Replaces each meta parameter by one NaN that is expanded to its shape. So a missing value is never silently zero.
 
     A parameter with deferred initialisation keeps its recipe.
     """
@@ -121,8 +122,8 @@ def materialize_placeholders(model: nn.Module, device: torch.device, deferred: D
 def copy_shared_parameters(
     model: nn.Module, table: Sequence[StageLayer], stages: Sequence[int]
 ) -> MultiStageParameters:
-    """Copies the parameters that several of this rank's `stages` compute with. The first of the stages uses the
-    original parameter."""
+    """Copies the parameters that several of this rank's `stages` compute with, and returns the copies. The first of
+    these stages uses the original parameter."""
     copied = MultiStageParameters()
     own = dict(model.named_parameters())
     for layer in table:

@@ -1,4 +1,4 @@
-"""Determines which stages compute with which parameters, by one analysis run of the whole model.
+"""Determines which stages compute with which parameters, from one analysis run of the whole model.
 
 `partition_model` reads the model before it is sharded, and does not change it.
 """
@@ -37,39 +37,39 @@ from meshwright.spec.plan import Plan
 
 @dataclass(frozen=True)
 class StagePartition:
-    """The stages of a model under a plan."""
+    """The pipeline stages of a model under a plan."""
 
     graph: ModelGraph
     """The structure of the model as the plan uses it."""
     stage_graph: ModelGraph
-    """The structure of the model with blocks numbered in the order of the stages."""
+    """The structure of the model with blocks numbered in stage order."""
     boundary: BoundarySpec | None
     """The tensors that cross stage boundaries."""
     table: list[StageLayer]
     reads: WeightUses
-    """The modules that read each weight."""
+    """For each weight, the modules that read it."""
     idle: frozenset[str]
-    """Parameters without a gradient in the analysis run."""
+    """Names of parameters without a gradient in the analysis run."""
     guard: AnalysisGuard | None
-    """Checks later batches against the analysis run."""
+    """Checks later batches against the analysis run; None if the plan does not depend on an analysis run."""
     writers: Mapping[str, int] = field(default_factory=dict)
-    """The stage that updates each buffer that the forward writes to."""
+    """For each buffer that the forward writes to, the stage that updates it."""
 
     @property
     def layers(self) -> dict[str, tuple[str, ...]]:
-        """The names of the parameters of each layer."""
+        """For each layer, the names of its parameters."""
         return {layer.name: layer.parameters for layer in self.table}
 
     @property
     def shared_stages(self) -> set[tuple[int, ...]]:
-        """Sets of stages that compute with the same parameter."""
+        """Sets of stages that compute with a common parameter."""
         last = max((layer.stage for layer in self.table), default=0)
         ends = {(0, last)} if self.graph.tied and last else set()
         return {layer.stages for layer in self.table if layer.also} | ends
 
     @property
     def stages(self) -> dict[str, tuple[int, ...]]:
-        """The stages that compute with each parameter, in order."""
+        """For each parameter, the stages that compute with it, in order."""
         last = max((layer.stage for layer in self.table), default=0)
         ends = (0, last)
         return {
@@ -85,7 +85,7 @@ def partition_model(
     """Assigns the layers of `model` to stages.
 
     Raises:
-        InputError: The model cannot be divided as the plan says.
+        InputError: The model cannot be divided into the stages of the plan.
     """
     record = _analysis_record(model, graph, plan, example)
     boundary = _boundary_spec(model, graph, plan, record)
@@ -131,9 +131,9 @@ def partition_model(
 
 
 def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: ExampleInputs) -> DataflowRecord | None:
-    """Runs the model and records its data flow, for plans that depend on it; returns None for others.
+    """Runs the model and returns the record of its data flow, None if the plan does not depend on it.
 
-    Plans with stages or ZeRO 3 depend on it, and plans that number blocks over several stacks.
+    Plans with several stages or ZeRO 3 depend on the record. So do plans that number blocks over several stacks.
 
     Raises:
         InputError: The plan needs the record and the model does not run.
@@ -160,7 +160,8 @@ def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: E
 
 
 def _untie_embedding(graph: ModelGraph, plan: Plan, record: DataflowRecord | None) -> ModelGraph:
-    """Treats a tied embedding as a parameter of several stages, if the last stage also reads it outside of the head."""
+    """Returns the graph. If the last stage also reads a tied embedding outside of the head, the embedding becomes a
+    parameter of several stages."""
     if record is None or plan.stages == 1 or not graph.tied or graph.head is None:
         return graph
     readers = record.reads.get(f"{graph.embedding}.weight", set()) | record.reads.get(f"{graph.head}.weight", set())
@@ -175,7 +176,7 @@ def param_stages(
     boundary: BoundarySpec | None,
     own_loss: bool,
 ) -> ParamStages:
-    """Returns the stages that compute with each parameter outside of the blocks; none for one stage."""
+    """Returns for each parameter outside of the blocks the stages that compute with it. Empty for one stage."""
     if plan.stages == 1:
         return NO_PARAM_STAGES
     assert record is not None and boundary is not None
@@ -185,10 +186,10 @@ def param_stages(
 def _boundary_spec(
     model: nn.Module, graph: ModelGraph, plan: Plan, record: DataflowRecord | None
 ) -> BoundarySpec | None:
-    """Returns the tensors that cross stage boundaries. Returns None if the plan has one stage and does not need them.
+    """Returns which tensors cross stage boundaries, None if the plan has one stage and does not need this.
 
-    Blocks of several stacks are numbered in the order of the stages under every plan, so that recompute and the cost
-    model refer to the same blocks.
+    Under every plan, blocks of several stacks are numbered in stage order. So recompute and the cost model refer to the
+    same blocks.
     """
     if plan.stages == 1 and (len(graph.stacks) < 2 or graph.embedding is None):
         return None
@@ -222,7 +223,7 @@ def _boundary_spec(
 
 def _check_boundary(plan: Plan, graph: ModelGraph, boundary: BoundarySpec | None) -> None:
     plan.stage_layers(max(graph.count, 1))
-    sequence = plan.sequence_parallel and not graph.against_sequence  # shard_model reports why not
+    sequence = plan.sequence_parallel and not graph.against_sequence  # shard_model raises the reason
     if boundary is not None and boundary.is_more and (sequence or plan.cp > 1):
         part = f"cp{plan.cp}" if plan.cp > 1 else "sp"
         raise InputError(
@@ -242,11 +243,11 @@ def _check_all_assigned(table: list[StageLayer], names: set[str]) -> None:
 
 
 def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
-    """Checks that no hook of the user would be skipped.
+    """Checks that the plan does not skip hooks of the user.
 
     Raises:
-        InputError: A block has a hook, and stages begin and end inside of its call; or a parameter has a gradient hook
-            that the plan cannot apply to the whole gradient.
+        InputError: A block has a hook, although stages begin and end inside of its call; or a parameter has a gradient
+            hook that the plan cannot apply to the whole gradient.
     """
     for index in range(graph.count) if plan.stages > 1 and graph.blocks else ():
         block = model.get_submodule(graph.block(index))
@@ -302,8 +303,8 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def _are_hooks_linear(parameter: nn.Parameter) -> bool:
-    """Returns whether the gradient hooks of `parameter` map the sum of two random gradients to the sum of their
-    results."""
+    """Returns whether the gradient hooks of `parameter` are linear: the result for the sum of two random gradients must
+    be the sum of the two results."""
     kind = parameter.dtype if parameter.dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
     random = torch.Generator().manual_seed(0)
 

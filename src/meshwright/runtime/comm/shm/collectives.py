@@ -1,7 +1,7 @@
 """Collectives of the ranks of one host, through shared memory.
 
-Each rank copies its input to shared memory, or publishes the location of an input that is already in shared memory. It
-then sums or copies from the inputs of the other ranks. No messages are sent.
+Each rank copies its input to shared memory, or publishes the location of an input that is already in shared memory. The
+rank then sums or copies the inputs of the other ranks. No messages are sent.
 
     all-reduce, small     every rank sums all inputs
     all-reduce            rank r sums slice r of all inputs in place, then every rank copies the slices
@@ -10,19 +10,19 @@ then sums or copies from the inputs of the other ranks. No messages are sent.
     all-to-all            rank r copies its rows from all inputs
 
 [Note: fields] A group has at most MAX_INFLIGHT_COLLECTIVES collectives in flight. Collective n uses lane n %
-MAX_INFLIGHT_COLLECTIVES. The fields of a lane are: `posted` (the input of collective n can be read), `reduced` (its own
-slice is summed), `done` (the inputs of the others are read), and the location of the input. The next collective of a
-lane starts once all ranks are done with this one. Collectives start in the same order on every rank. Each call also
-runs the steps of earlier collectives that need not wait, so that little work remains at the end.
+MAX_INFLIGHT_COLLECTIVES. Each rank has these fields for each lane: `posted` (the rank's input can be read), `reduced`
+(the rank has summed its slice), `done` (the rank has read all inputs), and the location of the rank's input. A lane
+starts its next collective once all ranks are done with the last one. Collectives start in the same order on every rank.
+Each call also runs those steps of earlier collectives that need not wait, so that little work remains at the end.
 
 [Note: staging buffers] An input outside of shared memory is copied into a staging buffer, which this rank reuses. A
 caller that fills the buffer itself (`staging_buffer`) saves the copy. A buffer is free again once all ranks are done
-with its collective. Collectives in flight use at most MAX_INFLIGHT_BUFFERS, which is also the number of full gradient
-buffers at ZeRO 2 and 3 (progress.py). A rank that requests one more buffer first finishes its own part of the oldest
-collective, then waits for the other ranks. So ranks cannot deadlock.
+with its collective. Collectives in flight use at most MAX_INFLIGHT_BUFFERS buffers, which is also the number of full
+gradient buffers at ZeRO 2 and 3 (progress.py). A rank that requests one more buffer first finishes its own part of the
+oldest collective. Then it waits for the other ranks. So ranks cannot deadlock.
 
-Guarantees: sums go in order of rank on every rank, low precision in float32, so they are identical on all ranks and in
-every run.
+Guarantees: every rank sums the inputs in order of rank, and low-precision inputs in float32. So sums are identical on
+all ranks and in every run.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ MAX_INFLIGHT_COLLECTIVES = 16
     _FIELDS_PER_COLLECTIVE,
 ) = range(9)
 FIELDS_PER_GROUP = MAX_INFLIGHT_COLLECTIVES * _FIELDS_PER_COLLECTIVE
-"""`_FIELD_BUFFER`: 1 + the index of the staging buffer of the input, whose memory changes when it grows; 0 for other
-memory. `_FIELD_SIGNATURE`: number and dtype of the elements, so that ranks in different collectives raise an error
-instead of adding unrelated values."""
+"""Number of fields of a group on each rank. `_FIELD_BUFFER` is 1 + the index of the input's staging buffer, or 0 for
+other memory. A peer maps the buffer again when its segment changes. `_FIELD_SIGNATURE` encodes the number and dtype of
+the elements. So ranks in different collectives raise an error and do not add unrelated values."""
 
 ONE_SHOT_MAX_BYTES = 1 << 16
-"""Largest number of bytes that every rank sums in full, because reading them is cheaper than a second
-synchronisation."""
+"""Maximum number of bytes of a one-shot all-reduce, in which every rank sums the full inputs. For small inputs this is
+cheaper than a second synchronisation."""
 
 REDUCE_TILE_ELEMENTS = 1 << 16
-"""Elements summed at a time, so that the sum stays in the cache."""
+"""Number of elements that are summed at a time, so that the sum stays in the cache."""
 
 _DTYPE_NAMES = (
     "float64",
@@ -80,19 +80,20 @@ _HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class InterHostReducer(Protocol):
-    """Reduces compressed gradients between hosts (compression.py). Ranks of one host do not use it. `second_group`: a
-    process group of the same ranks, for a second message that depends on the first. Groups are `CommGroup` (group.py),
-    which is built on this module."""
+    """Reduces compressed gradients between hosts (compression.py). It is not used between ranks of one host. `group` is
+    a `CommGroup` (group.py), which imports this module. `later` is a process group of the same ranks, for a second
+    message that depends on the first one."""
 
     def all_reduce(self, flat: torch.Tensor, group: Any, later: Any) -> InterHostTransfer:
-        """Starts summing `flat` over `group` in place."""
+        """Starts the in-place sum of `flat` over `group`. Returns the transfer."""
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, group: Any, later: Any) -> InterHostTransfer:
-        """Starts summing `full` over `group`; this rank's slice of the sum goes to `out`."""
+        """Starts the sum of `full` over `group` and writes this rank's slice of the sum to `out`. Returns the
+        transfer."""
 
 
 class ShmCollectives:
-    """The collectives of `ranks`, which include this rank. They communicate through the fields from `first_field`
+    """The collectives of `ranks`, which include this rank. They use the shared-memory fields from index `first_field`
     on."""
 
     def __init__(self, host: SharedMemory, ranks: Sequence[int], first: int) -> None:
@@ -115,13 +116,12 @@ class ShmCollectives:
         )
         self.close = weakref.finalize(self, _wait_for_readers, host, self.peers, first, self.progress_queue.finished)
 
-    # --- collectives: each returns what finishes it
-    # -----------------------------------------------------------------------------
+    # --- collectives: each method returns the function that finishes the collective
 
     def all_reduce(
         self, flat: torch.Tensor, use_max: bool = False, inter_host: InterHostReducer | None = None
     ) -> Callable[[], None]:
-        """Starts summing `flat` in place (or its maximum); returns the function that finishes it."""
+        """Starts the in-place sum (or maximum) of `flat`. Returns the function that finishes it."""
         small = flat.numel() * flat.element_size() <= ONE_SHOT_MAX_BYTES
         number, memory = self.begin(flat, copy=small)
 
@@ -147,8 +147,8 @@ class ShmCollectives:
         inter_host: InterHostReducer | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Callable[[], None]:
-        """Starts summing `full`; this rank's slice of the sum goes to `out`. Returns the function that finishes it.
-        `sizes`: elements of each rank's slice, if unequal."""
+        """Starts to sum `full` over the ranks. This rank's slice of the sum goes to `out`. Returns the function that
+        finishes the collective. `sizes`: the number of elements of each rank's slice, if unequal."""
         number, memory = self.begin(full)
         first = sum(sizes[: self.index]) if sizes is not None else 0
         own = (
@@ -166,7 +166,7 @@ class ShmCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None
     ) -> Callable[[], None]:
-        """Starts gathering all shards into `full`; returns the function that finishes it."""
+        """Starts the all-gather of all shards into `full`. Returns the function that finishes it."""
         number, memory = self.begin(shard)
         each = [shard.numel()] * len(self.ranks) if sizes is None else list(sizes)
 
@@ -181,7 +181,7 @@ class ShmCollectives:
     def all_to_all_rows(
         self, out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]]
     ) -> Callable[[], None]:
-        """Starts exchanging rows: rank i sends `rows[i][j]` rows to rank j. Returns the function that finishes it."""
+        """Starts the all-to-all: rank i sends `rows[i][j]` rows to rank j. Returns the function that finishes it."""
         number, memory = self.begin(sent)
         width, numels = sent.shape[1], [sum(row) * sent.shape[1] for row in rows]
 
@@ -196,13 +196,13 @@ class ShmCollectives:
         return self.progress_queue.add(number, (FIELD_POSTED, exchange))
 
     def staging_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns uninitialised memory that the other ranks can read. The caller fills it and passes it to one
+        """Returns uninitialised memory that the other ranks can read. The caller fills the memory and passes it to one
         collective."""
         return self.buffers.acquire(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
     def ordered_staging_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a staging buffer for data that arrive slowly. All ranks request such buffers in one order ([Note: in
-        turn] of progress.py)."""
+        """Returns a staging buffer for data that arrive slowly. All ranks request such buffers in the same order
+        ([Note: in turn] in progress.py)."""
         return self.buffers.acquire_ordered(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
     def quiesce(self) -> None:
@@ -212,17 +212,16 @@ class ShmCollectives:
             self._wait_for_all(number, FIELD_DONE)
         self.buffers.reset_order()
 
-    # --- one collective
-    # ---------------------------------------------------------------------------------------------------------
+    # --- steps of one collective
 
     def begin(self, part: torch.Tensor, copy: bool = False) -> tuple[int, torch.Tensor]:
-        """Starts a collective. Returns its number, and the tensor that the other ranks read as this rank's input:
+        """Starts a collective. Returns its number, and the tensor from which the other ranks read this rank's input:
         `part` itself, or a copy in a staging buffer."""
         number = self.next_number()
         return number, self.post(number, part, copy)
 
     def next_number(self) -> int:
-        """Returns the number of the next collective, once its lane is free."""
+        """Returns the number of the next collective. Waits until its lane is free."""
         self.progress_queue.progress()
         if len(self.progress_queue.pending) == MAX_INFLIGHT_COLLECTIVES:
             self.progress_queue.finish(self.progress_queue.pending[0].number)
@@ -232,8 +231,8 @@ class ShmCollectives:
         return self._number
 
     def post(self, number: int, part: torch.Tensor, copy: bool = False) -> torch.Tensor:
-        """Publishes this rank's input. Returns the tensor that the other ranks read: `part` itself, or a copy in a
-        staging buffer."""
+        """Publishes this rank's input `part`. Returns the tensor from which the other ranks read it: `part` itself, or
+        a copy in a staging buffer."""
         location = None if copy else self.host.locate(part)
         memory = part
         if location is None:
@@ -256,8 +255,8 @@ class ShmCollectives:
         return memory
 
     def inputs(self, number: int, own: torch.Tensor, numels: Sequence[int] = ()) -> list[torch.Tensor]:
-        """Returns the inputs of all ranks, which must be posted. `numels` gives the number of elements of each rank if
-        these differ."""
+        """Returns the inputs of all ranks, which must be posted. `numels` is the number of elements of each rank's
+        input, if these differ."""
         own = own.view(-1)
         parts = []
         for rank, numel in zip(self.ranks, numels or [own.numel()] * len(self.ranks), strict=True):
@@ -303,21 +302,21 @@ class ShmCollectives:
             self.host.wait_for_field(rank, self.field_index(number, field), number)
 
     def _all_reached(self, number: int, field: int) -> bool:
-        """Whether all other ranks have set the field for this collective or a later one of its lane."""
+        """Returns whether all other ranks have set `field` for collective `number` or for a later one in its lane."""
         index = self.field_index(number, field)
         return all(self.host.fields[rank][index] >= number for rank in self.peers)
 
     def mark_read(self, number: int) -> None:
-        """Publishes that this rank has read the inputs of the others."""
+        """Publishes that this rank has read the inputs of all other ranks."""
         self.host.set_field(self.field_index(number, FIELD_DONE), number)
 
     def field_index(self, number: int, field: int) -> int:
-        """Returns the index of a field of collective `number`."""
+        """Returns the index of `field` of collective `number` among the fields of a rank."""
         return _field_index(self.first_field, number, field)
 
 
 def copy_reduced_slices(collectives: ShmCollectives, number: int, memory: torch.Tensor, flat: torch.Tensor) -> None:
-    """Copies the reduced slices of all ranks to `flat`. The slice of this rank is in `memory`."""
+    """Copies the reduced slices of all ranks to `flat`. This rank's slice is in `memory`."""
     for rank, part in enumerate(collectives.inputs(number, memory)):
         if rank != collectives.index or memory.data_ptr() != flat.data_ptr():
             own = rank_slice(flat, rank, len(collectives.ranks))
@@ -336,25 +335,25 @@ def _field_index(first: int, number: int, field: int) -> int:
 
 
 def _input_signature(numel: int, dtype: torch.dtype) -> int:
-    """Encodes number and dtype of the elements as one field."""
+    """Returns one integer that encodes the number and the dtype of the elements."""
     return numel * len(_DTYPE_NAMES) + _DTYPE_NAMES.index(str(dtype).removeprefix("torch."))
 
 
 def rank_slice(flat: torch.Tensor, rank: int, ranks: int) -> slice:
-    """Returns the slice of `flat` that `rank` reduces."""
+    """Returns the slice of `flat` that rank index `rank` of `ranks` reduces."""
     length = flat.numel()
     return slice(length * rank // ranks, length * (rank + 1) // ranks)
 
 
 def _wait_for_readers(host: SharedMemory, peers: Sequence[int], first: int, finished: list[int]) -> None:
-    """Waits, before this rank's memory is freed, until the other ranks have read its inputs. Ranks that have ended or
-    take too long are ignored."""
+    """Waits until the other ranks have read this rank's inputs, so that its memory can be freed. Ignores ranks that
+    have ended or that take too long."""
     last = range(max(finished[0] - MAX_INFLIGHT_COLLECTIVES, 0) + 1, finished[0] + 1)
     host.drain((rank, _field_index(first, number, FIELD_DONE), number) for number in last for rank in peers)
 
 
 def reduce_inputs(parts: list[torch.Tensor], elements: slice, out: torch.Tensor, use_max: bool = False) -> None:
-    """Writes the sum of `parts[...][elements]`, or their maximum, to `out` in order of rank. `out` may be one of the
+    """Writes the sum (or the maximum) of `parts[...][elements]` to `out`, in order of rank. `out` may be one of the
     parts."""
     rows = [part[elements].split(REDUCE_TILE_ELEMENTS) for part in parts]
     for into, first, *rest in zip(out.split(REDUCE_TILE_ELEMENTS), *rows, strict=True):

@@ -1,14 +1,15 @@
-"""Memory shared by the ranks of one host, and the fields that they wait on. Collectives (collectives.py) and messages
-between pipeline stages (pipeline/p2p.py) are built on it.
+"""Memory shared by the ranks of one host, and fields on which these ranks wait. Collectives (collectives.py) and
+messages between pipeline stages (pipeline/p2p.py) use both.
 
-A segment is anonymous memory of one process (memfd) that the others open through /proc. Nothing needs cleaning up after
-a crash, and the only limit is the memory of the host. Each rank has one segment of 64-bit fields that only it writes.
-The others read it, and sleep on a field until it reaches the value that they wait for (futex; fields only grow). A
-field is written after the data that it announces; x86 keeps that order, so other machines do not use shared memory.
-Ranks in different network namespaces count as different hosts, so that the links between them are used.
+A segment is anonymous memory of one process (memfd). The other processes open it through /proc. After a crash there is
+nothing to clean up, and the only limit is the memory of the host. Each rank has one segment of 64-bit fields, to which
+only this rank writes. The other ranks read the fields. A waiting rank sleeps on a field until it reaches a value
+(futex). Fields only grow. A field is written after the data that it announces. x86 keeps the order of these writes.
+Machines with other processors do not use shared memory. Ranks in different network namespaces count as ranks of
+different hosts, so that they communicate over the links between the namespaces.
 
-With 2 ranks on 2 cores a sum of 256 bytes took 20 us where gloo took 240; with 4 ranks 175 us where gloo took 6,700
-(bench/exchange.py).
+A sum of 256 bytes took 20 us with shared memory and 240 us with gloo for 2 ranks on 2 cores. For 4 ranks it took 175 us
+and 6,700 us (bench/exchange.py).
 """
 
 from __future__ import annotations
@@ -31,30 +32,30 @@ from meshwright.core.messages import Message
 from meshwright.runtime.error_propagation import CURRENT_PROPAGATOR, gather_objects
 
 SHARED_MEMORY_ENV = "MESHWRIGHT_SHARED"
-"""Environment variable: 0 disables shared memory."""
+"""Environment variable. The value 0 disables shared memory."""
 
 HOST_ENV = "MESHWRIGHT_HOST"
-"""Environment variable: ranks with different values count as ranks of different hosts. It simulates several hosts on
-one machine."""
+"""Environment variable that simulates several hosts on one machine: ranks with different values count as ranks of
+different hosts."""
 
 FIELDS_PER_RANK = 1 << 14
-"""Fields of 8 bytes that each rank writes. They do not overflow in any run."""
+"""Number of 8-byte fields of each rank, which only this rank writes. Their values do not overflow in any run."""
 
 PAGE_BYTES = 1 << 12
-"""Granularity of memory of the operating system."""
+"""Page size of the operating system."""
 
 YIELDS_BEFORE_SLEEP = 20
-"""Times that a waiting rank yields its core before it sleeps."""
+"""Number of times that a waiting rank yields its core before it sleeps."""
 
 FUTEX_SLEEP_SECONDS = 0.1
-"""Seconds of sleep after which a waiting rank checks whether the other rank is alive."""
+"""Seconds of sleep after which a waiting rank checks whether the awaited rank is alive."""
 
 SHUTDOWN_TIMEOUT_SECONDS = 30.0
-"""Seconds that an ending rank waits for other ranks to read its memory."""
+"""Maximum seconds that a rank waits, before it ends, for other ranks to read its memory."""
 
 MAX_OPEN_FILES = 1 << 16
-"""File descriptors that a rank requests: every mapping needs one, a parameter group has several, and 1,024 is the usual
-limit."""
+"""Number of file descriptors that a rank requests. Every mapping needs one and a parameter group has several, but 1,024
+is the usual limit."""
 
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _WAKE_ALL = 202, 0, 1, 2**31 - 1
 
@@ -64,7 +65,7 @@ class _Timespec(ctypes.Structure):
 
 
 class ShmSegment:
-    """Anonymous memory of this process. `number` is unique in this process."""
+    """Anonymous memory of this process. `number` is unique in the process."""
 
     def __init__(self, size: int, number: int) -> None:
         self.number, self.size = number, size
@@ -79,15 +80,19 @@ class ShmSegment:
 
 
 class SharedMemory:
-    """The shared memory of this rank's host: the fields of its ranks, and tensors that they can read. `rank` is this
-    rank's global number.
+    """The shared memory of this rank's host: the fields of all its ranks, and tensors that all its ranks can read.
+    `rank` is this rank's global number.
 
-    `staging_bytes` counts the bytes of this rank's staging buffers, without the tensors made by `zeros`.
+    `staging_bytes` counts the bytes of this rank's staging buffers. It excludes the tensors made by `zeros`.
     """
 
     def __init__(self, rank: int, fields: ShmSegment, peers: dict[int, tuple[int, int]], timeout: float) -> None:
-        """`peers` gives the process and the file descriptor of the fields of each rank, including this rank. Raises
-        OSError if a file may not be opened."""
+        """`peers` has, for each rank of the host including this one, the process id and the file descriptor of its
+        fields.
+
+        Raises:
+            OSError: a file cannot be opened.
+        """
         self.rank, self.timeout = rank, timeout
         self._propagator = CURRENT_PROPAGATOR.get()
         self._num_segments = fields.number
@@ -103,17 +108,16 @@ class SharedMemory:
         self._system = ctypes.CDLL(None, use_errno=True).syscall
         self._sleep = ctypes.byref(_Timespec(0, int(FUTEX_SLEEP_SECONDS * 1e9)))
         self.waiting_field = memoryview(bytearray(8)).cast("Q")
-        """One field: 1 + the rank that this rank waits for, or 0. A supervisor replaces it by a field in memory that
-        the supervisor can read."""
+        """One field with 1 + the rank that this rank waits for, or 0. A supervisor replaces it by a field in memory
+        that the supervisor can read."""
         self.staging_bytes = 0
         self._own: dict[int, ShmSegment] = {}
         self._mapped: dict[tuple[int, int], torch.Tensor] = {}
 
-    # --- memory
-    # ---------------------------------------------------------------------------------------------------------------
+    # --- segments
 
     def segment(self, size: int) -> ShmSegment:
-        """Returns new memory of `size` bytes."""
+        """Returns a new segment of `size` bytes."""
         self._num_segments += 1
         segment = ShmSegment(max(size, 1), self._num_segments)
         self._own[segment.bytes.data_ptr()] = segment
@@ -121,40 +125,40 @@ class SharedMemory:
         return segment
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a flat tensor of zeros that the other ranks can read. It lives as long as this object."""
+        """Returns a flat tensor of `numel` zeros that the other ranks can read. It exists as long as this object."""
         segment = self.segment(numel * dtype.itemsize)
         self.staging_bytes -= segment.size
         return segment.bytes[: numel * dtype.itemsize].view(dtype)
 
     def drop(self, segment: ShmSegment) -> None:
-        """Frees memory that no rank reads any more."""
+        """Frees a segment that no rank reads any more."""
         del self._own[segment.bytes.data_ptr()]
         self.staging_bytes -= segment.size
 
     def locate(self, tensor: torch.Tensor) -> tuple[ShmSegment, int] | None:
-        """Returns the segment and the offset in bytes of `tensor`, or None if it is outside of this rank's shared
-        memory."""
+        """Returns the segment that contains `tensor`, and its offset in bytes. Returns None if the tensor is not in
+        this rank's shared memory."""
         base = tensor.untyped_storage().data_ptr()
         mapped = self._own.get(base)
-        # Storages are compared, since an empty tensor has no address.
+        # Segments are identified by their storage, because an empty tensor has no address.
         return None if mapped is None else (mapped, int(tensor.storage_offset()) * tensor.element_size())
 
     def map_segment(self, rank: int, number: int, file: int) -> torch.Tensor:
-        """Returns the bytes of segment `number` of `rank`, mapped once."""
+        """Returns the bytes of segment `number` of `rank`. The segment is mapped in the first call only."""
         key = (rank, number)
         if key not in self._mapped:
             self._mapped[key] = torch.frombuffer(_map_process_file(self._processes[rank], file), dtype=torch.uint8)
         return self._mapped[key]
 
     def map_file(self, rank: int, file: int) -> torch.Tensor:
-        """Returns the bytes of an open file descriptor of `rank` in a new mapping. `rank` may be this rank."""
+        """Returns the bytes of an open file descriptor of `rank` in a new mapping. `rank` may also be this rank."""
         return torch.frombuffer(_map_process_file(self._processes[rank], file), dtype=torch.uint8)
 
     def unmap(self, rank: int, number: int | None) -> None:
-        """Unmaps a segment that its owner no longer uses."""
+        """Unmaps segment `number` of `rank`, which its owner no longer uses."""
         self._mapped.pop((rank, number), None)  # type: ignore[arg-type]
 
-    # --- fields
+    # --- fields of ranks
 
     def set_field(self, index: int, value: int) -> None:
         """Writes this rank's field `index` and wakes the ranks that sleep on it."""
@@ -164,8 +168,11 @@ class SharedMemory:
         )
 
     def wait_for_field(self, rank: int, index: int, value: int) -> None:
-        """Waits until field `index` of `rank` has reached `value`. Raises ConnectionError if that process ends first,
-        or takes longer than the timeout."""
+        """Waits until field `index` of `rank` has reached `value`.
+
+        Raises:
+            ConnectionError: the process of `rank` ended first, or the wait exceeded the timeout.
+        """
         fields = self.fields[rank]
         if fields[index] >= value:
             return
@@ -183,8 +190,8 @@ class SharedMemory:
         self.waiting_field[0] = 0
 
     def drain(self, awaited: Iterable[tuple[int, int, int]]) -> None:
-        """Waits until each (rank, field, value) has been reached, that rank's process has ended, or
-        SHUTDOWN_TIMEOUT_SECONDS are over."""
+        """Waits for each (rank, field, value) until the field has reached the value or the rank's process has ended.
+        Waits at most SHUTDOWN_TIMEOUT_SECONDS in total."""
         end = time.monotonic() + SHUTDOWN_TIMEOUT_SECONDS
         for rank, index, value in awaited:
             while (
@@ -220,7 +227,7 @@ class SharedMemory:
 
 
 def _map_process_file(process: int, file: int) -> mmap.mmap:
-    """Maps anonymous memory of another process."""
+    """Maps the file descriptor `file` of the process with id `process` into this process."""
     mine = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(mine, os.fstat(mine).st_size)
@@ -229,7 +236,7 @@ def _map_process_file(process: int, file: int) -> mmap.mmap:
 
 
 def _process_state(process: int) -> tuple[str, str]:
-    """Returns state letter and start time of a process, or ("X", "") if there is none."""
+    """Returns the state letter and the start time of a process, or ("X", "") if the process does not exist."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -238,7 +245,7 @@ def _process_state(process: int) -> tuple[str, str]:
 
 
 def shm_host_id() -> str:
-    """Returns a text that is identical for processes that can share memory, empty if none can."""
+    """Returns a text that is equal for processes that can share memory, '' if none can."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or os.environ.get(SHARED_MEMORY_ENV) == "0":
         return ""
     try:
@@ -257,8 +264,8 @@ def _raise_open_file_limit() -> None:
 
 
 def connect_shared_memory(timeout: float) -> tuple[SharedMemory | None, Sequence[str]]:
-    """Returns the shared memory of this rank's host, or None, and the host id of every rank. The id is "" for ranks
-    without shared memory. All ranks of the default process group call it."""
+    """Returns the shared memory of this rank's host (None if it has none), and the host id of every rank ('' for ranks
+    without shared memory). All ranks of the default process group call it."""
     rank, own = dist.get_rank(), shm_host_id()
     _raise_open_file_limit()
     fields = ShmSegment(8 * FIELDS_PER_RANK, 0) if own else None

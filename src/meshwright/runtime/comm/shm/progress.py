@@ -1,21 +1,21 @@
-"""The queue of collectives in flight, oldest first, and the staging buffers that they read.
+"""The queue of collectives in flight (oldest first), and the staging buffers that they read.
 
-A collective is a list of steps. Each step starts once every other rank has set a field, or once a transfer between
-hosts is complete. Steps that need not wait are done whenever `progress` is called. The steps of a collective run in
-order; among steps that are ready, the older collective goes first.
+A collective is a list of steps, which run in order. A step is ready once every other rank has set a field, or once a
+transfer between hosts is complete. `progress` runs all steps that are ready. Among ready steps of several collectives,
+the older collective goes first.
 
-Staging buffers are memory of this rank that the other ranks of its host read ([Note: staging buffers] of
+Staging buffers are memory of this rank that the other ranks of its host read ([Note: staging buffers] in
 collectives.py):
 
-    acquire          returns any buffer that nobody reads: data are copied in and out at once
+    acquire          returns any buffer that no rank reads: for data that are copied in and out immediately
     acquire_ordered  serves buffers that fill slowly, such as gradients during backward: the choice depends only on
                      the previous requests, not on the progress of other ranks, so memory is the same in every run
 
-[Note: in turn] As long as three consecutive requests fit into the three buffers, nothing grows. The next buffer is the
-smallest that fits, except for the last one used; among equal ones, the oldest. If a rank still reads that buffer, the
-requesting rank waits. So all ranks wait for the same collective at the same request. Each rank first finishes its own
-part of that collective, so ranks cannot deadlock. With an earlier rule each of the three buffers became as long as the
-longest parameter group.
+[Note: in turn] `acquire_ordered` uses three buffers, and the last one used is never chosen. Of the other buffers it
+chooses the smallest that fits, and of equal ones the oldest. If three consecutive requests fit into the three buffers,
+no buffer grows. If a rank still reads the chosen buffer, the requesting rank waits. So all ranks wait for the same
+collective at the same request. Each rank first finishes its own part of this collective, so ranks cannot deadlock. With
+an earlier rule each of the three buffers became as long as the longest parameter group.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ from meshwright.runtime.comm.shm.memory import PAGE_BYTES, SharedMemory, ShmSegm
 from meshwright.runtime.error_propagation import CURRENT_PROPAGATOR
 
 AWAIT_TRANSFER = -1
-"""Used instead of a field: the step waits for the transfer between hosts that the previous step started."""
+"""The condition of a step that waits for the transfer between hosts that the previous step started. It takes the place
+of a field."""
 
 TRANSFER_POLL_SECONDS = 2e-4
-"""Seconds between two polls of a transfer."""
+"""Seconds between two checks whether a transfer is complete."""
 
 
 class InterHostTransfer(Protocol):
-    """A transfer between hosts in flight."""
+    """A transfer between hosts that is in flight."""
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Returns whether the transfer is complete, so that `wait` returns immediately."""
 
     def wait(self) -> None:
         """Waits until the transfer is complete."""
 
 
 CollectiveStep = tuple[int, Callable[[], InterHostTransfer | None]]
-"""The condition (a field of the other ranks, or AWAIT_TRANSFER), and the function that runs once it holds."""
+"""The condition of a step (a field of the other ranks, or AWAIT_TRANSFER), and the function that runs once it
+is true."""
 
 
 @dataclass
@@ -60,7 +62,7 @@ class _PendingCollective:
     transfer: InterHostTransfer | None = None
 
     def run_step(self) -> None:
-        """Runs the next step, which is ready."""
+        """Runs the next step, which must be ready."""
         awaited, act = self.steps.popleft()
         if awaited == AWAIT_TRANSFER and self.transfer is not None:
             self.transfer.wait()
@@ -68,9 +70,9 @@ class _PendingCollective:
 
 
 class ProgressQueue:
-    """Collectives in flight. `all_reached(number, field)` returns whether all other ranks have set the field;
-    `wait_for_all(number, field)` waits for them. `finished` contains the number of the last collective that is
-    complete together with all before it."""
+    """The collectives in flight. `all_reached(number, field)` returns whether all other ranks have set the field.
+    `wait_for_all(number, field)` waits for them. `finished` contains the number of the last collective that is complete
+    together with all earlier ones."""
 
     def __init__(self, all_reached: Callable[[int, int], bool], wait_for_all: Callable[[int, int], None]) -> None:
         self._all_reached, self._wait_for_all = all_reached, wait_for_all
@@ -78,12 +80,12 @@ class ProgressQueue:
         self.pending: deque[_PendingCollective] = deque()
 
     def add(self, number: int, *steps: CollectiveStep, transfer: InterHostTransfer | None = None) -> Callable[[], None]:
-        """Adds a collective; returns the function that finishes it."""
+        """Adds collective `number` with its steps. Returns the function that finishes it."""
         self.pending.append(_PendingCollective(number, deque(steps), transfer))
         return lambda: self.finish(number)
 
     def progress(self) -> None:
-        """Runs all steps that need not wait."""
+        """Runs all steps that are ready."""
         for each in self.pending:
             while each.steps and self._is_ready(each):
                 each.run_step()
@@ -97,7 +99,7 @@ class ProgressQueue:
         return self._all_reached(collective.number, field)
 
     def finish(self, number: int) -> None:
-        """Waits until collective `number` and all before it are complete."""
+        """Waits until collective `number` and all earlier ones are complete."""
         began, calls = time.monotonic(), CURRENT_PROPAGATOR.get()
         while self.pending and self.pending[0].number <= number:
             self.progress()
@@ -113,12 +115,12 @@ class ProgressQueue:
 
 
 MAX_INFLIGHT_BUFFERS = 2
-"""Buffers that other ranks may read while this rank fills another buffer."""
+"""Number of buffers that other ranks may read while this rank fills another buffer."""
 
 
 @dataclass(eq=False)
 class StagingBuffer:
-    """`number` is that of the collective that reads the buffer, or None while it is filled."""
+    """A buffer. `number` is that of the collective that reads the buffer, None while the buffer is being filled."""
 
     segment: ShmSegment
     number: int | None = None
@@ -126,8 +128,8 @@ class StagingBuffer:
 
 
 class StagingBufferPool:
-    """`is_read(number)` returns whether all ranks have read the inputs of that collective; `wait_until_read(number)`
-    waits for them."""
+    """The staging buffers of this rank. `is_read(number)` returns whether all ranks have read the inputs of collective
+    `number`. `wait_until_read(number)` waits until they have."""
 
     def __init__(
         self,
@@ -140,15 +142,15 @@ class StagingBufferPool:
         self._is_read, self._wait_until_read = is_read, wait_until_read
         self._all: list[StagingBuffer] = []
         self._ordered: list[StagingBuffer] = []
-        """Buffers acquired in order, the last one used at the end."""
+        """Buffers of `acquire_ordered`. The last one used is at the end."""
         self._idle: list[StagingBuffer] = []
-        """Ordered buffers that are unused since the order was reset."""
+        """Buffers of `acquire_ordered` that have not been used since the order was reset."""
         self._requested_sizes: list[int] = []
-        """Bytes of the last ordered requests."""
+        """Sizes in bytes of the last requests to `acquire_ordered`."""
 
     def acquire(self, size: int) -> ShmSegment:
-        """Returns a buffer that no rank reads: the smallest free buffer that fits, else a new buffer, else an enlarged
-        free buffer."""
+        """Returns a buffer of at least `size` bytes that no rank reads: the smallest free one that fits, otherwise a
+        new buffer, otherwise a free buffer that is enlarged."""
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
         unordered = [buffer for buffer in self._all if not buffer.ordered]
         free = sorted((buffer for buffer in unordered if self._is_free(buffer)), key=lambda buffer: buffer.segment.size)
@@ -163,7 +165,8 @@ class StagingBufferPool:
         return self._fill(free[-1], size)
 
     def acquire_ordered(self, size: int) -> ShmSegment:
-        """Returns the next buffer in order."""
+        """Returns the next buffer of at least `size` bytes, in an order that is equal in every run ([Note: in
+        turn])."""
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
         self._requested_sizes = [*self._requested_sizes[-MAX_INFLIGHT_BUFFERS:], size]
         ready = self._idle or [buffer for buffer in self._ordered[:-1] if buffer.number is not None]
@@ -183,7 +186,7 @@ class StagingBufferPool:
         return self._fill(buffer, size)
 
     def shrink(self) -> None:
-        """Frees the memory of unordered buffers; the next collective allocates what it needs."""
+        """Frees the memory of the buffers of `acquire`. The next collective allocates the memory that it needs."""
         for buffer in self._all:
             if not buffer.ordered and buffer.segment.size > PAGE_BYTES:
                 self._fill(buffer, PAGE_BYTES)
@@ -191,12 +194,12 @@ class StagingBufferPool:
                 buffer.segment = self.host.segment(PAGE_BYTES)
 
     def reset_order(self) -> None:
-        """Resets the order of requests. No rank may be reading a buffer."""
+        """Resets the order of requests. No rank may still read a buffer."""
         self._idle, self._ordered, self._requested_sizes = [*self._ordered, *self._idle], [], []
 
     def mark_filled(self, segment: ShmSegment, number: int) -> int:
-        """Records that collective `number` reads `segment` from now on. Returns 1 + the index of its buffer, or 0 for a
-        segment that is not a buffer."""
+        """Records that collective `number` reads `segment` from now on. Returns 1 + the index of the buffer with this
+        segment, or 0 if the segment is not a buffer."""
         for index, buffer in enumerate(self._all):
             if buffer.segment is segment:
                 buffer.number = number
@@ -208,7 +211,7 @@ class StagingBufferPool:
         return self._all[-1]
 
     def _fill(self, buffer: StagingBuffer, size: int) -> ShmSegment:
-        """Returns the memory of `buffer` for `size` bytes, once no rank reads it."""
+        """Waits until no rank reads `buffer`. Returns its memory, of at least `size` bytes."""
         if buffer.number is not None:
             self.progress_queue.finish(buffer.number)
             self._wait_until_read(buffer.number)
