@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from bench import (
+    analysis,
     copies,
     labels,
     links,
@@ -27,6 +28,7 @@ from bench import (
 
 KNOWN = {
     "start": start,
+    "analysis": analysis,
     "search": search,
     "simulate": simulate,
     "labels": labels,

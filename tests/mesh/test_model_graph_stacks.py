@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from meshwright.analysis.analyze import analyze_model
 from meshwright.analysis.block_lists import params_by_layer
+from meshwright.analysis.run_conditions import group_identical_blocks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from model_families import build_own
@@ -107,3 +108,25 @@ def test_text_experts_are_found_next_to_an_unused_image_model() -> None:
         f"model.language_model.layers.{number}.mlp.experts" for number in range(2)
     ]
     assert found.blocks == "model.language_model.layers"
+
+
+class Numbered(nn.Module):
+    """A block that stores its index, and another number."""
+
+    def __init__(self, index: int, heads: int) -> None:
+        super().__init__()
+        self.index, self.heads, self.linear = index, heads, nn.Linear(4, 4)
+
+
+def test_a_block_whose_index_equals_its_number_of_heads_is_of_the_same_kind() -> None:
+    assert group_identical_blocks([Numbered(index, 3) for index in range(6)]) == [0] * 6
+
+
+def test_a_number_that_equals_the_index_of_some_blocks_is_compared() -> None:
+    alternating = [Numbered(index, index % 2) for index in range(6)]
+    assert group_identical_blocks(alternating) == [0, 1, 0, 1, 0, 1]
+
+
+def test_blocks_of_a_second_list_store_the_index_in_their_own_list() -> None:
+    two = [Numbered(index, 3) for index in (0, 1, 2, 0, 1, 2)]
+    assert group_identical_blocks(two, [0, 1, 2, 0, 1, 2]) == [0] * 6

@@ -33,7 +33,7 @@ from meshwright.analysis.example_inputs import ExampleInputs, describe_inputs, m
 from meshwright.analysis.experts import add_experts
 from meshwright.analysis.graph import ModelGraph, TpSplit
 from meshwright.analysis.lora import add_lora_to_graph, lora_layers, without_lora
-from meshwright.analysis.op_trace import trace_ops
+from meshwright.analysis.op_trace import find_written_parameter, trace_ops
 from meshwright.analysis.regions import AnalysisState, OuterLayers, RegionCandidate, find_block_regions
 from meshwright.analysis.run_conditions import set_training_modes, training_modes
 from meshwright.analysis.time_limit import limit_analysis_time
@@ -42,20 +42,25 @@ from meshwright.analysis.verified_regions import accept_verified_regions
 from meshwright.core.messages import Message
 
 FORM_CHANGED_REASON = "they change the form of what they are given"
+SEQUENCE_UNVERIFIED_REASON = "the model was analysed for a plan without sequence parallelism"
 MAX_TRACE_PASSES = 24
 """Maximum number of traces. In each block, one trace finds only the earliest columns that must stay unsharded."""
 
 
 @limit_analysis_time()
 def analyze_model(
-    model: nn.Module, use_random_weights: bool = False, example: ExampleInputs | None = None, splits: bool = True
+    model: nn.Module,
+    use_random_weights: bool = False,
+    example: ExampleInputs | None = None,
+    splits: bool = True,
+    sequence: bool = True,
 ) -> ModelGraph:
     """Returns the structure of `model`. The model does not change.
 
-    `use_random_weights`: meta parameters that the check needs get random values. These are the parameters of the first
-    block of each kind and all parameters outside of the blocks. `example`: a batch to call the model with, if the model
-    does not describe its own inputs (example_inputs.py). `splits`: False without tensor parallelism, so that no region
-    is verified.
+    `use_random_weights`: meta parameters get random values, but only those that the check needs (the first block of
+    each kind, and everything outside of the blocks). `example`: a batch to call the model with, where the model does
+    not describe its own inputs (example_inputs.py). `splits`: False where there is no tensor parallelism, so that no
+    region has to be verified. `sequence`: False where there is no sequence parallelism; the result then refuses it.
 
     Raises:
         InputError: a block occurs twice in a list, a user's rule is wrong, or the time limit is exceeded.
@@ -63,18 +68,16 @@ def analyze_model(
     adapted = lora_layers(model)
     if adapted:
         with without_lora(model, adapted):
-            found = analyze_model(model, use_random_weights, example, splits)
+            found = analyze_model(model, use_random_weights, example, splits, sequence)
         return add_lora_to_graph(model, found, adapted)
     names = tuple(name for name, _ in model.named_parameters())
     lists = [path for path in find_block_lists(model) if any(True for _ in model.get_submodule(path).parameters())]
     if not lists:
         return ModelGraph(findings=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
     check_distinct_blocks(model, lists)
-    counts: list[str] = [
-        Message("{count} blocks in {path}", count=len(list(model.get_submodule(path).children())), path=path)
-        for path in lists
-    ]
+    counts = _count_blocks(model, lists)
     state = AnalysisState(model, lists, counts, make_example(model, example), training_modes(model))
+    state.sequence_error = "" if sequence else SEQUENCE_UNVERIFIED_REASON
     modules = {path: id(module) for path, module in model.named_modules()}
     with dry_run(model, {}), fixed_seeds(0):
         set_training_modes(model, state.modes)
@@ -104,6 +107,14 @@ def analyze_model(
         return add_experts(
             model, _build_graph(state, blocks, outer), state.trace.inputs if state.trace else {}, state.modes
         )
+
+
+def _count_blocks(model: nn.Module, lists: list[str]) -> list[str]:
+    """Returns a finding for each list: its number of blocks."""
+    return [
+        Message("{count} blocks in {path}", count=len(list(model.get_submodule(path).children())), path=path)
+        for path in lists
+    ]
 
 
 # --- traces
@@ -148,9 +159,7 @@ def _record_eval_writes(state: AnalysisState, dtype: torch.dtype | None) -> None
         return
     # Errors in eval mode are ignored here. The user sees them when the model is evaluated.
     with suppress(Exception), in_eval_mode(state.model):
-        written = trace_ops(state.model, state.lists, frozenset(state.unsharded), state.example, dtype).obstacles.get(
-            "writes"
-        )
+        written = find_written_parameter(state.model, state.example, dtype)
         state.trace.obstacles |= {"writes": written} if written else {}
 
 

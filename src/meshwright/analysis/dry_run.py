@@ -268,6 +268,28 @@ def call_with_tensors(
             entries.update(own)
 
 
+class MetaTwins:
+    """Meta tensors with the names and shapes of the parameters and buffers of `model`. `dtype` replaces the
+    floating-point type.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        def twin(tensor: torch.Tensor) -> torch.Tensor:
+            kind = dtype if tensor.is_floating_point() else None
+            return torch.empty_like(tensor, device="meta", dtype=kind, requires_grad=False)
+
+        twins = {id(tensor): twin(tensor) for tensor in model.parameters()}
+        self.names = {id(twins[id(tensor)]): name for name, tensor in model.named_parameters()}
+        self.parameters = {name: twins[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)}
+        self.buffers = {name: twin(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
+        for tensor in twins.values():
+            tensor.requires_grad_(tensor.is_floating_point())
+
+    def written_parameter(self) -> str | None:
+        """Returns the name of the first parameter that a run wrote to, None where there is none."""
+        return next((name for name, tensor in self.parameters.items() if tensor._version), None)
+
+
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Sets eval mode inside the context. On exit restores the mode of each module. `model.train()` would instead put

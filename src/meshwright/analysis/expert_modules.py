@@ -24,10 +24,12 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def num_experts_by_pairs(module: nn.Module) -> int:
-    """Returns the number of stacked experts of a module that takes (token, expert) pairs, 0 for any other module."""
-    shapes = [parameter.shape for parameter in module.parameters()]
+    """Returns how many experts are stacked in a module that takes (token, expert) pairs; 0 for any other module."""
     takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
-    if len(shapes) < 2 or takes.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) != 3 or not all(shapes):
+    if takes.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) != 3:
+        return 0
+    shapes = [parameter.shape for parameter in module.parameters()]
+    if len(shapes) < 2 or not all(shapes):
         return 0
     counts = {value for path, _, value in expert_count_attributes(module) if not path}
     stacked = {shape[0] for shape in shapes}

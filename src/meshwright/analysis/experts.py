@@ -122,7 +122,7 @@ def _experts_signature(module: nn.Module, path: str) -> object:
         for name, value in vars(inside).items()
         if not name.startswith("_") and not isinstance(value, bool | int | float | str | tuple | torch.dtype | None)
     ]
-    return module_signature(module, numbers), tuple(others)
+    return module_signature(module, lambda _path, _name, value: value in numbers), tuple(others)
 
 
 def _analyze_experts(

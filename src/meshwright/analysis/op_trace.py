@@ -29,14 +29,16 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.analysis.dry_run import call_with_tensors
+from meshwright.analysis.dry_run import MetaTwins, call_with_tensors
 from meshwright.analysis.example_inputs import (
     DATA_DEPENDENT_OPS,
     EXAMPLE_BATCH,
     ExampleInputs,
+    MetaRunMode,
     answer_data_dependent_op,
     call_arguments,
     make_example,
+    without_drops,
 )
 from meshwright.analysis.expert_modules import pass_through_experts
 from meshwright.analysis.layer_rules.rule import rule_of
@@ -85,19 +87,11 @@ def trace_ops(
     propagate.
     """
 
-    def twin(tensor: torch.Tensor) -> torch.Tensor:
-        kind = dtype if tensor.is_floating_point() else None
-        return torch.empty_like(tensor, device="meta", dtype=kind, requires_grad=False)
-
-    twins = {id(tensor): twin(tensor) for tensor in model.parameters()}
-    names = {id(twins[id(tensor)]): name for name, tensor in model.named_parameters()}
-    state = {name: twins[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)}
-    buffers = {name: twin(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    for tensor in twins.values():
-        tensor.requires_grad_(tensor.is_floating_point())
+    twins = MetaTwins(model, dtype)
+    state, buffers = twins.parameters, twins.buffers
     args, kwargs = call_arguments(make_example(model, example), dtype)
     watch = OpTracer(
-        names, {id(tensor): name for name, tensor in buffers.items()}, whole, [*nested_tensors((args, kwargs))]
+        twins.names, {id(tensor): name for name, tensor in buffers.items()}, whole, [*nested_tensors((args, kwargs))]
     )
     watch.trace.batch_coupling.begin(nested_tensors((args, kwargs)))
     watch.shapes = {name: tensor.shape for name, tensor in state.items()}
@@ -116,7 +110,7 @@ def trace_ops(
     finally:
         for handle in handles:
             handle.remove()
-    if (written := next((name for name, tensor in state.items() if tensor._version), None)) is not None:
+    if (written := twins.written_parameter()) is not None:
         watch.trace.obstacles["writes"] = written
     for layer, inflow in watch.mla_inputs.entry_inputs().items():
         if inflow.rejected:
@@ -127,6 +121,19 @@ def trace_ops(
         else:
             watch.trace.mla_inputs[layer] = inflow
     return watch.trace
+
+
+def find_written_parameter(
+    model: nn.Module, example: ExampleInputs | None = None, dtype: torch.dtype | None = None
+) -> str | None:
+    """Runs `model` as `trace_ops` does, without a log. Returns the name of a parameter that its forward writes to, None
+    where there is none.
+    """
+    twins = MetaTwins(model, dtype)
+    args, kwargs = call_arguments(make_example(model, example), dtype)
+    with pass_through_experts(model), torch.enable_grad(), torch.device("meta"), MetaRunMode():
+        call_with_tensors(model, {**twins.parameters, **twins.buffers}, args, kwargs)
+    return twins.written_parameter()
 
 
 def nested_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -245,7 +252,7 @@ class OpTracer(TorchFunctionMode):
             name = getattr(getattr(function, "__self__", None), "__name__", name)
         result = function(*args, **kwargs)
         if name == "rand" and result.numel() == 1:
-            return torch.ones(result.shape, device="cpu")  # layer dropout compares this with a rate: 1 drops nothing
+            return without_drops(name, result)
         if isinstance(result, torch.Tensor) or not (is_property or name in METADATA_OPS):
             self.record(OpCall(name, function, args, kwargs), list(nested_tensors(result)))
         return result

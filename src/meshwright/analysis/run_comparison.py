@@ -33,17 +33,28 @@ from meshwright.analysis.graph import TpSplit
 from meshwright.analysis.run_conditions import cotangent, relative_difference
 
 PROJECTION_COLUMNS = 8
+RandomMatrices = dict[tuple[str, int], torch.Tensor]
+"""The random matrix of each projection, by the name of the weight and the dimension that is split over ranks."""
 
 
 class GradProjection(TorchFunctionMode):
-    """A mode in which layers that use a matrix in `weights` compute a projection of its gradient. `splits` are the
-    splits of these matrices over ranks.
+    """A mode in which layers with one of the matrices `weights` compute a projection of its gradient. `splits` are the
+    shardings of the matrices. `matrices` are the random matrices of earlier runs; the mode adds those that are missing.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], splits: Mapping[str, TpSplit]) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        splits: Mapping[str, TpSplit],
+        matrices: RandomMatrices | None = None,
+    ) -> None:
         super().__init__()
+        known = {} if matrices is None else matrices
         self.weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
-        self.probes = {id(weight): _WeightProjection(name, weight, splits) for name, weight in self.weights.items()}
+        self.probes = {
+            id(weight): _WeightProjection(name, weight, splits[name].dim if name in splits else 0, known)
+            for name, weight in self.weights.items()
+        }
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,13 +94,14 @@ class _WeightProjection:
     full weight and on every rank.
     """
 
-    def __init__(self, name: str, weight: torch.Tensor, splits: Mapping[str, TpSplit]) -> None:
-        self.weight, self.dim = weight, splits[name].dim if name in splits else 0
-        random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    def __init__(self, name: str, weight: torch.Tensor, dim: int, known: RandomMatrices) -> None:
+        self.weight, self.dim = weight, dim
         rows, columns = weight.shape
-        self.random = torch.randn(
-            rows if self.dim else columns, PROJECTION_COLUMNS, generator=random, dtype=torch.float64
-        ).to(weight)
+        if (name, dim) not in known:
+            random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            size = (rows if dim else columns, PROJECTION_COLUMNS)
+            known[name, dim] = torch.randn(size, generator=random, dtype=torch.float64).to(weight)
+        self.random = known[name, dim]
         self.zeros = weight.new_zeros(
             (PROJECTION_COLUMNS, columns) if self.dim else (rows, PROJECTION_COLUMNS)
         ).requires_grad_()

@@ -92,9 +92,11 @@ ROUNDING_TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16
 """Tolerance relative to the largest compared norm, by dtype. A smaller gradient consists of rounding errors."""
 NOISE_SCALE = 0.1
 RANDOM_PERIOD_NUMEL = (1 << 20) - 3
-"""Number of random elements after which the values of a large tensor repeat. It is a prime, so no row length
-divides it.
+"""The size of the table of random numbers from which large tensors are filled. It is a prime, so no row length divides
+it.
 """
+MIN_TABLE_NUMEL = 1 << 14
+"""Elements of the largest tensor that gets random numbers of its own."""
 FLOAT64_BY_DTYPE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 
@@ -111,6 +113,8 @@ class RepeatableMode(TorchFunctionMode):
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
+        if name == "__get__":  # reads a property, such as the shape
+            return function(*args, **kwargs)
         if "dropout" in name and args and isinstance(args[0], torch.Tensor):
             return _dropout_as_factor(name, args, kwargs)
         if name == "scaled_dot_product_attention":
@@ -121,8 +125,10 @@ class RepeatableMode(TorchFunctionMode):
         if self.exact:
             if name in CAST_METHODS and len(args) == 1:
                 return args[0].double()
-            args = tuple(_float64_of(value) for value in args)
-            kwargs = {key: _float64_of(value) for key, value in kwargs.items()}
+            if torch.dtype in map(type, args):
+                args = tuple(_float64_of(value) for value in args)
+            if kwargs:
+                kwargs = {key: _float64_of(value) for key, value in kwargs.items()}
         return function(*args, **kwargs)
 
 
@@ -185,7 +191,7 @@ def check_parameters(
     first `read` rows have values. Unless `real`, all copies are meta tensors. On exit the original parameters are
     restored, so that no write of a run remains.
     """
-    random = torch.Generator().manual_seed(0)
+    random = _NormalNumbers(torch.Generator().manual_seed(0))
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     twins: dict[int, torch.Tensor] = {}
     try:
@@ -207,7 +213,7 @@ def check_parameters(
             container[name] = tensor
 
 
-def _check_tensor(tensor: torch.Tensor, read: int | None, random: torch.Generator, exact: bool) -> torch.Tensor:
+def _check_tensor(tensor: torch.Tensor, read: int | None, random: _NormalNumbers, exact: bool) -> torch.Tensor:
     is_parameter = isinstance(tensor, nn.Parameter)
     if not tensor.is_floating_point() or (tensor.is_meta and not is_parameter):
         found = tensor.detach().clone()
@@ -218,14 +224,14 @@ def _check_tensor(tensor: torch.Tensor, read: int | None, random: torch.Generato
     part = found[:read] if found.ndim else found
     if tensor.is_meta:
         width = tensor.shape[-1] if tensor.ndim else 1
-        _fill_normal(part, max(width, 1) ** -0.5, random)
+        random.fill(part, max(width, 1) ** -0.5)
     else:
         part.copy_(tensor.detach()[:read] if tensor.ndim else tensor.detach())
     if is_parameter and part.numel():
         if is_constant(part):
-            part.add_(NOISE_SCALE * torch.randn(part.shape, generator=random, dtype=torch.float32).to(part))
-        if part.ndim > 1:
-            part.mul_(_upscale_factor(part))
+            part.add_(NOISE_SCALE * torch.randn(part.shape, generator=random.random, dtype=torch.float32).to(part))
+        if part.ndim > 1 and not tensor.is_meta and (factor := _upscale_factor(part)) > 1:
+            part.mul_(factor)
     return nn.Parameter(found, tensor.requires_grad) if is_parameter else found
 
 
@@ -235,26 +241,41 @@ def _lazy_zeros(shape: torch.Size, kind: torch.dtype, device: torch.device) -> t
     """
     if device.type != "cpu" or not shape.numel():
         return torch.zeros(shape, dtype=kind, device=device)
-    return torch.frombuffer(mmap.mmap(-1, shape.numel() * kind.itemsize), dtype=kind).view(shape)
+    # A page of shared memory would take memory, and twice the time, on its first read too.
+    memory = mmap.mmap(-1, shape.numel() * kind.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=kind).view(shape)
 
 
-def _fill_normal(tensor: torch.Tensor, size: float, random: torch.Generator) -> None:
-    """Fills `tensor` with normal random numbers of standard deviation `size`. They repeat after RANDOM_PERIOD_NUMEL
-    elements.
+class _NormalNumbers:
+    """Normal random numbers for many tensors. Large tensors repeat one table of RANDOM_PERIOD_NUMEL numbers, each from
+    its own random position on, because drawing new numbers takes longer than every other part of a check.
     """
-    places = tensor.view(-1)
-    numbers = torch.empty(min(places.numel(), RANDOM_PERIOD_NUMEL), dtype=tensor.dtype, device=tensor.device).normal_(
-        0, size, generator=random
-    )
-    for first in range(0, places.numel(), RANDOM_PERIOD_NUMEL):
-        piece = places[first : first + RANDOM_PERIOD_NUMEL]
-        piece.copy_(numbers[: piece.numel()])
+
+    def __init__(self, random: torch.Generator) -> None:
+        self.random = random
+        self.tables: dict[torch.dtype, torch.Tensor] = {}
+
+    def fill(self, tensor: torch.Tensor, size: float) -> None:
+        """Fills `tensor` with numbers of scale `size`."""
+        places = tensor.view(-1)
+        if places.numel() <= MIN_TABLE_NUMEL:
+            places.normal_(0, size, generator=self.random)
+            return
+        if tensor.dtype not in self.tables:
+            table = torch.empty(RANDOM_PERIOD_NUMEL, dtype=tensor.dtype)
+            self.tables[tensor.dtype] = table.normal_(generator=self.random)
+        table = self.tables[tensor.dtype]
+        start, first = int(torch.randint(len(table), (), generator=self.random)), 0
+        while first < places.numel():
+            piece = table[start : start + places.numel() - first]
+            torch.mul(piece, size, out=places[first : first + len(piece)])
+            start, first = 0, first + len(piece)
 
 
 def is_constant(tensor: torch.Tensor) -> bool:
     """Returns whether all elements are equal."""
     places = tensor.view(-1)
-    return all(bool((piece == places[0]).all()) for piece in (places[:RANDOM_PERIOD_NUMEL], places))
+    return all(bool((piece == places[0]).all()) for piece in (places[:MIN_TABLE_NUMEL], places))
 
 
 def _meta_tensor_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -316,17 +337,37 @@ def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 
     return off / max(size, 1e-300)
 
 
-def group_identical_blocks(blocks: list[nn.Module]) -> list[int]:
-    """Returns for each block the index of the first identical block. Identical blocks have equal modules, shapes and
-    plain attributes, except for the block index.
+def group_identical_blocks(blocks: Sequence[nn.Module], indices: Sequence[int] | None = None) -> list[int]:
+    """Returns for each block the position of the first identical block. Identical blocks have the same modules, shapes
+    and plain attributes, except for the attributes that store the index of the block.
+
+    `indices` are the indices of the blocks in their lists, by default their positions.
     """
+    stored = _index_attributes(blocks, range(len(blocks)) if indices is None else indices)
     kinds: dict[Any, int] = {}
-    return [kinds.setdefault(module_signature(block, (index,)), index) for index, block in enumerate(blocks)]
+    return [
+        kinds.setdefault(module_signature(block, lambda path, name, _: (path, name) in stored), position)
+        for position, block in enumerate(blocks)
+    ]
 
 
-def module_signature(root: nn.Module, numbers: Sequence[int]) -> Any:
-    """Returns a key that is equal for identical modules. `numbers` are the module's indices in the model, which may
-    occur in its plain attributes.
+def _index_attributes(blocks: Sequence[nn.Module], indices: Sequence[int]) -> set[tuple[str, str]]:
+    """Returns the attributes that store the index in every block that has them, by module path and name.
+
+    An attribute that equals the index of only some blocks has another meaning, for example 8 heads in block 8.
+    """
+    found: dict[tuple[str, str], bool] = {}
+    for index, block in zip(indices, blocks, strict=True):
+        for path, module in block.named_modules():
+            for name, value in vars(module).items():
+                if type(value) is int:
+                    found[path, name] = found.get((path, name), True) and value == index
+    return {key for key, is_index in found.items() if is_index}
+
+
+def module_signature(root: nn.Module, is_index: Callable[[str, str, int], bool]) -> Any:
+    """Returns what identical modules have in common. `is_index` returns whether an integer attribute, given by module
+    path, name and value, stores the index of a module. Such attributes may differ.
     """
     modules = []
     for path, module in root.named_modules():
@@ -335,7 +376,7 @@ def module_signature(root: nn.Module, numbers: Sequence[int]) -> Any:
             for name, value in sorted(vars(module).items())
             if isinstance(value, bool | float | str | tuple | torch.dtype)
             or value is None
-            or (type(value) is int and value not in numbers)
+            or (type(value) is int and not is_index(path, name, value))
         )
         modules.append((path, type(module), plain))
     tensors = [*root.named_parameters(), *root.named_buffers()]

@@ -44,6 +44,7 @@ from meshwright.analysis.run_comparison import (
     BlockCall,
     GradProjection,
     ModuleSnapshot,
+    RandomMatrices,
     RankRunRecord,
     ShardFunction,
     clone_if_small,
@@ -74,8 +75,14 @@ class SimulatedBlockRuns:
     """
 
     def __init__(
-        self, model: nn.Module, path: str, reached: BlockCall, shares: Sequence[tuple[PerHeadInput, frozenset[str]]]
+        self,
+        model: nn.Module,
+        path: str,
+        reached: BlockCall,
+        shares: Sequence[tuple[PerHeadInput, frozenset[str]]],
+        matrices: RandomMatrices,
     ) -> None:
+        self.matrices = matrices
         self.model, self.path, self.call, self.sharded_args = model, path, reached, shares
         self.block = model.get_submodule(path)
         self.is_meta = any(tensor.is_meta for tensor in self.block.parameters())
@@ -89,10 +96,12 @@ class SimulatedBlockRuns:
         """For each output of the block except the hidden state: the dimensions along which a rank returns a shard."""
 
     def compare(self, cases: Sequence[SplitCase], gradients: bool) -> list[str | None]:
-        """Returns for each of `cases` why the block cannot be split in this way, None if it can. All cases have the
-        same regions and number of ranks.
+        """Returns for each of `cases` why the block cannot be split in this way, None where it can. All cases have the
+        same regions.
         """
-        slices = [self._local_tensors(cases[0], rank) for rank in range(cases[0].ranks)]
+        slices = {
+            case.ranks: [self._local_tensors(case, rank) for rank in range(case.ranks)] for case in reversed(cases)
+        }
         before, self.full_run = ModuleSnapshot(self.block), None
         try:
             known = self._run(cases[0]._replace(ranks=1, sequence=False), 0, {}, gradients)
@@ -105,7 +114,7 @@ class SimulatedBlockRuns:
             return [_describe_run_failure(error)] * len(cases)
         self.full_run = known
         try:
-            return [self._compare_case(each, known, slices, before, after, gradients) for each in cases]
+            return [self._compare_case(each, known, slices[each.ranks], before, after, gradients) for each in cases]
         finally:
             before.restore()
             self.full_run = None
@@ -232,6 +241,7 @@ class SimulatedBlockRuns:
         return GradProjection(
             {name: state[name] for name in self.large.keys() & state.keys() if state[name].ndim == 2},
             splits_of_case(case),
+            self.matrices,
         )
 
     def _output_shard(self, number: int, value: torch.Tensor, rank: int, case: SplitCase) -> ShardFunction:

@@ -51,12 +51,15 @@ from meshwright.analysis.verify_sharding import (
     replace_first_tensor,
     skip_blocks,
     verify_region,
+    verify_together,
 )
 
 RegionResults = list[tuple[RegionCandidate, str | None]]
 """For each region of a block: the region with its verified counts, and the reason why it stays unsharded (None if it is
 sharded).
 """
+KnownRegions = dict[str, tuple[str, RegionCandidate, str | None]]
+"""For each signature of a region: the block where a region of that signature was verified, and the result."""
 
 
 def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random_weights: bool) -> None:
@@ -67,7 +70,7 @@ def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random
     if not any(state.candidates.values()) and not has_experts(model):
         return
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    numbers = group_identical_blocks([model.get_submodule(block) for block in blocks])
+    numbers = group_identical_blocks([model.get_submodule(block) for block in blocks], _list_indices(model, blocks))
     kinds: list[Any] = list(blocks) if sum(parameters.values()) <= MAX_PARAMS_CHECK_ALL_BLOCKS else list(numbers)
     keys = {
         block: (kind, tuple(_region_signature(block, one) for one in state.candidates[block]))
@@ -113,22 +116,24 @@ def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random
     _drop_dependent_regions(state)
 
 
+def _list_indices(model: nn.Module, blocks: Sequence[str]) -> list[int]:
+    """Returns the index of each block in its list."""
+    lists = [path.rpartition(".")[::2] for path in blocks]
+    return [list(model.get_submodule(parent)._modules).index(name) for parent, name in lists]
+
+
 def _verify_blocks(
     state: AnalysisState, check: ShardingCheck, patterns: list[str], outer: OuterLayers
 ) -> dict[str, RegionResults]:
-    """Returns the results of each block in `patterns`. Sets `state.sequence_error` if the sequence cannot be split."""
-    known: dict[str, tuple[str, RegionCandidate, str | None]] = {}
+    """Returns the results for each block of `patterns`. Sets `state.sequence_error` where the sequence cannot be
+    split.
+    """
+    known: KnownRegions = {}
     answers: dict[str, RegionResults] = {}
     sequence = len(state.lists) == 1 and not (state.trace and state.trace.repeated) and not check.is_meta
     for block in patterns:
-        answers[block] = []
-        for one in state.candidates[block]:
-            kind = _region_signature(block, one)
-            if kind not in known:
-                known[kind] = block, *verify_region(check, block, one, head_count_candidates(state.model, block, one))
-            there, found, why = known[kind]
-            answers[block].append((one if why is not None else _rebase_candidate(block, one, there, found), why))
-        why_along = _verify_training(check, block, answers[block], sequence and not state.sequence_error)
+        along = sequence and not state.sequence_error
+        answers[block], why_along = _verify_block(state, check, block, known, along)
         if why_along is not None:
             state.sequence_error = f"{block}: {why_along}"
     if sequence and not state.sequence_error:
@@ -137,6 +142,33 @@ def _verify_blocks(
         why, state.sequence_sliced = sequence_parallel_objection(check, list(state.candidates), outer.head)
         state.sequence_error = why or ""
     return answers
+
+
+def _verify_block(
+    state: AnalysisState, check: ShardingCheck, block: str, known: KnownRegions, sequence: bool
+) -> tuple[RegionResults, str | None]:
+    """Returns the results for the regions of `block`, and why its hidden state cannot be split.
+
+    One check verifies all regions together. Where it finds a difference, each region is verified separately.
+    """
+    regions = state.candidates[block]
+    kinds = [_region_signature(block, one) for one in regions]
+    counts = [head_count_candidates(state.model, block, one) for one in regions]
+    if len(regions) > 1 and not known.keys() & set(kinds):
+        tried = verify_together(check, block, regions, [guesses[0] for guesses in counts])
+        if tried is not None:
+            answers: RegionResults = [(one, None) for one in tried]
+            why_along = _verify_training(check, block, answers, sequence)
+            if all(why is None for _, why in answers):
+                known.update({kind: (block, one, None) for kind, one in zip(kinds, tried, strict=True)})
+                return answers, why_along
+    answers = []
+    for one, kind, guesses in zip(regions, kinds, counts, strict=True):
+        if kind not in known:
+            known[kind] = block, *verify_region(check, block, one, guesses)
+        there, found, why = known[kind]
+        answers.append((one if why is not None else _rebase_candidate(block, one, there, found), why))
+    return answers, _verify_training(check, block, answers, sequence)
 
 
 def _block_order_error(state: AnalysisState) -> str:

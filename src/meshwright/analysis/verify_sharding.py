@@ -37,7 +37,13 @@ from meshwright.analysis.example_inputs import (
 )
 from meshwright.analysis.expert_modules import pass_through_experts
 from meshwright.analysis.regions import AnalysisState, RegionCandidate
-from meshwright.analysis.run_comparison import BlockCall, CallArguments, ModuleSnapshot, find_hidden_states
+from meshwright.analysis.run_comparison import (
+    BlockCall,
+    CallArguments,
+    ModuleSnapshot,
+    RandomMatrices,
+    find_hidden_states,
+)
 from meshwright.analysis.run_conditions import (
     CHECK_VOCAB_ROWS,
     MAX_PARAMS_CHECK_ALL_BLOCKS,
@@ -76,6 +82,7 @@ class ShardingCheck:
         self.is_meta = any(tensor.is_meta for path in blocks for tensor in model.get_submodule(path).parameters())
         self.calls: list[CallArguments] = []
         self.block_calls: list[dict[str, BlockCall]] = []
+        self.matrices: RandomMatrices = {}
         before = ModuleSnapshot(model)
         for number, call in enumerate(calls):
             given = call()
@@ -154,18 +161,20 @@ class ShardingCheck:
                 stack.enter_context(DataFreeMode())
             yield
 
-    def check_forward(self, block: str, found: RegionCandidate, ranks: int) -> str | None:
-        """Returns why a region cannot be sharded over `ranks` ranks in a forward in eval mode, None if it can."""
+    def check_forward(self, block: str, regions: Sequence[RegionCandidate], *ranks: int) -> str | None:
+        """Returns why `regions` cannot be sharded in a forward in eval mode over each number of `ranks`; None where
+        they can.
+        """
         if block not in self.block_calls[0]:
             return "its block does not run"
         with self.running(), in_eval_mode(self.model):
-            runs = SimulatedBlockRuns(self.model, block, self.block_calls[0][block], self.sharded_args.get(block, ()))
-            return runs.compare([SplitCase([found], ranks)], gradients=False)[0]
+            cases = [SplitCase(regions, each) for each in ranks]
+            found = self._runs(block, self.block_calls[0]).compare(cases, gradients=False)
+        return next((why for why in found if why is not None), None)
 
-    def check_region(self, block: str, found: RegionCandidate) -> str | None:
-        """Returns why `found` cannot be sharded over the smallest possible number of ranks, None if it can."""
-        ranks = min_tp_ranks([found], 2)
-        return None if ranks is None else self.check_forward(block, found, ranks)
+    def _runs(self, block: str, reached: dict[str, BlockCall]) -> SimulatedBlockRuns:
+        shares = self.sharded_args.get(block, ())
+        return SimulatedBlockRuns(self.model, block, reached[block], shares, self.matrices)
 
     def check_training(
         self, block: str, regions: Sequence[RegionCandidate], sequence: bool
@@ -183,8 +192,8 @@ class ShardingCheck:
         for reached in self.block_calls:
             if block in reached and cases:
                 with self.running():
-                    runs = SimulatedBlockRuns(self.model, block, reached[block], self.sharded_args.get(block, ()))
-                    why = [one or other for one, other in zip(why, runs.compare(cases, gradients=True), strict=True)]
+                    again = self._runs(block, reached).compare(cases, gradients=True)
+                    why = [one or other for one, other in zip(why, again, strict=True)]
             if why and why[0] is not None:
                 break
         return why[0] if regions and why else None, why[-1] if sequence and why else None
@@ -353,7 +362,22 @@ def _at_least_float32(value: Any) -> Any:
     return value.float() if narrow else value
 
 
-# --- head counts
+# --- counts
+def verify_together(
+    check: ShardingCheck, block: str, regions: Sequence[RegionCandidate], counts: Sequence[tuple[Any, ...]]
+) -> list[RegionCandidate] | None:
+    """Returns all `regions` of a block with their `counts` where a check of all of them finds no difference. Returns
+    None where it finds one, or where no number of ranks is possible for all regions.
+
+    One run of the block then replaces a run for each region.
+    """
+    tried = [_with_counts(found, each) for found, each in zip(regions, counts, strict=True)]
+    wanted = {found.region.kv_heads + 1 for found in tried if has_fewer_kv_heads(found)}
+    ranks = [number for least in (2, *sorted(wanted)) if (number := min_tp_ranks(tried, least)) is not None]
+    is_possible = len(ranks) == 1 + len(wanted)
+    return tried if is_possible and check.check_forward(block, tried, *ranks) is None else None
+
+
 def verify_region(
     check: ShardingCheck, block: str, found: RegionCandidate, guesses: Sequence[tuple[Any, ...]]
 ) -> tuple[RegionCandidate, str | None]:
@@ -365,8 +389,9 @@ def verify_region(
     first: str | None = None
     strict: RegionCandidate | None = None
     for counts in guesses:
-        tried = found._replace(region=replace(found.region, head_counts=(*found.region.head_counts, *counts)))
-        objection = check.check_region(block, tried)
+        tried = _with_counts(found, counts)
+        ranks = min_tp_ranks([tried], 2)
+        objection = None if ranks is None else check.check_forward(block, [tried], ranks)
         if objection is None and _runs_with_replicated_kv_heads(check, block, tried):
             return tried, None
         strict = strict or (tried if objection is None else None)
@@ -377,18 +402,19 @@ def verify_region(
     return strict._replace(splits=whole, sizes={**strict.sizes, "groups of heads": strict.region.kv_heads}), None
 
 
+def _with_counts(found: RegionCandidate, counts: tuple[Any, ...]) -> RegionCandidate:
+    return found._replace(region=replace(found.region, head_counts=(*found.region.head_counts, *counts)))
+
+
+def has_fewer_kv_heads(found: RegionCandidate) -> bool:
+    """Returns whether the region has fewer key-value heads than heads."""
+    return bool(found.region.kv_heads) and found.region.kv_heads != found.region.heads
+
+
 def _runs_with_replicated_kv_heads(check: ShardingCheck, block: str, found: RegionCandidate) -> bool:
-    """Returns whether tp may exceed the number of key-value heads. Each rank then has one head, and several ranks share
-    it.
-    """
-    kv_heads = found.region.kv_heads
-    ranks = min_tp_ranks([found], kv_heads + 1)
-    return (
-        not kv_heads
-        or kv_heads == found.region.heads
-        or ranks is None
-        or check.check_forward(block, found, ranks) is None
-    )
+    """Returns whether more ranks than key-value heads work: each rank has one head, and some ranks share a head."""
+    ranks = min_tp_ranks([found], found.region.kv_heads + 1)
+    return not has_fewer_kv_heads(found) or ranks is None or check.check_forward(block, [found], ranks) is None
 
 
 def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:

@@ -82,7 +82,7 @@ class ProofResult(StrictModel):
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 said.append(f"a loss reaches {names[0]}{more} under {where} alone")
-        return ", ".join(said) + (f"; {self.first}" if self.first else "")
+        return "; ".join(filter(None, (", ".join(said), self.first)))
 
 
 class RecordedProof(NamedTuple):

@@ -31,5 +31,11 @@ def _analyze_model(model: nn.Module, plan: Plan, known: ModelGraph | None, examp
     """Returns the structure of the model for `plan`. For tensor parallelism the analysis runs again if the known
     structure was derived from shapes alone."""
     if known is None or (plan.tp > 1 and known.unsupported.get("proof")):
-        known = analyze_model(model, use_random_weights=True, example=example, splits=plan.tp > 1)
+        known = analyze_model(
+            model,
+            use_random_weights=True,
+            example=example,
+            splits=plan.tp > 1,
+            sequence=plan.sequence_parallel,
+        )
     return known.for_tp(plan.tp)
