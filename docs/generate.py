@@ -25,17 +25,17 @@ WORDS = {
         "made": "*Made from `--help` by `docs/generate.py`; a test keeps it true.*",
         "intro": (
             "Each command does one thing. Results go to standard output, progress and remarks to standard error; "
-            "`--json` prints one JSON object and nothing else. `NO_COLOR` is obeyed. `--debug` shows the traceback "
+            "`--json` prints one JSON object and nothing else. `NO_COLOR` is respected. `--debug` shows the traceback "
             "of an error."
         ),
         "codes": "## Exit codes",
         "head": "| code | meaning |\n|---|---|",
         0: "done",
         1: "the job failed",
-        2: "bad input: what, where, and the way out stand in one line",
+        2: "bad input: one line states the error, its location and the remedy",
         3: "no plan fits",
         4: "verification failed: the run does not compute what one device computes",
-        75: "preempted or interrupted; the same command goes on",
+        75: "preempted or interrupted; the same command resumes",
     },
     "zh": {
         "title": "# 命令行",

@@ -209,7 +209,7 @@ RUN = (
 REFUSED = {
     "sum of all": "past the state that it is sent", "list of all": "past the state that it is sent",
     "unet": "past the state that it is sent", "again": "layers.1 runs more than once",
-    "reversed": "runs behind a later block", "left out": "layers.2 did not run",
+    "reversed": "runs after a later block", "left out": "layers.2 did not run",
     "random": "runs in some passes and not in others", "random of torch": "runs in some passes and not in others",
     "checkpoint": "inside a checkpoint of the model's own", "twice, with numbers": "layers.1 runs more than once",
 }  # fmt: skip

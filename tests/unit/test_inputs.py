@@ -353,8 +353,8 @@ def test_a_cluster_in_words_has_those_devices_and_that_network(text: str, device
         ("8x8:h100@fastx200Gb", "link 'fastx200Gb' is neither a rate"),
         ("8x8:h100@1e300Gb", "link '1e300Gb'.bandwidth: input should be less than"),
         ("2x8:h100@200Gb+2x8:a100@100Gb", "two networks, '200Gb' and '100Gb'; one network joins all nodes"),
-        ("local:0", "the number of ranks behind 'local:' must be at least 1"),
-        ("local:two", "the number of ranks behind 'local:' must be at least 1"),
+        ("local:0", "the number of ranks after 'local:' must be at least 1"),
+        ("local:two", "the number of ranks after 'local:' must be at least 1"),
         ("mine.yaml", "cluster 'mine.yaml' does not exist"),
     ],
 )

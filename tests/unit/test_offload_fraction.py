@@ -164,7 +164,7 @@ def test_who_pins_a_share_gets_plans_in_which_that_waits_whatever_the_objective(
 
 
 def test_a_share_of_what_has_nowhere_to_wait_is_refused() -> None:
-    with pytest.raises(InputError, match=r"pin weights_share=40: there is nowhere to wait: .*storage_bandwidth"):
+    with pytest.raises(InputError, match=r"pin weights_share=40: nothing can be offloaded: .*storage_bandwidth"):
         job = named_job("llama-7b", "1x8:cpu", 64, 2048, "fp32", pins={"weights_share": 40})
         search_plans(
             job.but(
@@ -203,9 +203,7 @@ def test_in_fp32_on_a_device_at_least_as_many_states_wait_as_weights() -> None:
     """There the weights are what is updated; on cores, whose memory is the host's, and where float32 weights stay, any
     two shares go together."""
     device = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "fp32")
-    with pytest.raises(
-        InputError, match=r"of the states at least the share of the weights must wait on the host \(50, not 40\)"
-    ):
+    with pytest.raises(InputError, match=r"percentage of states must be at least that of the weights \(50, not 40\)"):
         estimate(device, parse_plan("dp1.z3.off-optimizer40.off-parameters50"))
     estimate(device, parse_plan("dp1.z3.off-optimizer50.off-parameters50"))
     estimate(
@@ -221,9 +219,9 @@ def test_a_pinned_share_is_searched_where_it_means_something_and_refused_elsewhe
     job = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16")
     found = search_plans(job.but(pins={"offload_share": 80}), top=1).plans[0]
     assert found.plan.offload_share == 80 and found.estimate == estimate(job, found.plan)
-    with pytest.raises(InputError, match="the share is of the optimizer's states"):
+    with pytest.raises(InputError, match="offload_share needs offload of optimizer states"):
         search_plans(job.but(pins={"offload_share": 80, "offload": ("activations",)}), top=1)
-    with pytest.raises(InputError, match="the share is of the weights"):
+    with pytest.raises(InputError, match="weights_share needs offload of weights"):
         search_plans(job.but(pins={"weights_share": 80, "offload": ("optimizer",)}), top=1)
     both = search_plans(job.but(pins={"offload_share": 80, "weights_share": 20}), top=1).chosen.plan
     assert (both.offload_share, both.weights_share) == (80, 20) and {"optimizer", "parameters"} <= set(both.offload)

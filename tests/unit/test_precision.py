@@ -103,11 +103,11 @@ def test_every_recipe_and_rule_is_planned_with_what_runs_it() -> None:
             {"optimizer__name": "mine:make", "optimizer__weight_decay": 0.2},
             "weight_decay is of adamw, adam, sgd",
         ),
-        ("1x8:h100", {"optimizer__cooldown": 0.1}, "cooldown is of the schedule warmup-stable-decay"),
+        ("1x8:h100", {"optimizer__cooldown": 0.1}, "cooldown belongs to the schedule warmup-stable-decay"),
         (
             "1x8:h100",
             {"optimizer__schedule": "constant", "optimizer__final_lr": 0.0},
-            "final_lr is of schedules that fall",
+            "final_lr has no effect with schedule constant",
         ),
         ("1x8:h100", {"optimizer__schedule": "liner"}, "did you mean 'linear'"),
         ("1x8:h100", {"precision": "bf16-pure", "optimizer__name": "muon"}, "use bf16"),

@@ -211,7 +211,7 @@ def test_virtual_stages_without_interleaving_are_refused() -> None:
     ("table", "words"),
     [
         (["0F0 0F1 0B0 0B1", "1F0 1B0 1F1"], "1B1 is missing"),
-        (["0F0 0F0 0B0", "1F0 1B0"], "0F0 stands 2 times"),
+        (["0F0 0F0 0B0", "1F0 1B0"], "0F0 occurs 2 times"),
         (["0F0 1F0 0B0", "1B0"], "stage 1 is on pipeline ranks 0 and 1"),
         (["0F0 0B0", "1F0 1B0 2F0 2B0"], "2F0 is outside 2 stages"),
         (["0F0 0B0 0W0", "1F0 1B0 1F1 1B1"], "1F1 is outside"),
@@ -277,7 +277,7 @@ def test_a_table_that_cannot_be_read_is_one_line_with_the_place(text: str, words
     ("rows", "words"),
     [
         (("0F0 0B0", "1F0"), "1B0 is missing on pipeline rank 1"),
-        (("0F0 0B0 0F0", "1F0 1B0"), "0F0 stands 2 times (pipeline rank 0, place 1 of 3)"),
+        (("0F0 0B0 0F0", "1F0 1B0"), "0F0 occurs 2 times (pipeline rank 0, place 1 of 3)"),
         (("0F0 0B0 0F1 0B1", "1F0 1B0"), "0F1 is outside 2 stages and 1 micro-batches (pipeline rank 0, place 3 of 4)"),
         (
             ("1F0 1B0", "0F0 0B0"),
@@ -361,7 +361,7 @@ def test_a_schedule_file_pins_schedule_and_stages_and_a_wrong_one_is_one_line(tm
     assert [plan.stage_to_rank(stage) for stage in range(4)] == [0, 1, 1, 0]
     with pytest.raises(InputError, match=r"wrong.csv: pipeline action 1B1 is missing on pipeline rank 1"):
         parse_pins(f"schedule={wrong}")
-    with pytest.raises(InputError, match="the actions behind 'csv-1a2b3c4d' stand in a plan's file"):
+    with pytest.raises(InputError, match="the actions of 'csv-1a2b3c4d' are in a plan file"):
         parse_plan("pp2.csv-1a2b3c4d")
 
 

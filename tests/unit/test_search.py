@@ -323,14 +323,14 @@ def test_zero_pinned_on_one_device_is_a_plan() -> None:
         ({"cp": 32}, r"pins cp\(32\) = 32 but the cluster has 16 devices"),
         ({"ep": 2}, r"no plan is legal: .*ep\(2\): the model has no experts; use ep 1"),
         ({"offload": ("optimizer",)}, r"no plan is legal: .*off-optimizer: the cluster names no host_bandwidth"),
-        ({"offload": ("gradients",)}, r"pin offload: off-gradients: .* write z2 or z3 and off-optimizer beside it"),
+        ({"offload": ("gradients",)}, r"pin offload: off-gradients: .* add z2 or z3, and off-optimizer"),
         (
             {"recompute": "attn", "recompute_layers": 1},
-            r"pins: recompute_layers 1 counts blocks that recompute as a whole or by operation",
+            r"pins: recompute_layers 1 needs full or selective recompute",
         ),
         (
             {"offload": ("activations",), "offload_layers": 2, "recompute_layers": 1},
-            r"pins: off-activations2: .* not 1 and 2; recompute all alike",
+            r"pins: off-activations2: .* it applies to 1, offload to 2",
         ),
         (
             {"offload": ("activations",), "offload_layers": 2},

@@ -5,8 +5,9 @@ A tokenizer from a folder is copied file by file. A tokenizer that was trained h
 the settings that `AutoTokenizer` needs. Nothing in these files is executed.
 
 `hf_template` translates the sizes of a reference model into a Hugging Face config.json. A Llama with biases only on
-query, key and value becomes a Qwen2. GPT-2 stores its projections as (in, out), so those matrices are transposed. BERT
-and the convolutional network differ from Hugging Face in more than names, so they have no such form.
+query, key and value becomes a Qwen2. Hugging Face's GPT-2 stores its projections as (in, out), so these matrices are
+transposed. BERT and the convolutional network differ from Hugging Face's models in more than names, so they have no
+config.json.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DECODER_START_KEY = "decoder_start_token_id"
 def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: str, mask: str) -> dict[str, bytes]:
     """Returns the files that accompany the weights, by name.
 
-    `tokenizer` and `model` are the folders of the run's tokenizer and model, None where there is no such folder.
+    `tokenizer` and `model` are the folders of the run's tokenizer and model, or None if there is no such folder.
     `end_of_text` and `mask` are the special tokens of a tokenizer that was trained here.
     """
     found = {
@@ -42,7 +43,7 @@ def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: st
     }
     if model is not None and (model / GENERATION_CONFIG_FILE).is_file():
         found[GENERATION_CONFIG_FILE] = (model / GENERATION_CONFIG_FILE).read_bytes()
-    # Transformers reads this file first where it exists, and then ignores the configuration.
+    # transformers prefers this file, if it exists, to the generation settings in config.json.
     elif model is not None and (start := _decoder_start_token(model)) is not None:
         found[GENERATION_CONFIG_FILE] = json.dumps({DECODER_START_KEY: start}, indent=2).encode()
     if tokenizer is not None and found.keys() & set(TOKENIZER_FILES) == {"tokenizer.json"}:
@@ -64,7 +65,7 @@ def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: st
 
 
 def _decoder_start_token(model: Path) -> int | None:
-    """Returns the first decoder token of an encoder-decoder model, None where the configuration does not define it."""
+    """Returns the first decoder token of an encoder-decoder model, or None if the configuration does not define it."""
     config = model / "config.json"
     found = parse_text(read_text_file(config), str(config)).get(DECODER_START_KEY) if config.is_file() else None
     return found if isinstance(found, int) else None
@@ -78,7 +79,7 @@ class HfTemplate(NamedTuple):
 
 
 def hf_template(sizes: Mapping[str, Any]) -> HfTemplate | None:
-    """Returns the Hugging Face form of a reference model, None when transformers has no such model.
+    """Returns the Hugging Face form of a reference model, or None if transformers has no such model.
 
     `sizes` has the keys of `models.registry`.
     """

@@ -2,16 +2,15 @@
 index.
 
 Guarantees:
-- Only the rows or columns that a shard needs are read, one tensor at a time. A rank never has more of the model in
-  memory than its own shard.
-- Weights that are missing, unexpected, of another shape, truncated or pickled raise one InputError, which is the same
-  on every rank. It is raised before the first weight is read.
+- Only the rows or columns that a shard needs are read, one tensor at a time. A rank never has more than its shard of
+  the model in memory.
+- If weights are missing, unexpected, of another shape, truncated or pickled, every rank raises the same InputError
+  before the first weight is read.
 
-[Note: names] A parameter is looked up in the files by its own name, then with one leading name component more or fewer.
-Some model families lay out their files differently from their modules. For them, a `WeightSource` lists the stored
-tensors that make one tensor of the model. Stored tensors are concatenated along the first dimension, and stacked for
-the experts of a layer. Source: huggingface/transformers, `conversion_mapping.py`. `train/meta_init.py` converts its
-rules to sources.
+[Note: names] A parameter is looked up in the files by its name, then with one leading name component more or fewer. In
+some model families, files have other tensors than modules. For these families, a `WeightSource` lists the stored
+tensors that make one tensor of the model. They are concatenated along the first dimension; those of experts are
+stacked. Source: huggingface/transformers, `conversion_mapping.py`. `train/meta_init.py` converts its rules to sources.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from meshwright.spec.layout import ShardMetadata
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_PREFIX, BUFFER_PREFIX = "model/", "buffer/"
-"""Prefixes in a checkpoint of the names of weights, and of buffers that belong to them."""
+"""The prefixes of the names of weights, and of buffers that belong to the weights, in a checkpoint."""
 _FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
@@ -47,7 +46,7 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 class WeightSource(NamedTuple):
     """How one tensor of a model is made from stored tensors.
 
-    `keys` has rows of stored names. The tensors of a row are concatenated along the first dimension. Where `stacked`,
+    `keys` has rows of stored names. The tensors of a row are concatenated along the first dimension. With `stacked`,
     the rows are then stacked along a new first dimension.
     """
 
@@ -80,7 +79,7 @@ class HfWeights:
             self._by_suffix.setdefault(key.partition(".")[2], []).append(key)
 
     def find(self, name: str) -> WeightSource | None:
-        """Returns the source of the model's tensor `name` ([Note: names]), None where the files do not have it."""
+        """Returns the source of the model's tensor `name` ([Note: names]), or None if the files do not have it."""
         if name in self.sources:
             return self.sources[name]
         longer = self._by_suffix.get(name, ())
@@ -185,9 +184,10 @@ class HfWeights:
 
     @contextmanager
     def open_source(self, source: WeightSource) -> Iterator[Any]:
-        """Yields the tensor that `source` makes. It supports indexing by slices and reads only what is indexed.
+        """Yields the tensor that `source` makes. The yielded object supports indexing by slices and reads only the
+        indexed elements.
 
-        On exit the files are closed, so that the pages that were read no longer count as memory of this process.
+        On exit the files are closed, so that their pages no longer count as memory of this process.
         """
         with ExitStack() as stack:
             files = {self.entries[key].file for row in source.keys for key in row}
@@ -200,7 +200,7 @@ class HfWeights:
             )
 
     def read_full(self, name: str) -> torch.Tensor | None:
-        """Returns the full tensor `name` in its stored type, None where there is none."""
+        """Returns the full tensor `name` in its stored type, or None."""
         source = self.find(name)
         if source is None:
             return None
@@ -295,7 +295,7 @@ def has_weights(folder: Path) -> bool:
     """Returns whether a model folder has weights.
 
     Raises:
-        InputError: all weights are pickled. Random initial weights would not be what the user intends.
+        InputError: all weights are pickled. The user does not expect random initial weights then.
     """
     if any(folder.glob("*.safetensors")):
         return True

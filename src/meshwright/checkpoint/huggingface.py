@@ -101,7 +101,7 @@ def is_lora_weight(name: str) -> bool:
 
 
 class MergedLora:
-    """The full weights of a checkpoint with its LoRA adapters merged."""
+    """The full weights of a checkpoint, with its LoRA adapters merged into them."""
 
     def __init__(self, reader: CheckpointReader, lora: LoraConfig, config: Mapping[str, Any] | None) -> None:
         self.reader, self.scale = reader, lora.alpha / lora.rank

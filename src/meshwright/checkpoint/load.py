@@ -4,8 +4,8 @@ Guarantees:
 - Names, shapes and types are checked before any tensor is written.
 - The digest of every shard that is read is checked.
 
-After an error from a corrupt shard, the tensors contain a part of the checkpoint. Load another checkpoint before
-training continues.
+After an error from a corrupt shard, some tensors are already overwritten. Load another checkpoint before training
+continues.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from meshwright.spec.plan import Plan
 class LoadResult(NamedTuple):
     """The contents of a checkpoint other than its tensors.
 
-    `local` has tensors that belong to this rank alone, such as random states. It is None when the world size or the
-    plan changed. Random states then start from the seed.
+    `local` has tensors that belong to this rank alone, such as random states. It is None if the world size or the plan
+    has changed; then random states start from the seed.
     """
 
     step: int
@@ -54,7 +54,7 @@ class CheckpointSource(Protocol):
         """The manifest of the checkpoint."""
 
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the elements of `part` of tensor `name`, written to `out` where given."""
+        """Returns the elements of `part` of tensor `name`, written to `out` if it is given."""
 
 
 def load_checkpoint(

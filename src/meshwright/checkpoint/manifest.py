@@ -192,7 +192,7 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
 
 
 def first_contradiction(tensors: dict[str, TensorEntry]) -> str | None:
-    """Returns the first reason why these entries are not complete tensors, None where they are complete."""
+    """Returns the first reason why these entries are not complete tensors, or None if they are complete."""
     for name, entry in tensors.items():
         problem = _shape_problem(entry) or _coverage_problem(entry)
         if problem:
@@ -272,7 +272,7 @@ def _shape_problem(entry: TensorEntry) -> str | None:
 
 
 def _coverage_problem(entry: TensorEntry) -> str | None:
-    """Returns a description of elements that no shard covers, None where all are covered.
+    """Returns a description of elements that no shard covers, or None if all are covered.
 
     The shards must cover the local tensor of every tensor rank, and the local tensors together must cover the full
     tensor.
@@ -310,7 +310,7 @@ def _coverage_problem(entry: TensorEntry) -> str | None:
 
 
 def first_gap(spans: Iterable[tuple[int, int]], end: int) -> int | None:
-    """Returns the first index from 0 to end - 1 that no span covers, None where all are covered.
+    """Returns the first index from 0 to end - 1 that no span covers, or None if all are covered.
 
     >>> first_gap([(4, 8), (0, 3)], 8), first_gap([(0, 3), (2, 8)], 8)
     (3, None)

@@ -1,15 +1,15 @@
-"""In-memory checkpoints: snapshots of the last steps in host memory that survives the ranks.
+"""In-memory checkpoints: snapshots of the last steps in host memory that outlives the ranks.
 
 Each rank has one file of anonymous memory. The supervisor of the rank keeps the file open, so the memory survives the
-death of the rank. A rank copies its part of an on-disk checkpoint (over all ranks, every element once) into the oldest
-slot of the file (core/snapshots.py). It writes the step number last, so a slot without a step number is incomplete. The
-digest of a slot is computed while its bytes are in the CPU cache, and checked before anything is read. The snapshots of
-all ranks at one step form a checkpoint that any layout can load.
+death of the rank. A rank copies the shards that it would write to an on-disk checkpoint into the oldest slot of the
+file (core/snapshots.py). So all ranks together copy every element once. A rank writes the step number last, so a slot
+without a step number is incomplete. The digest of a slot is computed while the copied bytes are in the CPU cache, and
+checked before the slot is read. The snapshots of all ranks at one step form a checkpoint that any layout can load.
 
 [Note: two slots] A rank overwrites its snapshot of step n with step n + 2 only after the reduction of step n + 2. Every
-rank enters that reduction only when its own snapshot of step n + 1 is complete. So there is always a step that all
-ranks have, whenever and whichever of them die. Source of the idea: Wang et al., GEMINI: Fast Failure Recovery in
-Distributed Training with In-Memory Checkpoints, SOSP 2023.
+rank enters that reduction only when its own snapshot of step n + 1 is complete. So there is always a step of which all
+ranks have a snapshot, whenever and whichever ranks die. Source of the idea: Wang et al., GEMINI: Fast Failure Recovery
+in Distributed Training with In-Memory Checkpoints, SOSP 2023.
 
 A `RemoteSnapshot` reads the snapshot of a rank of another node over the network. It transfers only the bytes that a
 layout needs. The location of a snapshot has one of three forms: a path on this machine; `at:HOST:PORT/KEY/RANK` at the
@@ -56,12 +56,11 @@ from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.plan import Plan
 
 COPY_CHUNK_BYTES = 1 << 20
-"""Number of bytes that are copied and digested at a time, small enough for a CPU cache."""
+"""The number of bytes that are copied and digested at a time. They fit in a CPU cache."""
 
 MAX_GAP_BYTES = 1 << 12
-"""Largest gap in bytes between two shards of a buffer that is also copied, so that the shards are one contiguous
-copy.
-"""
+"""If the gap between two shards of a buffer has at most this many bytes, the gap is copied too, so that one contiguous
+copy suffices."""
 
 
 ByteChunks = Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]]
@@ -74,7 +73,7 @@ def single_chunk(source: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
 
 
 class BufferRun(NamedTuple):
-    """Contiguous bytes of one buffer, and their offset in a slot."""
+    """Contiguous bytes of one buffer, with their offset in a slot."""
 
     source: torch.Tensor
     to: int
@@ -94,9 +93,8 @@ class SnapshotLayout(NamedTuple):
 def plan_snapshot_layout(
     pieces: Iterable[tuple[ShardMetadata, torch.Tensor]], local: Mapping[str, torch.Tensor], plan: Plan, rank: int
 ) -> SnapshotLayout:
-    """Returns the layout of a slot for `pieces`, followed by tensors like `local`. Every snapshot passes new `local`
-    tensors.
-    """
+    """Returns the layout of a slot: `pieces`, followed by tensors with the sizes of `local`. Each snapshot is given new
+    `local` tensors."""
     shards = [
         (normalize_shard(piece), tensor.detach())
         for piece, tensor in pieces
@@ -105,7 +103,7 @@ def plan_snapshot_layout(
     storages: dict[int, int] = {}
     for _, tensor in shards:
         storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
-    # The same order after every restart.
+    # keeps the order equal after every restart
     shards.sort(key=lambda item: (storages[item[1].untyped_storage().data_ptr()], item[1].data_ptr()))
     runs: list[BufferRun] = []
     listed: list[list[Any]] = []
@@ -160,7 +158,7 @@ class MemorySnapshot:
 
     # --- writing
     def allocation_bytes(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> int:
-        """Returns the bytes that `allocate` requests from the system, 0 where the file already has this layout."""
+        """Returns the bytes that `allocate` requests from the system, or 0 if the file already has this layout."""
         return 0 if layout.text == self._index else slots * layout.size
 
     def allocate(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> None:
@@ -237,7 +235,7 @@ class MemorySnapshot:
 
     @property
     def index(self) -> dict[str, Any]:
-        """Returns name, digest and world size of the plan, and each shard with its offset."""
+        """Returns the index of the slots: name, digest and world size of the plan, and each shard with its offset."""
         found: dict[str, Any] = json.loads(self._index)
         return found
 
@@ -301,7 +299,7 @@ def open_snapshot(place: str) -> MemorySnapshot:
     """Opens the snapshots at the location `place`.
 
     Raises:
-        OSError: no node serves snapshots at that location.
+        OSError: there are no snapshots at this location.
     """
     if place.startswith(REMOTE_PREFIX):
         return RemoteSnapshot(place.removeprefix(REMOTE_PREFIX))

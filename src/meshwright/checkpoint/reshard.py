@@ -1,11 +1,11 @@
-"""Resharding: computes which elements of saved shards make a wanted shard. It needs only `ShardMetadata`, no files.
+"""Resharding: computes which elements of saved shards make a wanted shard, from `ShardMetadata` alone.
 
 [Note: flat ranges] A tensor rank may have only a part of a tensor: some intervals of one dimension. A shard is a range
-of the flattened part. If the saved and the wanted shard are ranges of the same flat index, a copy is the overlap of two
-ranges. This is true in two cases. In the first, both split the tensor into the same intervals, and the flat index is
-that of the part. In the second, each is whole or split along dimension 0, and the flat index is that of the full
-tensor, since rows are contiguous in it. In all other cases the full tensor is assembled, one tensor at a time. Parts
-are rebuilt from their ranges and copied into the full tensor, and the wanted part is extracted from it.
+of the flattened part. If the saved and the wanted shard are ranges of one flat index, a copy is the overlap of two
+ranges. There are two such cases. First, saved and wanted shard belong to parts with equal intervals; then the flat
+index is that of the part. Second, each part is the full tensor or is split along dimension 0; then the flat index is
+that of the full tensor, in which rows are contiguous. In all other cases the full tensor is assembled, one tensor at a
+time: parts are rebuilt from their ranges and copied into the full tensor, and the wanted part is extracted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CopyRange(NamedTuple):
 
 
 def normalize_shard(piece: ShardMetadata) -> ShardMetadata:
-    """Returns metadata of the same elements in canonical form. Adjacent intervals are merged. A part that is the full
+    """Returns metadata of these elements in canonical form. Adjacent intervals are merged. A part that is the full
     tensor has no split.
 
     >>> normalize_shard(ShardMetadata("w", (8, 4), "float32", 0, ((0, 3), (3, 8)), 0, 16)).split is None
@@ -50,7 +50,7 @@ def normalize_shard(piece: ShardMetadata) -> ShardMetadata:
 
 
 def plan_copies(wanted: ShardMetadata, saved: Sequence[ShardMetadata]) -> list[CopyRange] | None:
-    """Returns the copies that fill every element of `wanted` once; None where the full tensor is needed ([Note: flat
+    """Returns the copies that fill every element of `wanted` once; None if the full tensor is needed ([Note: flat
     ranges]).
     """
     wanted = normalize_shard(wanted)
@@ -92,7 +92,7 @@ def contiguous_runs(piece: ShardMetadata) -> list[tuple[int, int, int]]:
 def _covering_copies(
     wanted: list[tuple[int, int, int]], saved: dict[int, list[tuple[int, int, int]]]
 ) -> list[CopyRange] | None:
-    """Returns copies from `saved` ranges for all elements of the `wanted` ranges, None where an element is in no
+    """Returns copies from `saved` ranges for all elements of the `wanted` ranges, or None if an element is in no
     range.
     """
     runs = sorted((start, stop, at, index) for index, spans in saved.items() for start, stop, at in spans)
@@ -136,9 +136,8 @@ class FullTensor:
         self.tensor = torch.empty(shape, dtype=dtype)
 
     def part_buffer(self, piece: ShardMetadata) -> torch.Tensor:
-        """Returns a flat buffer for the part that `piece` is a range of. It is a view of the full tensor where the part
-        is contiguous in it.
-        """
+        """Returns a flat buffer for the part to which `piece` belongs. If the part is contiguous in the full tensor,
+        the buffer is a view of the full tensor."""
         if piece.split is None:
             return self.tensor.view(-1)
         return torch.empty(math.prod(piece.local_shape), dtype=self.tensor.dtype)

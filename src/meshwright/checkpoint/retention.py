@@ -1,9 +1,9 @@
 """A folder of checkpoints: lists them, finds the newest valid one, and removes old ones.
 
-[Note: newest] A folder `step-N` is complete by construction, since it gets its name last. The newest checkpoint is the
-one that was saved last. It has the largest `serial` in its manifest, and not necessarily the highest step: after a
-rollback a run saves lower steps later. The file `latest` names the newest checkpoint for users and other tools. No code
-here relies on it. A folder `step-N.replaced.ID` is an earlier save of step N, which remains if a new save of step N is
+[Note: newest] A folder `step-N` is complete, since a save gives it this name last. The newest checkpoint is the last
+saved checkpoint. Its manifest has the largest `serial`, but not necessarily the highest step: after a rollback, a run
+saves lower steps later. The file `latest` names the newest checkpoint for users and other tools; Meshwright does not
+read it. A folder `step-N.replaced.ID` is an earlier save of step N, which remains if a new save of step N is
 interrupted.
 """
 
@@ -39,7 +39,7 @@ def list_checkpoints(folder: Path | str) -> list[Path]:
 
 
 def _checkpoint_serials(folder: Path) -> dict[Path, int | None]:
-    """Returns the checkpoints of `folder`, each with its serial, None where it cannot be read."""
+    """Returns the checkpoints of `folder`, each with its serial, or None if it cannot be read."""
     try:
         found = [
             folder / name
@@ -58,9 +58,8 @@ def _checkpoint_serials(folder: Path) -> dict[Path, int | None]:
 
 
 def _may_be_checkpoint(path: Path) -> bool:
-    """Returns whether `path` is a folder. If its type cannot be determined it counts as a folder, since reading it
-    gives the reason.
-    """
+    """Returns whether `path` is a folder. If the type cannot be determined, the result is True, since reading the
+    folder then reports the reason."""
     try:
         return storage.is_folder(path)
     except OSError:
@@ -79,13 +78,14 @@ def _read_serial(path: Path) -> int | None:
 
 
 def next_serial(folder: Path) -> int:
-    """Returns a serial above that of every checkpoint in `folder`. Each unreadable serial raises the result by one."""
+    """Returns a serial above that of every checkpoint in `folder`. Each unreadable serial counts as one above the
+    highest readable serial."""
     serials = list(_checkpoint_serials(folder).values())
     return 1 + max((serial or 0 for serial in serials), default=0) + serials.count(None)
 
 
 def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[str], None] | None = None) -> Path | None:
-    """Returns the newest valid checkpoint, None when `folder` has no checkpoint at all.
+    """Returns the newest valid checkpoint, or None if `folder` has no checkpoint at all.
 
     With `verify` False only the manifest is checked, not the data. Each corrupt checkpoint that is skipped is reported
     to `say` (default: a logged warning).
@@ -102,7 +102,7 @@ def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[st
         if problem is None:
             valid.append(path)
             if serial is not None:
-                break  # without a serial its age is unknown: the next checkpoint may be newer
+                break  # without a serial, the age of this checkpoint is unknown: the next checkpoint may be newer
         else:
             first = first or problem
             say(Message("checkpoint {path} is passed over: {problem}", path=path.name, problem=problem))
@@ -130,7 +130,7 @@ def _warning_function(say: Callable[[str], None] | None) -> Callable[[str], None
 
 
 def newest_checkpoint_until(folder: Path | str, step: int) -> Path | None:
-    """Returns the newest valid checkpoint of a step up to `step`, None where there is none."""
+    """Returns the newest valid checkpoint of a step up to `step`, or None."""
     return next(
         (
             path
@@ -156,11 +156,11 @@ def _first_problem(path: Path, verify: bool) -> str | None:
 def prune_checkpoints(
     folder: Path | str, keep: int, verified: Path | None = None, say: Callable[[str], None] | None = None
 ) -> list[Path]:
-    """Removes all but the `keep` newest checkpoints and returns the removed ones.
+    """Removes all but the `keep` newest checkpoints and returns the removed checkpoints.
 
-    The newest valid checkpoint always remains. A checkpoint with a corrupt manifest remains too, as evidence of the
+    The newest valid checkpoint always remains. Checkpoints with a corrupt manifest also remain, as evidence of the
     fault. A checkpoint that cannot be removed is reported to `say` (default: a logged warning). This is not an error,
-    since the new checkpoint is saved. Nothing is removed until a remaining checkpoint is known to be valid. That is
+    since the new checkpoint is saved. Nothing is removed before a remaining checkpoint is known to be valid: either
     `verified`, which was just saved and read back, or a checkpoint that is verified here.
     """
     if keep < 1:

@@ -1,9 +1,9 @@
 """Writes one file of tensors in the safetensors format: eight bytes of header length, a JSON header, then the data.
 
-This module does not use the library's writer for three reasons. Here tensors leave their device one at a time. A full
-disk raises an OSError with its errno, whereas a memory-mapped file would raise SIGBUS. The offset of every tensor is
-known. Any safetensors library can read the result. Source: the description of the format, huggingface/safetensors
-README.
+This module replaces the library's writer for three reasons. It copies tensors from their device one at a time. On a
+full disk it raises an OSError with an errno, while a memory-mapped file would raise SIGBUS. It knows the offset of
+every tensor. Any safetensors library can read the result. Source: the description of the format,
+huggingface/safetensors README.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
 }  # fmt: skip
 MAX_METADATA_BYTES = 4096
-"""Size in bytes of the beginning of a file that contains its metadata."""
+"""The number of bytes at the beginning of a file that contain its metadata."""
 
 _METADATA_PATTERN = re.compile(rb'\{"__metadata__":(\{[^{}]*\})')
 
@@ -86,7 +86,8 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def write_shard(path: Path, items: Iterable[PendingTensor], metadata: dict[str, str]) -> WrittenFile:
-    """Writes `items` to a new file and syncs it. Wider types come first, so that every tensor is aligned."""
+    """Writes `items` to a new file and syncs it. Tensors with wider dtypes come first, so that every tensor is
+    aligned."""
     ordered = sorted(items, key=lambda item: (-DTYPE_BY_NAME[item.dtype].itemsize, item.key))
     header: dict[str, object] = {"__metadata__": metadata}
     offsets = {}

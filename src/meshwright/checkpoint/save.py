@@ -69,7 +69,7 @@ class SaveFailed(MeshwrightError):
 
 
 class RankExchange(NamedTuple):
-    """This rank among `world` ranks. `all_gather` returns the texts of all ranks in order of rank."""
+    """This rank among `world` ranks. `all_gather` returns one text of each rank, in order of rank."""
 
     rank: int
     world: int
@@ -94,7 +94,7 @@ def save_checkpoint(
 
     Collective: every rank must call it. `state` is the JSON state of the trainer; that of rank 0 is saved. `local` are
     tensors that only this rank has (random states). Only the same rank of the same plan loads them. `world` is the
-    number of ranks that the pieces belong to, for a single process that writes the pieces of all ranks.
+    number of ranks to which the pieces belong, if one process writes the pieces of all ranks.
 
     Raises:
         SaveFailed: any rank failed; raised on every rank.
@@ -186,7 +186,7 @@ class _SaveOperation:
         needs = show_bytes(self.needs)
         try:
             free = show_bytes(storage.free_bytes(self.folder) + _folder_bytes(self.temporary))
-        except OSError:  # the message then omits the free space
+        except OSError:  # then the message omits the free space
             return Message(
                 "no space left: the checkpoint needs {needs}, make room or keep fewer checkpoints", needs=needs
             )
@@ -219,9 +219,8 @@ class _SaveOperation:
         self.write_note("offer", self.ranks.rank, [piece for piece, _ in self.shards])
 
     def assign(self) -> None:
-        """On rank 0, assigns each distinct shard to one of the ranks that have it, the one with the fewest bytes so
-        far.
-        """
+        """On rank 0, assigns each distinct shard to one of the ranks that have it: the rank with the fewest assigned
+        bytes."""
         if self.ranks.rank:
             return
         holders: dict[ShardMetadata, list[int]] = defaultdict(list)
@@ -321,9 +320,9 @@ class _SaveOperation:
         self.publish(temporary)
 
     def publish(self, temporary: Path) -> None:
-        """Renames the temporary folder: from then on the checkpoint exists.
+        """Renames the temporary folder, with which the checkpoint begins to exist.
 
-        An earlier checkpoint of the same step is renamed first and removed after the new one has its name.
+        An earlier checkpoint of this step is renamed before, and removed after the new checkpoint has its name.
         """
         latest = self.folder / f".{LATEST_LINK}.{self.id}.tmp"
         storage.write_file(latest, [f"{self.final.name}\n".encode()])
@@ -338,12 +337,12 @@ class _SaveOperation:
                 storage.remove_if_possible(path)
 
     def abandon(self) -> None:
-        """Removes the temporary files after a failure. The next save removes those that cannot be removed now."""
+        """Removes the temporary files after a failure. The next save removes files that cannot be removed now."""
         if self.ranks.rank == 0 and self.temporary is not None:
             for path in (self.temporary, self.folder / f".{LATEST_LINK}.{self.id}.tmp"):
                 storage.remove_if_possible(path)
 
-    # Notes: JSON files for communication between ranks.
+    # Notes: small JSON files with which ranks communicate.
 
     def temporary_folder(self) -> Path:
         """Returns the temporary folder."""

@@ -23,7 +23,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 MAX_INLINE_FILE_BYTES = 2**20
-"""File size in bytes up to which a file system may store data without blocks, so that the block count means nothing."""
+"""A file system may store files of up to this many bytes without blocks, so their block count is ignored."""
 
 
 class CheckpointReader:
@@ -96,7 +96,7 @@ class CheckpointReader:
         return None
 
     def _foreign_file_problem(self, file: str, said: dict[str, str]) -> str | None:
-        """Returns from which other rank, step or save this intact file is; None where it is from none."""
+        """Returns a text that names the other rank, step or save to which this intact file belongs, or None."""
         if not {"step", "id", "rank", "world"} <= set(said):
             return None
         if said["step"] != str(self.manifest.step):
@@ -181,7 +181,7 @@ class CheckpointReader:
             )
 
     def verify(self) -> Iterator[str]:
-        """Yields every problem as a sentence. Has at most one chunk of data in memory."""
+        """Yields every problem as a sentence. Only one chunk of data is in memory at a time."""
         broken = set()
         for file in self.manifest.files:
             try:

@@ -51,7 +51,7 @@ class Remedy(NamedTuple):
 
 
 def doctor(*, json: AsJson = False, lang: Language = None) -> int:
-    """Check this machine: versions, devices, backends, speed, settings of NCCL and gloo; a verdict and what to mend.
+    """Check this machine: versions, devices, backends, speed, settings of NCCL and gloo; a verdict and remedies.
 
     Try: meshwright doctor --json
     """
@@ -142,7 +142,7 @@ def measure_all_reduce(backends: list[str]) -> dict[str, float]:
 
 
 def all_reduce_rank(folder: str, rank: int) -> dict[str, float]:
-    """Runs one of the two ranks."""
+    """Runs one of the two ranks of `measure_all_reduce`. Returns its results."""
     import torch
     from torch import distributed
 

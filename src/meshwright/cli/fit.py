@@ -17,9 +17,8 @@ def fit(
     json: AsJson = False,
     lang: Language = None,
 ) -> int:
-    """What fits. Without a model: the largest one for each number of devices, under DDP, each ZeRO stage, and all
-    plans. With a model: the
-    fewest devices that hold it.
+    """Without a model, the largest model that fits on each number of devices, under DDP, each ZeRO stage, and all
+    plans. With a model, the fewest devices on which it fits.
 
     Try: meshwright fit --cluster 8x8:a100-80gb --seq 2048
     """

@@ -128,7 +128,7 @@ def launch(
     queue: SlurmOptions = SlurmOptions(),
     lang: Language = None,
 ) -> int:
-    """Write what starts a job: one process on each node, which starts its ranks itself, heals them, and joins again.
+    """Write the files that start a job: one process on each node, which starts, restarts and rejoins its ranks.
 
     Try: meshwright launch --model llama-7b --cluster 4x8:h100 --on slurm --min-nodes 2 --save launch/
     """

@@ -58,7 +58,7 @@ def read_job_file(path: Path | None, shared: JobOptions) -> JobFile:
 
 
 def build_model_source(file: JobFile) -> ModelSource:
-    """Returns how the ranks build a model of which the planner only counts parameters."""
+    """Returns the model source of a job: how ranks build the model."""
     from meshwright.planner.inputs.job import resolve_sizes
     from meshwright.planner.inputs.models import is_user_code
     from meshwright.spec.run import ModelSource
@@ -131,8 +131,8 @@ def choose_plan(
 
 
 def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan | None:
-    """Returns the plan that the user gave. If this plan has no bucket size, it gets that of the plan of the run folder
-    if both plans are otherwise equal. If not, it gets the bucket size of the search."""
+    """Returns the plan that the user gave. If this plan has no bucket size, it gets the bucket size of the run folder's
+    plan if both plans are otherwise equal, else the bucket size of the search."""
     from meshwright.planner.cost.overlap import with_chosen_bucket
 
     plan = file.given_plan()
@@ -153,8 +153,8 @@ def _memory_warnings(estimate: Estimate) -> list[Message]:
 
 
 def _warn_slow_group(question: Job, step: float) -> list[Message]:
-    """Returns a warning if a plan without a slow group of ranks would be faster. Ranks that have been started are
-    always used."""
+    """Returns a warning if a plan without a slow group of ranks would be faster. If ranks are already started, all of
+    them are used and there is no warning."""
     from meshwright.planner.search.heterogeneous import heterogeneous_plans
 
     score, plan = next(iter(heterogeneous_plans(question, 1)), (step, None))
@@ -303,8 +303,8 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
     empty string.
 
     The warning names the offload fractions that would fit. For activations it names the number of blocks of each stage,
-    of the model's `blocks`. The plan is not rejected: ranks below the peak need less, and the first step reports
-    missing disk space.
+    of the model's `blocks`. The plan is not rejected: some ranks need less space, and the first step reports a full
+    disk.
     """
     from meshwright.core.units import show_bytes
     from meshwright.spec.enums import ACTIVATION_OFFLOADS, DISK_OFFLOADS
@@ -327,7 +327,7 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
 
 
 def cluster_mismatches(question: Job) -> list[str]:
-    """Returns the differences between the cluster of a job and this machine, which is to start all of its ranks.
+    """Returns the differences between the cluster of a job and this machine, which will start all ranks of the job.
     They are reported before the ranks start."""
     from meshwright.planner.inputs.local_machine import cuda_device_names
 

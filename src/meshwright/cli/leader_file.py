@@ -23,7 +23,7 @@ STATUS_SECONDS = 5.0
 """Seconds between lines about a leader that cannot be found."""
 STORAGE_RETRY_SECONDS = 60.0
 """Seconds for which a node reads RUN/leader repeatedly if the file system of the run folder fails. A node that waits
-for a leader does so for `JOIN_SECONDS`."""
+for a leader reads the file for `JOIN_SECONDS`."""
 
 AnswerT = TypeVar("AnswerT")
 

@@ -31,7 +31,7 @@ CLOSED_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
-    ours = tokens.index("--") if "--" in tokens else len(tokens)  # what follows it belongs to another command
+    ours = tokens.index("--") if "--" in tokens else len(tokens)  # the words after `--` belong to another command
     debug = "--debug" in tokens[:ours]
     try:
         with stop_signal_handler(raise_keyboard_interrupt):
@@ -73,7 +73,8 @@ def _localized_error(line: str, tokens: list[str]) -> str:
 def run_command(tokens: list[str]) -> int:
     """Runs one command and turns a usage error of cyclopts into an InputError.
 
-    Short commands run without the garbage collector: it costs an eighth of their time and finds nothing.
+    Short commands run without the garbage collector: garbage collection would take an eighth of their time and finds no
+    garbage.
     """
     app, tokens = build_application(tokens), [*join_negative_values(tokens)]
     try:

@@ -5,19 +5,19 @@ It is also a node if the number of started processes is the number of nodes, and
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or Slurm's variables) give the number of the node and the address of the
 first node.
 
-The leader owns the lease of the run folder (train/run_lock.py). The kernel or the file server frees the lease when its
-owner dies, so that there are never two leaders. The leader writes its number and address to RUN/leader. The file is
+The leader has the lock of the run folder (train/run_lock.py). The kernel or the file server releases the lock when its
+process dies, so that there are never two leaders. The leader writes its number and address to RUN/leader. The file is
 removed when the run ends, with or without an error; it remains if its writer is killed.
 
-The ranks of a node end when the node loses its leader. The node then does the first of the following that applies.
+The ranks of a node end when the node loses its leader. Then the first case that applies decides:
 
 1. It ends if RUN/leader does not exist, or if the run must not recover (`run.retries` 0).
-2. It leads if the lease is free and its turn has come: `TURN_SECONDS` for each other node with a lower number.
+2. It leads if the lock is free, after `TURN_SECONDS` for each other node with a lower number.
 3. It joins the current leader, which may be the former one or a new one, until `JOIN_SECONDS` are over.
 
 A restarted first node joins another leader if there is one. If it leads again, nodes that have lost their leader join
-it, and it waits for the others as long as for a lost node. A new leader starts from the newest checkpoint on disk, with
-a new store and new generations. The in-memory checkpoints of the lost node's ranks are lost.
+it. It waits for the other nodes as long as for a lost node. A new leader starts from the newest checkpoint on disk,
+with a new store and new generations. The in-memory checkpoints of the lost node's ranks are lost.
 
 The module also serves ranks that another launcher started for short joint work: a probe, trials.
 """
@@ -64,7 +64,7 @@ TURN_SECONDS = 1.0
 @contextmanager
 def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], None]) -> Iterator[None]:
     """Announces this node in RUN/leader while the block runs, and records the previous leader in the event log. The
-    caller owns the lease."""
+    caller must have the lock of the run folder."""
     from meshwright.elastic.event_log import EventLog
 
     if place is None:
@@ -98,18 +98,19 @@ def has_other_leader(place: NodeRole, folder: Path) -> bool:
 
 
 def has_lost_election(place: NodeRole, folder: Path) -> bool:
-    """Returns whether another node owns the lease, after this node could not acquire it. Reads the lease itself,
-    because its owner may write RUN/leader much later."""
+    """Returns whether another node has the lock of the run folder, after this node could not acquire it. The function
+    reads the lock itself, because the new leader may write RUN/leader much later."""
     from meshwright.train.run_lock import is_locked, locking_node
 
-    end = time.monotonic() + TURN_SECONDS  # the owner writes its number shortly after it takes the lease
+    end = time.monotonic() + TURN_SECONDS  # the new leader writes its number shortly after it takes the lock
     while (holder := locking_node(folder)) is None and is_locked(folder) and time.monotonic() < end:
         time.sleep(0.02)
     return not is_locked(folder) if holder is None else holder != place.number
 
 
 def is_next_leader(place: NodeRole, lost: LeaderAddress, folder: Path, waited: float) -> bool:
-    """Returns whether this node is to lead after `lost`, which has been missing for `waited` seconds."""
+    """Returns whether this node must lead now. `lost` is the previous leader, which has been missing for `waited`
+    seconds."""
     from meshwright.train.run_lock import is_locked
 
     before = place.number - (lost.number < place.number)
@@ -150,7 +151,8 @@ class NodeRole(NamedTuple):
 
 
 def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: Mapping[str, str]) -> NodeRole | None:
-    """Returns the role of this process, or None if it is a rank. `job` is read only if it matters."""
+    """Returns the role of this process, or None if it is a rank. `job` is called only if the result depends on the job
+    file."""
     from meshwright.core.errors import InputError
     from meshwright.planner.inputs.job import resolve_cluster
 
@@ -298,8 +300,8 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
 def serve_leader(
     place: NodeRole, file: JobFile, note: Callable[[str], None], lost: LeaderAddress | None = None
 ) -> int | NodeRole:
-    """Runs the ranks of this node on the orders of the leader. Returns the exit code when the run is over, or the role
-    with which this node is to lead.
+    """Runs the ranks of this node on the orders of the leader. Returns the exit code when the run is over, or a role
+    with which this node must lead.
 
     `lost` is the last known leader, if there was one.
     """
@@ -359,8 +361,8 @@ def _join_leader(
     given: str,
     note: Callable[[str], None] = lambda line: None,
 ) -> tuple[socket.socket, dict[str, object], str, tuple[str, int]] | None:
-    """Connects to the leader. Returns the connection, the leader's greeting, the token and the address; None if this
-    node is to lead because `lost` is dead.
+    """Connects to the leader. Returns the connection, the leader's greeting, the token and the address. Returns None if
+    this node must lead because `lost` is dead.
 
     `given` is the token from whoever started this process; without one the leader writes a token.
 
@@ -417,7 +419,7 @@ def _join_leader(
 def _leader_addresses(
     place: NodeRole, lost: LeaderAddress | None, folder: Path, waited: float
 ) -> list[tuple[str, int]] | None:
-    """Returns the addresses at which a leader may listen; None if this node is to lead because `lost` is dead.
+    """Returns the addresses at which a leader may listen, or None if this node must lead because `lost` is dead.
 
     Raises: Interrupted if the run has ended, StorageFailed if the file system does not answer.
     """
@@ -454,13 +456,13 @@ def _refused_token(place: NodeRole, error: Exception) -> Exception:
 
 
 SETTLE_SECONDS = 5.0
-"""Seconds for a launcher's request to reach all ranks one after another, even if the launcher has to wait for a CPU
-core."""
+"""Seconds within which a launcher's stop request reaches all ranks, even if the launcher has to wait for a CPU core."""
 
 
 @contextmanager
 def stop_together(rank: int, early: str) -> Iterator[None]:
-    """Ends the joint work of all ranks on a stop request. Rank 0 reports it once; `early` says when the request came.
+    """Ends the joint work of all ranks on a stop request. Rank 0 reports the request once; `early` is a text for the
+    time of the request.
 
     Ranks receive the request one after another, so that some ranks lose a peer before they receive it.
     """

@@ -45,9 +45,9 @@ def probe(
     json: AsJson = False,
     lang: Language = None,
 ) -> int:
-    """Measure devices, memory, storage and every link, through the exchange that training uses; say what is odd.
+    """Measure devices, memory, storage and every link, with the communication of training; report anomalies.
 
-    What it finds on this machine alone is kept: `--cluster local` means that from then on.
+    The result for this machine alone is stored; from then on `--cluster local` uses it.
 
     Try: meshwright probe --save cluster.json
     """

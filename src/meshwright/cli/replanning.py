@@ -1,7 +1,8 @@
 """Chooses other plans for a running job: for another number of ranks, or for less memory. The chosen plan is written to
 the run folder.
 
-Guarantees: data, batch and model stay those of the launch. With all ranks the plan is the one with which the run began.
+Guarantees: data, batch and model are those of the launch. If all ranks are available, the plan is that with which the
+run began.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def report(
     json: AsJson = False,
     lang: Language = None,
 ) -> int:
-    """What a run planned and what it measured, in the same words; several runs side by side, with the difference of
+    """Predicted and measured values of a run side by side; or several runs side by side, with the difference of
     their losses.
 
     Try: meshwright report runs/one runs/two

@@ -107,8 +107,8 @@ def simulate(
     json: AsJson = False,
     lang: Language = None,
 ) -> int:
-    """Play one step of a plan action by action, with slow ranks and weak links; or, with --days, months of a cluster
-    whose devices fail.
+    """Simulate one step of a plan action by action, with slow ranks and slow links; or, with --days, months of a
+    cluster whose devices fail.
 
     Try: meshwright simulate --model gpt3-175b --cluster 128x8:a100-80gb --batch 1536 --seq 2048 --plan dp16.tp8.pp8.z1
     --slow 3:1.5

@@ -1,9 +1,9 @@
-"""Describes models without a closed formula: live code and Hugging Face folders of other families. Each model is traced
-once on the meta device.
+"""Describes models without closed formulas: user code, and Hugging Face folders of families that the formulas do not
+support. Each model is traced once on the meta device.
 
 Guarantees: torch is imported only for such a model. The description of a folder is cached for the user. The key is a
-digest of its configuration, the sequence, the precision, and the code and libraries that read it. Live code is traced
-each time, because changes of it cannot be detected.
+digest of its configuration, the sequence, the precision, and the code and libraries that read it. User code is traced
+each time, because changes of the code cannot be detected.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def train(
 ) -> int:
     """Plan a job, start its ranks on this machine, train; leave records, checkpoints and a report in a run folder.
 
-    The same command again goes on where the run stopped. Under torchrun, Slurm or Kubernetes each process is one node,
+    The same command resumes a stopped run. Under torchrun, Slurm or Kubernetes each process is one node,
     or one rank.
 
     Try: meshwright train --model gpt2-tiny --steps 100 --cluster local:4 --pin tp=2
@@ -277,8 +277,8 @@ def _prepared_run(
     world: int | None,
     number: int | None = None,
 ) -> Iterator[tuple[LaunchSpec, Path, PlanChoice]]:
-    """Yields a planned run whose folder is locked for this process while the block runs. `number` is the number of
-    this node if there are several."""
+    """Yields a planned run. Its folder is locked for this process while the block runs. `number` is the number of this
+    node if there are several."""
     from shutil import disk_usage
 
     from meshwright.cli.launch_plan import (
@@ -391,8 +391,8 @@ def _with_memory_hint(line: str, folder: Path, launch: LaunchSpec) -> str:
 
 
 def _event_listener(folder: Path, world: int, screen: RunConsole) -> Callable[[IpcMessage], None]:
-    """Returns the listener for messages of rank 0 without a supervisor. Faults and decisions are still recorded in
-    the event log."""
+    """Returns the listener for messages of rank 0 in a run without a supervisor. Faults and decisions are still
+    recorded in the event log."""
     from meshwright.elastic.device_exclusion import DeviceExclusion
     from meshwright.elastic.event_log import EventLog
 

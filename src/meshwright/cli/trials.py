@@ -32,7 +32,7 @@ def run_trials(
     question: Job, launch: LaunchSpec, most: int, note: Callable[[str], None], known: ProcessGroups | None = None
 ) -> list[Trial] | None:
     """Runs up to `most` plans on this cluster. This process starts the ranks, or it is one of the ranks that a launcher
-    started. `known` is the connection of these ranks, if there is one. Returns None on ranks other than 0."""
+    has started. `known` is the connection of these ranks in the second case. Returns None on ranks other than 0."""
     from meshwright.core.errors import InputError
     from meshwright.train.rank_main import join_process_groups, read_external_launch
 

@@ -45,7 +45,7 @@ def verify(
     Compared are the loss of several steps, every first gradient, the weights after them, the numbers of parameters and
     of labels.
 
-    The model keeps its form and loses its size; the plan keeps its kinds of parallelism on at most 8 ranks.
+    The model keeps its structure but gets small sizes; the plan keeps its kinds of parallelism on at most 8 ranks.
 
     Try: meshwright verify --model llama-65b --cluster 8x8:a100-80gb --plan dp2x4.tp2.pp4.z3.rc-full
     """
@@ -107,8 +107,8 @@ COMPRESSION_ERROR_TEXTS = {
 
 
 def _lossy_notes(workload: Workload) -> tuple[str, ...]:
-    """Returns a line for each workload option that the verification leaves out, because the result then differs from
-    one device."""
+    """Returns a line for each workload option that the verification leaves out. With such an option, the result differs
+    from that of one device."""
     found = []
     if workload.compression is not None:
         kind = workload.compression.kind

@@ -1,5 +1,5 @@
-"""Appends lines to files while a process runs: the records and the event log of a training run. A full disk never ends
-the training run; until the disk has room, lines are buffered in memory."""
+"""Appends lines to files while a process runs: the records and the event log of a training run. If the disk is full,
+the training run continues, and lines are buffered in memory until there is space."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AppendOnlyFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = 0
-        """Lines that were dropped because the memory buffer was full."""
+        """The number of lines that were dropped because the memory buffer was full."""
         self._handle = -1
         self._waiting: deque[bytes] = deque()
         self._size = 0

@@ -1,8 +1,7 @@
-"""Starts the threads that help a process: listeners, snapshot replication, keepalives, inboxes.
+"""Starts the background threads of a process: listeners, snapshot replication, keepalives, inboxes.
 
-Guarantees: an exception never ends one of these threads silently. `failed` sends the exception to the supervisor as one
-line in a message of a known kind, and the work begins again. If the system cannot start a thread, OSError is raised, as
-for every other resource.
+Guarantees: an exception never ends one of these threads silently. The callback `failed` reports the exception to the
+supervisor in one line, and the thread repeats its work. If the system cannot start a thread, OSError is raised.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from collections.abc import Callable
 from meshwright.core.messages import Message
 
 RESTART_SECONDS = 1.0
-"""Seconds between a failure of the work and its next start."""
+"""Seconds between a failure of the work and its repetition."""
 
 REPEAT_LINE_SECONDS = 60.0
-"""Seconds between two lines about the same thread."""
+"""The minimum seconds between two lines about one thread."""
 
 
 def start_background_thread(
     name: str, work: Callable[[], None], failed: Callable[[str], None], restarts: bool = True
 ) -> threading.Thread:
     """Runs `work` in a daemon thread until it returns. After an exception `failed` receives one line, at most once in
-    REPEAT_LINE_SECONDS. `work` then begins again, unless `restarts` is False.
+    REPEAT_LINE_SECONDS. Then `work` is repeated, unless `restarts` is False.
 
     Raises: OSError if the system cannot start a thread.
     """

@@ -16,9 +16,8 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 BASE_OPEN_FILES, OPEN_FILES_PER_RANK = 64, 4
-"""Open files that the supervisor and the process that forks ranks need: a base number, and a number for each rank. Per
-rank, the supervisor has two files for in-memory checkpoints, because a rank can have them under two plans. The forking
-process has two pipes."""
+"""The open files that the supervisor and the fork server need: a base number, and a number for each rank. Per rank, the
+supervisor has two files, for in-memory checkpoints under two plans. The fork server has two pipes per rank."""
 
 MAX_OPEN_FILES = 2**16
 """Largest limit of open files that is requested, even if the system allows more."""
@@ -54,8 +53,8 @@ def cgroup_memory_limit(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FIL
 
 
 def cgroup_memory_available(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> float:
-    """Returns the bytes until the first memory limit is reached. The page cache does not count as used, because the
-    kernel reclaims it when memory is short."""
+    """Returns the bytes that can be allocated before a memory limit is reached. The page cache does not count as used,
+    because the kernel reclaims it when memory is short."""
     least = float("inf")
     for folder in cgroup_folders(root, own):
         for limit, used, cached in (

@@ -5,8 +5,8 @@ A `StrictModel` is a frozen pydantic model that validates itself. An unknown fie
 known field.
 
 Guarantees: reading returns data or a model, or raises an `InputError` of one line. The line names the file, the line
-number if it is known, and the path of the value (`$.device.memory: ...`). YAML tags, dates, sets, keys that are lists
-or mappings, and values that contain themselves are rejected or read as text. Every number fits in a float.
+number if it is known, and the path of the value (`$.device.memory: ...`). YAML tags, sets, keys that are lists or
+mappings, and values that contain themselves are rejected; dates are read as text. Every number fits in a float.
 
 Source: YAML 1.1 as PyYAML resolves scalars, without timestamps and merge keys; RFC 8259 for JSON.
 """
@@ -36,7 +36,7 @@ MAX_INTEGER_DIGITS = 300
 """Maximum number of digits of an integer. A float has 308."""
 
 MAX_TEXT_VALUES = 10**6
-"""Maximum number of values of one text. Values that an alias repeats count at each repetition."""
+"""Maximum number of values of one text. Values that a YAML alias repeats count each time."""
 
 _EXPONENT_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 """Numbers such as 1e-4, which YAML 1.1 reads as text."""
@@ -146,8 +146,8 @@ def _check_text(text: str, line: int) -> None:
 
 
 class _YamlReader:
-    """Builds one YAML document from the events of PyYAML's parser. PyYAML's own constructors build dates, sets and
-    objects, and they follow nesting by recursion."""
+    """Builds the data of one YAML document from the events of PyYAML's parser. PyYAML's constructors are not used,
+    because they build dates, sets and objects and are recursive."""
 
     def __init__(self, text: str) -> None:
         import yaml
@@ -262,7 +262,7 @@ class _YamlReader:
             if kind == "float":
                 return _finite_float(self._loader.construct_yaml_float(node), text, line)
         except ValueError:
-            pass  # text that resembles a number but is not one, such as 0x_
+            pass  # text that resembles a number but cannot be converted, such as 0x_
         if kind in ("bool", "null"):
             return None if kind == "null" else self._loader.construct_yaml_bool(node)
         _check_text(text, line)
@@ -270,7 +270,7 @@ class _YamlReader:
 
 
 class StrictModel(BaseModel):
-    """Frozen, strict data: no unknown fields, no silent casts except int to float."""
+    """A frozen, strict data type: it rejects unknown fields and casts nothing except int to float."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False, ser_json_inf_nan="constants")
 
@@ -279,7 +279,7 @@ class StrictModel(BaseModel):
         return self.model_dump_json(indent=indent)
 
     def but(self, **changes: Any) -> Self:
-        """Returns a copy with `changes`, validated like a new object."""
+        """Returns a copy with the changed fields `changes`. The copy is validated like a new object."""
         return validate_data(type(self), {**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
 
 
@@ -289,7 +289,7 @@ OneLine = Annotated[str, AfterValidator(check_one_line)]
 TranslatableText = Annotated[
     str, WrapValidator(lambda value, check: value if isinstance(value, Message) else check(value))
 ]
-"""A string field of a `StrictModel`. If its value is a `Message`, it stays a `Message`. JSON has its English text."""
+"""A string field of a `StrictModel`. A `Message` as its value stays a `Message`; JSON contains the English text."""
 
 StrictModelType = TypeVar("StrictModelType", bound=StrictModel)
 
@@ -422,7 +422,7 @@ def read_text_file(path: Path | str, what: str = "file") -> str:
 def read_run_file(kind: type[StrictModelType], path: Path) -> StrictModelType | None:
     """Reads a JSON file of a run folder as a `kind`; None if there is no such file.
 
-    Raises: InputError for a file of something else, StorageFailed if it cannot be read.
+    Raises: InputError if the file does not contain a `kind`, StorageFailed if it cannot be read.
     """
     text = read_text(path)
     return None if text is None else validate_data(kind, parse_text(text, str(path)), f"{path}: $")

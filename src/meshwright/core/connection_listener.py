@@ -4,10 +4,11 @@ any input.
 Guarantees:
 - At most `MAX_PENDING_CONNECTIONS` connections are pending and at most `MAX_OPEN_CONNECTIONS` are open. Both limits are
   lower if the process may open few files.
-- A connection that is not admitted within `HANDSHAKE_SECONDS` is closed, however it spaces its bytes. Before admission
-  it may send `MAX_UNAUTHENTICATED_BYTES` bytes.
-- If too many connections are pending, the address with the most pending connections loses its oldest one.
-- No connection blocks another one. An error in one connection ends that connection only.
+- A connection that is not admitted within `HANDSHAKE_SECONDS` is closed, even if it still sends bytes. Before admission
+  it may send at most `MAX_UNAUTHENTICATED_BYTES` bytes.
+- If too many connections are pending, the oldest pending connection of the address with the most pending connections is
+  closed.
+- Connections do not block each other. An error in a connection ends only this connection.
 - `accept` continues after any system error, including a lack of file descriptors.
 
 One thread serves all connections of one listener.
@@ -35,7 +36,7 @@ MAX_UNAUTHENTICATED_BYTES = 4096
 """Bytes that a connection may send before it is admitted."""
 
 MAX_PENDING_CONNECTIONS, MAX_OPEN_CONNECTIONS = 64, 2**15
-"""Maximum number of connections of one listener: pending ones, and open ones in total."""
+"""The maximum number of pending connections of one listener, and of all its open connections."""
 
 ACCEPT_RETRY_SECONDS = 0.05
 """Seconds until the next attempt when `accept` fails."""
@@ -83,8 +84,8 @@ class InboundConnection:
         self.listener.flush(self)
 
     def leave(self) -> socket.socket:
-        """Returns the socket in blocking mode. The socket then belongs to the caller, and counts as open until it is
-        closed."""
+        """Returns the socket in blocking mode. From then on the socket belongs to the caller. It counts as open until
+        it is closed."""
         return self.listener.release(self)
 
 
@@ -205,7 +206,7 @@ class ConnectionListener:
             self.drop(guest)
         except ConnectionRejected as error:
             self.drop(guest, str(error))
-        except Exception as error:  # input of one connection must not end the others
+        except Exception as error:  # the input of one connection must not end other connections
             self.drop(guest, Message("a message that cannot be read ({name})", name=type(error).__name__))
 
     def flush(self, guest: InboundConnection) -> None:

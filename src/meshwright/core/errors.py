@@ -1,7 +1,7 @@
 """Defines the exception tree. Each class has one documented exit code of the command line.
 
     MeshwrightError          1  the job failed
-    ├── InputError           2  what a person wrote is wrong (also a ValueError)
+    ├── InputError           2  the user's input is wrong (also a ValueError)
     │   └── PlanRefused      2  under this plan the first step would differ from one device; every rank raises it
     ├── NothingFits          3  no plan fits the devices
     ├── VerificationFailed   4  the run does not compute what one device computes
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from meshwright.core.messages import Message
 
 MAX_SHOWN_CHARACTERS = 120
-"""Number of characters shown of a word that is more than twice as long."""
+"""If a word in a message is more than twice as long as this, only this many characters are shown."""
 _LONG_WORD = re.compile(rf"(\S{{{MAX_SHOWN_CHARACTERS}}})\S{{{MAX_SHOWN_CHARACTERS},}}")
 
 
@@ -34,8 +34,8 @@ class MeshwrightError(Exception):
 
 
 class InputError(MeshwrightError, ValueError):
-    """Reports an error in what a person wrote: a name, a number, a file. The message shows only the beginning of very
-    long words.
+    """Reports an error in the user's input: a name, a number, a file. The message shows only the beginning of very long
+    words.
 
     >>> len(str(InputError(f"steps {'9' * 5000}: too large")))
     141
@@ -146,8 +146,8 @@ def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseEx
 
 
 MAX_SIMILARITY_GAP = 0.05
-"""Maximum difference in similarity to the word, compared with the nearest name, up to which a further name is
-suggested."""
+"""A further name is suggested if its similarity to the word is lower than that of the nearest name by at most this
+value."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

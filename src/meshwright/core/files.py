@@ -1,5 +1,5 @@
 """Replaces files atomically: another process reads either the complete old file or the complete new file. The module is
-for files that a user names, or that other processes read while they change.
+for files that a user names, and for files that other processes read while they are replaced.
 
 The text is written to a temporary file in the same folder, which is then renamed. For a symbolic link the target is
 replaced. A path that is not a regular file (/dev/stdout, a shell's pipe) cannot be replaced by a rename and is written
@@ -24,7 +24,7 @@ MAX_FILE_NAME_BYTES = 255
 
 
 def path_from_text(text: str) -> Path:
-    """Returns the path that `text` names. The text may also be the name of something else, such as a model.
+    """Returns the path that `text` names. The text may also be no path, such as the name of a model.
 
     Raises: InputError if no file can have that name, so that a later existence check cannot fail.
     """

@@ -33,8 +33,8 @@ class HeartbeatField(IntEnum):
     - `step` is the step in progress.
     - `phase` is the current `RankPhase`.
     - `beat` increases with every sign of progress.
-    - `waits` is 1 + the rank that this rank waits for, plus `WAIT_INCREMENT` for each unsuccessful poll. The value of a
-      waiting rank therefore keeps changing.
+    - `waits` is 1 + the rank for which this rank waits, plus `WAIT_INCREMENT` for each unsuccessful poll. So the value
+      of a waiting rank keeps changing.
     - `snapshot_step` is the newest step with a complete in-memory checkpoint.
     - `busy` is 1 while an asynchronous checkpoint is written. The supervisor resets it to 0.
     - `saved` is the duration of the last checkpoint in microseconds.
@@ -80,7 +80,7 @@ class Heartbeat:
         self._began: float | None = None
 
     def at(self, phase: RankPhase, step: int | None = None) -> None:
-        """Records that the rank enters `phase`. If `step` is given, also records that the rank begins this step."""
+        """Records that the rank enters `phase`. If `step` is given, it also records that the rank begins this step."""
         if step is not None:
             self._begin(step)
         self.row[HeartbeatField.phase] = phase

@@ -1,8 +1,8 @@
 """Sends JSON lines over pipes between the processes of one machine. Each line is one object. There is no pickle, and
-nothing received is executed.
+received data is never executed.
 
-Guarantees: a reader never blocks, and never loses a line that arrives in two reads. A writer writes the whole line or
-raises OSError.
+Guarantees: a reader never blocks, and it reassembles a line that arrives in several reads. A writer writes the whole
+line or raises OSError.
 
 >>> import os
 >>> ours, theirs = os.pipe()
@@ -36,14 +36,14 @@ def write_message(handle: int, message: IpcMessage) -> None:
 
 
 def wait_readable(timeout: float, *handles: int) -> bool:
-    """Waits at most `timeout` seconds until one of `handles` is readable or closed. Returns whether one of them is.
-    Opens no file descriptor, and accepts descriptors of any value."""
+    """Waits at most `timeout` seconds until one of `handles` is readable or closed. Returns whether one of them is. It
+    opens no file descriptor, and descriptors may have any value."""
     return _poll(timeout, select.POLLIN, handles)
 
 
 def wait_writable(timeout: float, handle: int) -> bool:
-    """Waits at most `timeout` seconds until `handle` accepts more bytes or is closed. Returns whether this is the
-    case."""
+    """Waits at most `timeout` seconds until `handle` accepts more bytes or is closed. Returns whether `handle` is in
+    this state."""
     return _poll(timeout, select.POLLOUT, (handle,))
 
 

@@ -9,7 +9,7 @@ from meshwright.core.messages import LANGUAGES, Message
 
 
 def choose_language(requested: str | None, environment: Mapping[str, str]) -> str:
-    """Returns the requested language. Without a request it is that of the locale, or else English.
+    """Returns the requested language, or without a request the language of the locale, or else English.
 
     Raises: InputError for a language that does not exist.
 

@@ -1,12 +1,12 @@
 """Defines messages, the texts for people, in English and Simplified Chinese.
 
-A `Message` is an English string with its template and its fields. Code that does not translate treats it like any other
-string. `translate` looks the template up in the gettext catalogue `zh_CN.po` and formats the translation with the same
-fields. A field may be a message itself and is then translated too.
+A `Message` is an English string with its template and its fields. Code that does not translate may treat a message as a
+plain string. `translate` looks the template up in the gettext catalogue `zh_CN.po` and formats the translation with the
+same fields. A field may itself be a message, which is then also translated.
 
 Fields are written `{name}` or `{name:format}`. The format is Python's, or one of the kinds that show a number with its
-unit: bytes, seconds, percent, times, count, `count NAME` (adds a plural s), parameters, rate. A tuple of texts
-is shown as its parts with a separator between them. A list or a tuple of numbers is shown as Python does.
+unit: bytes, seconds, percent, times, count, `count NAME` (adds a plural s), parameters, rate. A tuple of texts is shown
+as its parts with a separator between them. A list or a tuple of numbers is shown as Python does.
 
 `pack_messages` turns the messages of JSON data into objects, so that another process can translate them. Text of torch,
 of the operating system and of other libraries has no template and stays in English.
@@ -45,8 +45,8 @@ letters."""
 class Message(str):
     """English text with the template (`msgid`) and the fields from which it was formatted.
 
-    `context` is the gettext context of a term that has several translations. `str(message)` and an exception that holds
-    a message return the message itself, so that the template is not lost.
+    `context` is the gettext context of a term that has several translations. `str(message)`, and the text of an
+    exception with a message, return the message itself, so that the template is not lost.
     """
 
     msgid: str
@@ -99,7 +99,7 @@ def join_messages(separator: str, parts: Iterable[str]) -> Message:
 
 
 def translate(text: str, language: str = "en") -> str:
-    """Returns `text` in `language` ("en" or "zh"). Text without a translation stays in English."""
+    """Returns `text` in `language` ("en" or "zh"). Text without a translation is returned in English."""
     if language == "en" or not isinstance(text, Message):
         return text
     from meshwright.core.i18n.catalogue import read_catalogue
@@ -110,7 +110,7 @@ def translate(text: str, language: str = "en") -> str:
         return str.__str__(text)
     try:
         translated = _format_message(msgid, text.fields, language)
-    # Fields of another version.
+    # the fields are those of another version
     except (KeyError, IndexError, ValueError, TypeError, AttributeError):
         return str.__str__(text)
     return _CHINESE_SPACE.sub("", translated)
@@ -185,7 +185,7 @@ def _pack_field(value: Any) -> Any:
 def unpack_messages(data: Any) -> Any:
     """Returns JSON `data` with each packed message as a `Message`.
 
-    Guarantees: nothing is formatted here. The English text is the sender's.
+    Guarantees: no text is formatted; the English text is that of the sender.
     """
     if isinstance(data, list):
         return [unpack_messages(value) for value in data]

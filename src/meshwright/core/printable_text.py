@@ -1,7 +1,7 @@
 """Validates names, addresses and paths as one line of text, and escapes other text for a terminal.
 
-Names appear on terminals, in comments of generated scripts and in YAML files. A line break or a control character could
-end a comment or a quoted value there, so such names are rejected on input.
+Names appear on terminals, in comments of generated scripts and in YAML files. There, a line break or a control
+character could end a comment or a quoted value. So names with such characters are rejected on input.
 
 Names in files, messages of ranks and generated text may contain characters that control a terminal. They are escaped
 before display.
@@ -23,7 +23,7 @@ FORBIDDEN_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")
 separators."""
 
 BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Characters that make a terminal display text in another order."""
+"""Characters that change the display order of text on a terminal."""
 
 
 def check_one_line(text: str) -> str:
@@ -58,8 +58,8 @@ def check_one_line(text: str) -> str:
 
 
 def reason_of(error: Exception, longest: int = 200) -> str:
-    """Returns the class of `error` and the first sentence of its message, on one line. A line longer than `longest`
-    characters is cut at a word and ends in dots.
+    """Returns the class of `error` and the first sentence of its message, on one line. A result longer than `longest`
+    characters is cut after a word and ends in dots.
 
     >>> (reason_of(ValueError("a size is wrong: 3. Hint: look")), reason_of(KeyError()),
     ...     reason_of(ValueError("one two three"), 20))

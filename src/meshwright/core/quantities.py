@@ -1,4 +1,4 @@
-"""Parses quantities. Code uses base units (bytes, seconds, FLOP/s); people write text with units.
+"""Parses quantities. In code, quantities are in base units (bytes, seconds, FLOP/s); users write text with units.
 
 A number without a unit is already in base units. A text carries its unit: '80 GiB', '450 GB/s', '3 us', '312 TFLOP/s'.
 Decimal prefixes are powers of 1000, binary prefixes (KiB, MiB, GiB, TiB) are powers of 1024.
@@ -22,8 +22,8 @@ _UNIT_SUFFIXES = {
     "B/s": {"B/s": 1.0, "Bps": 1.0, "bit/s": _BIT, "b/s": _BIT, "bps": _BIT, "bit": _BIT, "b": _BIT},
     "FLOP/s": {"FLOP/s": 1.0, "FLOPS": 1.0, "flop/s": 1.0},
 }
-"""Maps the symbol after the prefix to a factor for base units. Network rates are often given in bits: 200Gb is 25
-GB/s."""
+"""For each kind of quantity: the symbol after the prefix, and its factor to base units. Network rates are often given
+in bits: 200Gb is 25 GB/s."""
 
 _QUANTITY = re.compile(r"\s*([-+0-9.eE]+)\s*([A-Za-zµ/]*)\s*")
 
@@ -92,7 +92,7 @@ def _quantity_validator(kind: str) -> BeforeValidator:
 
 
 MAX_QUANTITY = 1e21
-"""Maximum quantity. It exceeds every real machine, and products of several such quantities still fit in a float."""
+"""Maximum quantity. No real machine exceeds it, and the product of several such quantities still fits in a float."""
 Bytes = Annotated[float, _quantity_validator("B"), Field(ge=0, le=MAX_QUANTITY)]
 BytesPerSecond = Annotated[float, _quantity_validator("B/s"), Field(ge=0, le=MAX_QUANTITY)]
 FlopsPerSecond = Annotated[float, _quantity_validator("FLOP/s"), Field(ge=0, le=MAX_QUANTITY)]

@@ -1,8 +1,8 @@
-"""Serves the store in which the ranks of a generation exchange addresses. Clients must speak the protocol of torch's
-TCPStore; all others are rejected.
+"""Serves the store in which the ranks of a generation exchange addresses. Clients must use the protocol of torch's
+TCPStore; other clients are rejected.
 
-Guarantees: the first key of a client must begin with the prefix of its generation (`store_key_prefix`). Until then the
-server answers only `check`, and the limits `MAX_UNAUTHENTICATED_BYTES` and `JOIN_TIMEOUT_SECONDS` apply
+Guarantees: the first key of a client must begin with the prefix of its generation (`store_key_prefix`). Before that
+key, the server answers only `check`, and the limits `MAX_UNAUTHENTICATED_BYTES` and `JOIN_TIMEOUT_SECONDS` apply
 (core/connection_listener.py). Prefixes are message authentication codes of 128 bits. A known prefix, for example from
 the log of a failed rank, reveals nothing about the prefixes of later generations. Each generation has separate values.
 The first client of a new generation ends the connections of older generations and drops their values.
@@ -30,14 +30,14 @@ from meshwright.core.messages import Message
 
 STORE_MAGIC = 0x3C85F7CE
 MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS_PER_COMMAND = 2**16, 2**26, 2**17
-"""Maximum bytes of a key, bytes of a value, and keys of one command."""
+"""The maximum number of bytes of a key, of bytes of a value, and of keys in one command."""
 
 JOIN_TIMEOUT_SECONDS = 60.0
 """Seconds until a client must name its first key. On a busy machine many ranks join at the same time."""
 
 POLL_TIMEOUT_SECONDS = 60.0
 """Seconds for which a client that only sends `check` stays connected after each request. NCCL's watchdog sends such
-requests, with a key that lacks the generation's prefix."""
+requests, with a key without the generation's prefix."""
 
 
 class StoreCommand(IntEnum):
@@ -65,7 +65,7 @@ class StoreCommand(IntEnum):
 REPLY_READY, REPLY_NOT_READY, REPLY_CANCELLED = b"\0", b"\1", b"\1"
 
 RequestParser = Generator[int, bytes, bytes]
-"""A generator that yields the number of bytes that it needs next, and receives those bytes."""
+"""A generator that yields the number of bytes that it needs next, and then receives these bytes."""
 
 
 def store_key_prefix(secret: str, generation: int) -> str:

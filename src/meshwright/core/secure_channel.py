@@ -1,9 +1,9 @@
 """Exchanges JSON lines between the machines of one job. Both ends first authenticate with the job's token. There is no
-pickle, and nothing received is executed.
+pickle, and received data is never executed.
 
-Guarantees: a listener uses only the address that it was given, within the limits of core/connection_listener.py. Both
-ends prove that they know the token before anything else is read. The proof is an HMAC-SHA256 over a fresh challenge of
-the other end. The token itself is never sent. A reader never blocks. A line has at most `MAX_MESSAGE_BYTES` bytes.
+Guarantees: a listener uses only the given address, within the limits of core/connection_listener.py. Both ends prove
+that they know the token before anything else is read. The proof is an HMAC-SHA256 over a fresh challenge of the other
+end. The token itself is never sent. A reader never blocks. A line has at most `MAX_MESSAGE_BYTES` bytes.
 
 Messages after the handshake are neither encrypted nor signed. The network between the machines must be private, as for
 NCCL and gloo.
@@ -93,13 +93,13 @@ class SecureChannel:
         self.write(encode_message(message))
 
     def write(self, line: bytes) -> None:
-        """Sends an encoded line. The same line can be sent to several peers."""
+        """Sends an encoded line. A line that is encoded once can be sent to several peers."""
         rest = memoryview(line)
         with self._speaks:
             try:
                 while rest:
                     rest = self._send(rest)
-            except OSError:  # the line may be incomplete, so that no further line may follow
+            except OSError:  # the line may be incomplete, so no further line may follow
                 with contextlib.suppress(OSError):
                     self.end.shutdown(socket.SHUT_RDWR)
                 raise
@@ -128,8 +128,8 @@ class SecureChannel:
 
 
 def detect_dead_peer(end: socket.socket, send_timeout: float) -> None:
-    """Makes reads and writes of a blocking socket fail if the other machine does not answer, or does not read for
-    `send_timeout` seconds."""
+    """Makes reads and writes of a blocking socket fail if the peer's machine does not answer, or if the peer does not
+    read for `send_timeout` seconds."""
     end.settimeout(None)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(send_timeout), 0))
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -154,7 +154,7 @@ class SecureListener:
         expected: int = 0,
     ) -> None:
         """Opens the port. `me` is the greeting of this end. `refused` receives the reason and the address when a
-        connection is refused. `expected` connections are always accepted at the same time.
+        connection is refused. `expected`: the number of connections that may always be open at the same time.
 
         Raises: OSError if the address does not belong to this machine or the port is in use.
         """
@@ -223,7 +223,7 @@ def open_channel(host: str, port: int, token: str, me: IpcMessage) -> tuple[sock
 
 
 def network_interface_of(host: str) -> str:
-    """Returns the name of the network interface of this machine that has the address of `host`; empty if there is none.
+    """Returns the name of the network interface of this machine that has the address of `host`; or '' if there is none.
 
     >>> network_interface_of("127.0.0.1") in ("lo", "lo0", "")
     True
@@ -253,7 +253,7 @@ def collective_environment(address: str) -> dict[str, str]:
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """Returns the address of this machine from the viewpoint of `host`. No packet is sent."""
+    """Returns the address of this machine that `host` sees. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])

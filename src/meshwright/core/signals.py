@@ -67,9 +67,9 @@ def blocked_stop_signals() -> Iterator[None]:
 
 
 class StopRequest:
-    """The stop signals that a training run has received, by name. After the first signal the step ends and everything
-    is saved. A second signal ends the run at once. `deadline` is the time at which the run ends in any case; None
-    before a signal. `is_forced` is set if the run ends at once."""
+    """The names of the stop signals that a training run has received. After the first signal, the run completes the
+    step and saves everything. A second signal ends the run at once. `deadline` is the time at which the run ends in any
+    case, or None before a signal. `is_forced`: whether the run ends at once."""
 
     def __init__(self) -> None:
         self.signals: list[str] = []

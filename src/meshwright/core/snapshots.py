@@ -1,8 +1,8 @@
 """Defines the layout of a file of in-memory checkpoints of one rank: a header of 64-bit fields, the index of tensors,
 then slots with one checkpoint each.
 
-Guarantees: a slot with a step contains a complete checkpoint, for every process that reads it at any time. A checkpoint
-is intact if its digest matches.
+Guarantees: a slot with a step number contains a complete checkpoint, whenever a process reads the slot. A checkpoint is
+intact if its digest matches.
 
 Header fields in the order of `SnapshotHeader`: magic number; size and digest of the index; bytes of a checkpoint;
 number of slots; two steps that are pinned for nodes that read them. From the sixteenth field on, each slot has four
@@ -29,8 +29,8 @@ SNAPSHOT_SLOTS = 3
 that may be pinned while it is written to disk."""
 
 SNAPSHOT_SLOTS_MULTI_NODE = SNAPSHOT_SLOTS + 1
-"""Number of slots on several nodes: two that alternate, one that another node also stores, and one that this node reads
-at the same time."""
+"""The number of slots on several nodes: two slots that alternate, one whose checkpoint has a replica on another node,
+and one that is being replicated."""
 
 MIN_STATE_BYTES = 1 << 16
 """Minimum bytes reserved for the run state."""
@@ -54,7 +54,7 @@ class SnapshotHeader:
 
     @property
     def is_laid(self) -> bool:
-        """Whether the header is initialized."""
+        """Whether the file has an initialized header."""
         return self.words[_MAGIC_FIELD] == _MAGIC
 
     @property
@@ -104,8 +104,8 @@ class SnapshotHeader:
         return self._slot(self._at(step))[_DIGEST_FIELD]
 
     def is_digest(self, step: int, digest: int, index: bytes) -> bool:
-        """Returns whether `digest` matches the checkpoint of `step` with its state, and whether the index matches
-        its own digest."""
+        """Returns whether `digest` matches the checkpoint of `step` with its run state, and the digest of the index
+        matches `index`."""
         return (
             digest == self._slot(self._at(step))[_DIGEST_FIELD]
             and xxhash.xxh3_64_intdigest(index) == self.words[_INDEX_DIGEST_FIELD]
@@ -132,8 +132,8 @@ class SnapshotHeader:
         self.words[_MAGIC_FIELD] = _MAGIC
 
     def take(self, most: int | None = None) -> int:
-        """Returns the slot to write next: of the first `most` slots, the oldest that is not pinned. The slot has no
-        step until `name` is called."""
+        """Returns the slot to write next: among the first `most` slots, the slot with the oldest checkpoint that is not
+        pinned. Removes the slot's step number, which `name` sets again."""
         saved = set(self.words[PINNED_STEPS_FIELD : PINNED_STEPS_FIELD + 2]) - {0}
         free = [
             slot
@@ -173,14 +173,14 @@ REMOTE_PREFIX, LOST_LOCATION = "at:", "nowhere:"
 
 
 def read_snapshot_locations(table: str) -> tuple[str, ...]:
-    """Returns the locations of the in-memory checkpoints of all ranks from the file `table`, in order of rank; empty
-    without a file."""
+    """Returns the locations of the in-memory checkpoints of all ranks from the file `table`, in order of rank. Without
+    a file it returns ()."""
     return tuple(Path(table).read_text().splitlines()) if table else ()
 
 
 SNAPSHOT_TIMEOUT_SECONDS = 15.0
-"""Seconds without a byte from a node after which it counts as silent, such as one without power or behind a broken
-link."""
+"""A node counts as silent after this many seconds without a byte from it (the node has no power, or its link is
+broken)."""
 
 
 class SnapshotClient:

@@ -1,13 +1,13 @@
 """Performs every operation on the files of a run folder: checkpoints, records, events, reports. No other module opens,
 lists, renames or removes them.
 
-Guarantees: a name appears only when its bytes are durable. No file is readable by other users (0700, 0600). Reading
-opens only regular files: it follows no link, does not block on a pipe and reads no device. Reading uses no more memory
-than the file uses on disk. An error is an OSError that names its path, and `describe_failure` turns it into one line
-with a remedy. An operation with a stale handle of a network file system (ESTALE) is repeated.
+Guarantees: a file gets its name only when its bytes are durable. Other users cannot read files (modes 0700, 0600).
+Reading opens only regular files: it follows no link, does not block on a pipe and reads no device. Reading uses no more
+memory than the file uses on disk. An error is an OSError that names its path, and `describe_failure` turns it into one
+line with a remedy. An operation with a stale handle of a network file system (ESTALE) is repeated.
 
-No function here has a time limit, because a process cannot interrupt its own call to a disk that does not answer. The
-waiting process reports the delay (`report_if_overdue`), and its parent ends the process (elastic/writer_supervisor.py,
+The functions have no time limit, because a process cannot interrupt its own call to a disk that does not answer. The
+waiting process reports the delay (`report_if_overdue`), and its parent process kills it (elastic/writer_supervisor.py,
 elastic/hang_detector.py).
 
 Source: the order write, fsync, rename, fsync of the parent folder (Pillai et al., All File Systems Are Not Created
@@ -34,15 +34,14 @@ READ_CHUNK_BYTES = 8 * 2**20
 """Bytes read at a time."""
 
 FLUSH_INTERVAL_BYTES = 16 * 2**20
-"""Number of bytes after which a large file is flushed. With a working disk, progress is therefore visible at least that
-often."""
+"""A large file is flushed after every so many bytes. So the progress of a write is visible at least this often."""
 
 MAX_ATTEMPTS = 3
 """Maximum attempts of an operation whose file handle is stale, and of removing a folder to which another process still
 writes."""
 
 SPARSE_SIZE_RATIO = 100
-"""A file was not written by this package if less than 1 / `SPARSE_SIZE_RATIO` of its bytes are on disk."""
+"""If less than 1 / `SPARSE_SIZE_RATIO` of a file's bytes are on disk, this package did not write the file."""
 
 OVERDUE_SECONDS = 5.0
 """Seconds of waiting for a disk after which a message is printed."""
@@ -117,7 +116,8 @@ def is_folder(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Returns whether `path` is a regular file or a link to one. Raises OSError if that cannot be determined."""
+    """Returns whether `path` is a regular file or a link to a regular file. Raises OSError if that cannot be
+    determined."""
     try:
         return stat.S_ISREG(_retry_stale_handle(lambda: os.stat(path)).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -125,7 +125,7 @@ def is_file(path: Path) -> bool:
 
 
 def path_exists(path: Path) -> bool:
-    """Returns whether `path` exists. A broken link exists. Raises OSError if that cannot be determined."""
+    """Returns whether `path` exists. A broken link counts as existing. Raises OSError if that cannot be determined."""
     try:
         _retry_stale_handle(lambda: os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -192,8 +192,8 @@ def remove(path: Path) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Removes `folder` with its contents. Also removes files that appear meanwhile, such as those that a network file
-    system still has open."""
+    """Removes `folder` with its contents. Files that appear during the removal are also removed, such as those that a
+    network file system still has open."""
     for left in reversed(range(MAX_ATTEMPTS)):
         for name in list_names(folder):
             path = folder / name
@@ -401,7 +401,7 @@ def is_sparse(handle: int) -> bool:
             begin = os.lseek(handle, at, os.SEEK_DATA)
             at = os.lseek(handle, begin, os.SEEK_HOLE)
         except OSError as error:
-            # ENXIO means that no data follows. After any other error the file system cannot report holes.
+            # ENXIO means that no data follows. Any other error means that the file system cannot report holes.
             return error.errno == errno.ENXIO
         there += at - begin
     return False
@@ -421,8 +421,8 @@ def read_file(path: Path, start: int = 0, most: int | None = None, links: bool =
     """Returns at most `most` bytes of the text file `path` from `start` on. A negative `start` counts from the end.
     `links` follows symbolic links.
 
-    Raises: OSError that names `path`, also for a file with a hole of zeros, which text files do not have. The memory
-    used therefore stays below the size on disk.
+    Raises: OSError that names `path`, also for a file with a hole of zeros, which text files do not have. So the
+    function never uses more memory than the file takes on disk.
     """
     try:
         handle = open_regular_file(path, links)

@@ -1,5 +1,5 @@
-"""Data sets: text, token arrays or generated images become batches of tensors.
+"""Datasets: they make batches of tensors from text, token arrays or generated images.
 
 Guarantees:
-- The order of samples is a pure function of the seed. It is the same under every plan and after every restart.
+- The order of samples is a pure function of the seed. The order is equal under every plan and after every restart.
 """

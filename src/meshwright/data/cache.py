@@ -22,8 +22,8 @@ from meshwright.core.messages import Message
 
 
 def cached_folder(name: str, make: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:
-    """Returns the folder `name` of the cache. Where it is missing or `whole` returns False, `make` fills a new folder
-    first.
+    """Returns the folder `name` of the cache. If the folder is missing or `whole` returns False for it, `make` fills a
+    new folder first.
 
     Raises:
         InputError: the cache cannot be written.
@@ -76,9 +76,9 @@ def _sync_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def _exclusive_lock(path: Path) -> Iterator[None]:
-    """Holds the lock while it is entered, so that only one process builds.
+    """Locks `path` inside the context, so that only one process builds.
 
-    The lock file remains. If it were removed, two processes could lock two different files with the same name.
+    The lock file is not removed: otherwise two processes could lock two different files with one name.
     """
     import fcntl
 

@@ -40,7 +40,8 @@ ARRAY_SUFFIXES = (".npy", ".bin")
 STDLIB_SOURCE = "stdlib"
 
 _READ_BYTES = 2**18
-# Tests, third-party packages, and the code pages of `encodings`, whose tables would be a tenth of the validation rows.
+# Tests, third-party packages, and the code pages of `encodings`, whose tables would be a tenth of the validation rows,
+# are excluded.
 _EXCLUDED_FOLDERS = {
     "encodings",
     "test",

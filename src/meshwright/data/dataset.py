@@ -1,4 +1,4 @@
-"""Opens the data set of a job: finds the files, chooses or trains the tokenizer, encodes the text once, splits off
+"""Opens the dataset of a job: it finds the files, chooses or trains the tokenizer, encodes the text once, separates
 validation rows, and packs rows.
 
 Masked-language labels: 15 % of the tokens are predicted. Of these tokens, 80 % are replaced by the mask token, 10 % by
@@ -9,8 +9,8 @@ appendix A.1.
 Guarantees:
 - The same files and settings give the same rows on every machine. `digest` identifies the rows, so that ranks and
   checkpoints can compare.
-- The masked positions are a pure function of (seed, sample number). A row is masked differently in every epoch, and in
-  the same way under every plan.
+- The masked positions are a pure function of (seed, sample number). A row has other masks in every epoch, but equal
+  masks under every plan.
 - Slow work is done once per user and cached. Later runs only read the names and modification times of the files.
 """
 
@@ -84,7 +84,8 @@ LogFunction = Callable[[str], None]
 Int64Array = NDArray[np.int64]
 
 DEFAULT_BPE_VOCABULARY = 8192
-_BPE_TRAINING_BYTES = 2**26  # maximum bytes of BPE training text: every n-th chunk of a larger corpus
+# The maximum number of bytes of text for BPE training. Of a larger corpus, every n-th chunk is used.
+_BPE_TRAINING_BYTES = 2**26
 SHAPES_SOURCE = "shapes"
 _CACHE_VERSION = 1  # version of the cache format
 
@@ -92,7 +93,7 @@ _CACHE_VERSION = 1  # version of the cache format
 class Dataset(Protocol):
     """Rows for training and rows for validation.
 
-    `labels_per_row` is the number of labels of a row that count in the loss, None where this number differs between
+    `labels_per_row` is the number of labels of a row that count in the loss, or None if this number differs between
     rows.
     """
 
@@ -103,11 +104,11 @@ class Dataset(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, None where there is none."""
+        """The tokenizer, or None."""
 
     @property
     def labels_per_row(self) -> int | None:
-        """Number of labels of a row that count in the loss, None where this number differs between rows."""
+        """Number of labels of a row that count in the loss, or None if this number differs between rows."""
 
     def describe(self) -> str:
         """Returns one line about the source and the number of rows."""
@@ -133,7 +134,7 @@ class TokenCorpus(NamedTuple):
 
 class TextDataset:
     """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). Labels equal the input ids, since causal
-    models shift them, as in Hugging Face.
+    models shift labels themselves, as in Hugging Face.
 
     With the objective `pairs`, a row is two consecutive sequences: an encoder reads the first sequence, and a decoder
     predicts the second (prefix language modelling; Raffel et al., Exploring the Limits of Transfer Learning, JMLR 2020,
@@ -242,10 +243,10 @@ def open_dataset(
 ) -> TextDataset | ShapeImages | InstructionDataset:
     """Opens the data set that `data` describes.
 
-    `vocabulary` is the number of tokens (or classes) of the model, 0 where the data determine it. `objective` is the
-    training objective. `say` receives one line for each slow step that is not cached yet. `positions`: the model
-    accepts `position_ids`, so that several conversations can be packed into a row. `report_corruption` receives one
-    line for each corrupt block of a token array.
+    `vocabulary` is the number of tokens (or classes) of the model; 0: the data determine the number. `objective` is the
+    training objective. `say` receives one line for each slow operation whose result is not yet cached. `positions`: the
+    model accepts `position_ids`, so that several conversations can be packed into a row. `report_corruption` receives
+    one line for each corrupt block of a token array.
 
     Raises:
         InputError: the sources, the tokenizer and the model do not fit together.

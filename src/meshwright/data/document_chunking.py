@@ -1,14 +1,14 @@
 """Splits documents of any size into chunks of bounded size. It streams long JSON lines, and cuts text only where no
 token crosses the cut.
 
-[Note: safe boundaries] A text is cut before a blank or a line end that follows a non-blank character. If there is no
-such boundary, it is cut between a letter and a punctuation mark. A byte-level BPE first splits text into words by the
-pattern of GPT-2. In this pattern a blank or a line end belongs to the following word, and a word has only letters. So
+[Note: safe boundaries] A text is cut before a space or a line end that follows another character. If there is no such
+boundary, the text is cut between a letter and a punctuation mark. A byte-level BPE first splits text into words by the
+pattern of GPT-2. In this pattern a space or a line end belongs to the following word, and a word has only letters. So
 no word, and no token, crosses a safe boundary, and the chunks have the same tokens as the whole text. Byte tokenizers
 may cut anywhere. More than MAX_CHUNK_CHARS characters without a safe boundary are cut at that length, which may add one
-token. A tokenizer of another library may treat the beginning of a text specially. For such a tokenizer, a document of
-more than MAX_CHUNK_CHARS characters is several texts. Source: Radford et al., Language models are unsupervised
-multitask learners, 2019, section 2.2, and the pattern published with it.
+token. A tokenizer of another library may treat the beginning of a text specially. So with such a tokenizer, a document
+of more than MAX_CHUNK_CHARS characters is encoded as several texts. Source: Radford et al., Language models are
+unsupervised multitask learners, 2019, section 2.2, and the pattern published with it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PUNCTUATION_PATTERN = re.compile(
 _STRING_BODY_PATTERN = re.compile(
     r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4})*+'
 )
-"""A sequence of complete characters of a JSON string, with complete escapes and surrogate pairs."""
+"""The pattern of the longest prefix of a JSON string without incomplete escapes or surrogate pairs."""
 
 _SEPARATOR_PATTERN = re.compile(r'[^"\[\]{},]*')
 _MAX_ESCAPE_CHARS = 12
@@ -81,7 +81,7 @@ class LongJsonLine:
     """A line of JSON that is streamed: an object whose fields are visited in order. `head` is the beginning of the
     line.
 
-    Skipped values are checked only for balanced nesting.
+    For skipped values, only balanced nesting is checked.
 
     Raises:
         InputError: the line is not a JSON object. The message begins with `place`.

@@ -4,15 +4,15 @@ A record has one of two forms: `messages`, or `prompt` and `completion`. Message
 the tokenizer (jinja, run by transformers in its sandbox). Prompt and completion are concatenated and followed by the
 end-of-text token. A template that marks the assistant's text ({% generation %}) is used directly. For any other
 template, the assistant's text is the difference between two renderings: the conversation up to the answer, with
-generation prompt, and the conversation with the answer. If the template rewrites earlier turns, the first rendering is
-not a prefix of the second. Such a record is refused, since its labels would be a guess.
+generation prompt, and the conversation with the answer. If the template changes earlier turns, the first rendering is
+not a prefix of the second. Such a record is refused, since its labels are unknown.
 
-[Note: packed rows] Conversations are packed by best fit, longest first. None of them is split, and none attends to
-another. `position_ids` restart with each conversation, which prevents attention across conversations in transformers'
-models. Padding is a separate conversation without labels. For a model that accepts no positions, a row has one
-conversation. So the loss of a packed row equals that of its conversations run one by one. A conversation longer than a
-row is truncated, and `describe` reports the number of truncated conversations. Source: Ding et al., Fewer Truncations
-Improve Language Modeling, ICML 2024 (best-fit packing).
+[Note: packed rows] Conversations are packed by best fit, longest first. No conversation is split, and conversations do
+not attend to each other. `position_ids` restart with each conversation, which prevents attention across conversations
+in transformers' models. Padding is a separate conversation without labels. For a model that accepts no positions, a row
+has one conversation. So the loss of a packed row equals that of its conversations run one by one. A conversation longer
+than a row is truncated, and `describe` reports the number of truncated conversations. Source: Ding et al., Fewer
+Truncations Improve Language Modeling, ICML 2024 (best-fit packing).
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class InstructionDataset:
         self.labels_per_row: int | None = None
 
     def describe(self) -> str:
-        """Returns one line about the source, the rows and the fraction of learned tokens."""
+        """Returns one line about the source, the rows and the fraction of tokens that are labels."""
         share = float(np.mean(self._learned)) if len(self._learned) else 0.0
         cut = f", {self.cut:,} longer ones cut" if self.cut else ""
         return (
@@ -279,7 +279,7 @@ class InstructionDataset:
                 start, count = int(self._starts[one]), min(int(self._lengths[one]), self.sequence)
                 ids[row, at : at + count] = self._ids[start : start + count]
                 learned = np.array(self._learned[start : start + count])
-                learned[0] = False  # no earlier token of the conversation predicts it
+                learned[0] = False  # no earlier token of the conversation predicts the first token
                 labels[row, at : at + count] = np.where(learned, ids[row, at : at + count], IGNORED_LABEL)
                 places[row, at : at + count] = np.arange(count)
                 at += count
@@ -289,8 +289,8 @@ class InstructionDataset:
 
 
 def pack_conversations(which: Int64Array, lengths: Int64Array, sequence: int) -> list[list[int]]:
-    """Packs the conversations `which` into rows of at most `sequence` tokens. Longer conversations come first. Each
-    goes into the row that has the least free space of all rows with enough space.
+    """Packs the conversations `which` into rows of at most `sequence` tokens. Longer conversations come first. Of all
+    rows with enough free space, a conversation goes into the row with the least.
 
     No length in `lengths` exceeds `sequence`.
 
@@ -329,7 +329,7 @@ def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: f
 def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place: str, look: str) -> Path:
     """Returns the cached folder with the conversations of `files` as tokens.
 
-    `place` is the folder of the tokenizer. `look` is a text that changes whenever a file changes.
+    `place` is the folder of the tokenizer. `look` is a text that differs whenever a file has changed.
     """
     template = ChatTemplate(place) if form == "messages" else None
     encode: Callable[[SourceRecord], TokenizedConversation] = (

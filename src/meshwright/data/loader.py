@@ -1,9 +1,9 @@
-"""Batches by (step, first row, number of rows), read directly or prefetched by threads.
+"""Returns batches by (step, first row, number of rows). They are read directly or prefetched by threads.
 
 Guarantees:
 - `BatchLoader.rows` depends only on its arguments, the data set, the batch size and the seed. A rank reads its own rows
-  of a batch under any plan. A run that resumes at step k reads what an uninterrupted run would have read. There is no
-  state to save.
+  of a batch under any plan. A run that resumes at step k reads the rows that an uninterrupted run would read, without
+  saved state.
 - `Prefetcher` returns the same values in the same order as direct reading, with any number of threads. It prefetches at
   most `depth` steps.
 - An error in reading a step is raised once, by the `next` call for that step. No later step is returned.
@@ -50,7 +50,7 @@ class _PrefetchQueue(Generic[StepT]):
         self.failed: set[int] = set()
 
     def claim(self) -> int | None:
-        """Returns the next step to read as soon as the queue has room for it; None when no step is left."""
+        """Waits until the queue has room, and returns the next step to read, or None if no step is left."""
         self.free.acquire()
         with self.changed:
             if self.next < self.stop:
@@ -82,7 +82,7 @@ def _read_ahead(line: _PrefetchQueue[StepT], read: Callable[[int], StepT]) -> No
     while (step := line.claim()) is not None:
         try:
             line.put(step, read(step))
-        except BaseException as error:  # the consumer raises it
+        except BaseException as error:  # the thread that calls `next` raises the error
             line.put(step, error, failed=True)
 
 
@@ -96,7 +96,7 @@ def _stop_readers(line: _PrefetchQueue[StepT], threads: Sequence[threading.Threa
 class Prefetcher(Generic[StepT]):
     """Iterates over read(first), ..., read(stop - 1). `readers` threads call `read` in advance.
 
-    `wait_seconds` is the time that the last `next` waited.
+    `wait_seconds` is the duration of the wait of the last `next`.
     """
 
     def __init__(self, read: Callable[[int], StepT], first: int, stop: int, depth: int = 2, readers: int = 1) -> None:
@@ -159,14 +159,13 @@ class BatchLoader:
 
     @property
     def labels_per_step(self) -> int | None:
-        """Number of labels of a whole batch that count in the loss; None where it differs between batches."""
+        """Number of labels of a whole batch that count in the loss; None if it differs between batches."""
         per_row = self.dataset.labels_per_row
         return None if per_row is None else per_row * self.batch
 
     def rows(self, step: int, first: int = 0, count: int | None = None) -> TensorBatch:
-        """Returns rows `first` to `first + count - 1` of the batch of `step`. Without `count`, up to the end of the
-        batch.
-        """
+        """Returns rows `first` to `first + count - 1` of the batch of `step`. Without `count`, it returns all rows from
+        `first` on."""
         count = self.batch - first if count is None else count
         if not (step >= 0 and first >= 0 and 0 < count <= self.batch - first):
             raise InputError(
@@ -196,8 +195,9 @@ class BatchLoader:
         return self._labelled(self.dataset.validation(np.arange(first, first + count, dtype=np.int64)))
 
     def validation_batches(self, least: int) -> Iterator[TensorBatch]:
-        """Yields batches of the training size with validation rows. They have at least `least` rows and at least one
-        batch, as far as the data set has them, spread evenly over it.
+        """Yields batches of the training size with validation rows. The batches have at least `least` rows (or all
+        validation rows, if there are fewer) and are spread evenly over the validation rows. There is at least one
+        batch.
 
         The last batch is padded with rows that have no valid label.
         """
@@ -222,8 +222,8 @@ class BatchLoader:
     def prefetch(
         self, ranges: Sequence[SampleRange], first: int, stop: int, depth: int = 2, device: str = "cpu"
     ) -> Prefetcher[list[TensorBatch]]:
-        """Returns an iterator over steps from `first` to `stop` - 1. For each step it has a list with the rows of every
-        (first, count) in `ranges`. At most `depth` steps are read ahead.
+        """Returns an iterator over steps from `first` to `stop` - 1. For each step it yields a list: one batch for
+        every (first, count) in `ranges`. At most `depth` steps are read ahead.
 
         For an accelerator, several threads read into pinned memory, so that copies to the device overlap with
         computation. For CPU ranks one thread reads, since more threads would take cores from the computation.

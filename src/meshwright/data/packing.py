@@ -3,13 +3,13 @@ into rows of `sequence` tokens.
 
 Guarantees:
 - The encoded corpus is made once, cached as an array on disk and memory-mapped. It need not fit in memory.
-- The encoded corpus depends neither on the sequence length nor on the validation fraction. Both only select and cut.
+- The encoded corpus depends neither on the sequence length nor on the validation fraction, which are applied later.
 
 [Note: validation split] Validation data are whole documents, chosen in the order of the digest of their content. The
 choice does not depend on a seed, on file names or on the order of files, and equal documents are in the same split.
-Validation data have at least `fraction` of the rows and at least 32 rows, but at most a fifth of a small corpus. Where
-the documents are too long for these limits (one long file), the validation data are the tail of the corpus, cut between
-two tokens. In both splits a remainder of less than one row is dropped.
+Validation data have at least `fraction` of the rows and at least 32 rows, but at most a fifth of a small corpus. If
+whole documents cannot meet these limits (one long file), the validation data are the end of the corpus, cut between two
+tokens. In both splits a remainder of less than one row is dropped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ character and 1,000 bytes per chunk.
 
 
 class CorruptBlock(Exception):
-    """A row contains tokens that differ from the first scan (token_arrays.py). The text names the block."""
+    """A row contains tokens that differ from the first scan (token_arrays.py). The message names the block."""
 
 
 class TokenizedCorpus(StrictModel):
@@ -84,7 +84,7 @@ class TokenRuns(NamedTuple):
 def encode_corpus(passages: Iterable[DocumentChunk], tokenizer: Tokenizer, folder: Path) -> int:
     """Writes tokens.bin, documents.npy and encoded.json into `folder`.
 
-    Returns the number of tokens, 0 where there is no document.
+    Returns the number of tokens, or 0 if there is no document.
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32)
     lengths, digests = array("Q"), array("Q")
@@ -151,7 +151,7 @@ def read_encoded_corpus(folder: Path) -> tuple[list[TokenArray], DocumentIndex]:
 
 
 def count_validation_rows(rows: int, fraction: float) -> int:
-    """Returns how many of `rows` rows validation needs at least.
+    """Returns the smallest number of validation rows for a corpus of `rows` rows.
 
     >>> [count_validation_rows(rows, 0.01) for rows in (10_000, 1_000, 50)], count_validation_rows(50, 0.0)
     ([100, 32, 10], 0)

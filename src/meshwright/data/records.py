@@ -19,10 +19,10 @@ from meshwright.data.document_chunking import MAX_LINE_BYTES, LongJsonLine
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIXES, ARROW_SUFFIXES = ".parquet", ".arrow"
 PARQUET_BUFFER_BYTES = 2**20
-"""Number of bytes of a Parquet file that are read at a time."""
+"""The number of bytes that one read of a Parquet file requests."""
 
 _MAX_DECODED_BYTES = 2**24
-"""Number of bytes of rows that are decoded at a time."""
+"""The number of bytes of table rows that are decoded at a time."""
 
 
 class SourceRecord(NamedTuple):
@@ -60,7 +60,7 @@ def _iter_json_lines(path: Path) -> Iterator[SourceRecord]:
 
 
 def first_record(files: list[Path]) -> dict[str, Any] | None:
-    """Returns the fields of the first record of `files`, None where there is no record.
+    """Returns the fields of the first record of `files`, or None if there is no record.
 
     For a line longer than MAX_LINE_BYTES, the result has only the names and types of the fields.
     """
@@ -76,9 +76,8 @@ def first_record(files: list[Path]) -> dict[str, Any] | None:
 
 
 def rows_per_read(table: Any) -> int:
-    """Returns how many rows of a Parquet file are decoded at a time. They take about _MAX_DECODED_BYTES, estimated by
-    the mean row size of the largest row group.
-    """
+    """Returns how many rows of a Parquet file are decoded at a time. The number is chosen so that they take about
+    _MAX_DECODED_BYTES, by the mean row size of the largest row group."""
     groups = (table.metadata.row_group(at) for at in range(table.metadata.num_row_groups))
     largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
     return max(1, min(4096, int(_MAX_DECODED_BYTES / max(largest, 1.0))))

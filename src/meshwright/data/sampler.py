@@ -5,9 +5,9 @@ at position n % size of a permutation of all rows, keyed by (seed, epoch). The p
 only decides which samples a rank reads. So the order is the same on one device, on any number of ranks, and after a
 restart at any step.
 
-The permutation is a Feistel network over the smallest even number of bits that covers `size`. It is applied repeatedly
-until the result is inside [0, size). It is a bijection by construction, and O(1) in time and memory. Source: Black,
-Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002, section 4.
+The permutation is a Feistel network over the smallest even number of bits that covers `size`. The network is applied
+repeatedly until the result is inside [0, size). The permutation is a bijection by construction and takes O(1) time and
+memory. Source: Black, Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002, section 4.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ ends in `.uint32.bin` or the vocabulary needs more than 16 bits, otherwise uint1
 
 Every array is divided into blocks of DIGEST_BLOCK_TOKENS tokens. The xxh3 digest of each block is computed in the first
 scan of the array and cached. A process verifies a block when it first reads a row of the block, so random reads stay
-cheap. A row that contains a corrupt block is replaced by the next row of the data set without one. The replacement is a
-pure function of the set of corrupt blocks. So all ranks that read the same files agree, under every plan.
+cheap. A row that contains a corrupt block is replaced by the next row of the dataset without corrupt blocks. The
+replacement depends only on the set of corrupt blocks. So all ranks that read the same files read the same rows, under
+every plan.
 
 Guarantees:
 - Arrays are memory-mapped and never copied.
@@ -42,7 +43,7 @@ class ArrayInfo(StrictModel):
 
 
 def open_token_array(path: Path, vocabulary: int) -> TokenArray:
-    """Returns the tokens of `path`, flat and memory-mapped.
+    """Returns the tokens of `path`, as a flat, memory-mapped array.
 
     Raises:
         InputError: the file is not a complete array of integers.
@@ -79,7 +80,7 @@ def open_token_array(path: Path, vocabulary: int) -> TokenArray:
 
 
 def inspect_array(array: TokenArray, name: str) -> ArrayInfo:
-    """Scans `array` once and returns the result, which is cached under `name`."""
+    """Returns the result of a scan of `array`. The result is cached under `name`, so that an array is scanned once."""
 
     def make(folder: Path) -> None:
         smallest, largest, digest = int(array[0]), int(array[0]), xxhash.xxh3_64()

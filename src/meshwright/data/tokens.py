@@ -120,7 +120,7 @@ class LibraryTokenizer:
         """Writes tokenizer.json, which `open_tokenizer` and Hugging Face read."""
         file = folder / "tokenizer.json"
         with storage.failures_as_one_line(file):
-            if storage.read_text(file) != self._text:  # a resumed run writes nothing
+            if storage.read_text(file) != self._text:  # if the file has not changed, a resumed run writes nothing
                 storage.make_folder(folder)
                 storage.replace_file(file, self._text)
 

@@ -1,2 +1,2 @@
-"""Runs a job fault-tolerantly: starts ranks, watches them, diagnoses failures, restarts the job, and stops it in time
-without orphan processes. It does not import torch."""
+"""Runs a job fault-tolerantly: starts ranks, watches them, diagnoses failures, restarts the job, and stops it on
+request without orphan processes. This package does not import torch."""

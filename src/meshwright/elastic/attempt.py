@@ -1,5 +1,5 @@
-"""One generation of ranks. Its ranks share one prefix in the rendezvous store, start together and end together.
-Messages of older generations are ignored."""
+"""One generation: one start of all ranks of a job. The ranks of a generation share a key prefix in the rendezvous
+store, start together and end together. Messages of earlier generations are ignored."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ KILL_SECONDS = 5.0  # seconds within which killed ranks must end
 
 @dataclass(frozen=True)
 class RankJob:
-    """The job of every rank. `target` is a `module:function` of the execution packages, which is called with the
-    channel of the rank and `payload`."""
+    """The job that every rank runs. `target` is a `module:function` of the execution packages. It is called with the
+    rank's channel and `payload`."""
 
     target: str
     world: int
@@ -37,13 +37,13 @@ class RankJob:
     environment: Mapping[str, str] = field(default_factory=dict)
     plan: str = ""
     scribe: str = ""
-    """The `module:function` of the process that writes a checkpoint concurrently with training."""
+    """The `module:function` of the process that writes a checkpoint while training continues."""
     slots: tuple[int, ...] = ()
-    """The device id of each rank; empty when ranks take the devices in order (device_exclusion.py)."""
+    """The device id of each rank. If it is empty, ranks take the devices in order (device_exclusion.py)."""
 
     @property
     def logs(self) -> Path:
-        """The folder of the logs."""
+        """The folder of the log files."""
         return self.folder / "logs"
 
     def log(self, rank: int) -> Path:
@@ -53,8 +53,8 @@ class RankJob:
 
 @dataclass
 class Attempt:
-    """The state of one generation. `living` maps each living rank to its process, and `failures` each failed rank to
-    its exit. `stopped` contains the ranks that ended after a stop request."""
+    """The state of one generation. `living` maps each living rank to its process id, and `failures` maps each failed
+    rank to its exit. `stopped` contains the ranks that ended after a stop request."""
 
     work: RankJob
     number: int
@@ -64,7 +64,7 @@ class Attempt:
     stopped: set[int] = field(default_factory=set)
     begun: bool = False
     kills: int = field(default_factory=oom_kill_count)
-    """The OOM kill count of the control group when the generation began."""
+    """The OOM kill count of the cgroup when the generation began."""
     silent: float = 0.0
     """Seconds between the last heartbeat of a hung rank and its detection."""
     clock: Callable[[], float] = time.monotonic
@@ -139,7 +139,7 @@ class Attempt:
             if event["status"] == STOPPED_EXIT_CODE and rank not in self.failures:
                 self.stopped.add(rank)
             elif event["status"] != 0:
-                # A rank on another node: the node sends its own count.
+                # The node of a remote rank sends its own OOM kill count.
                 kills = event["kills"] if "kills" in event else oom_kill_count() - self.kills
                 words, oom = event.get("words", ""), event.get("oom", False)
                 self.failures.setdefault(rank, RankExit(rank, now, event["status"], words=words, kills=kills, oom=oom))
@@ -150,8 +150,8 @@ class Attempt:
             agent.command("tell", rank, message=message)
 
     def end(self, agent: LocalAgent, other: Callable[[IpcMessage], None]) -> None:
-        """Kills the remaining ranks and waits until they have ended, so that none of them writes any more. Passes
-        events of all other processes to `other`."""
+        """Kills the remaining ranks and waits until they have ended, so that none of them writes any more. Passes the
+        events of processes outside of this generation to `other`."""
         for rank in self.living:
             agent.command("signal", rank, signal=int(signal.SIGKILL))
         end = self.clock() + KILL_SECONDS
@@ -162,7 +162,7 @@ class Attempt:
                     self.living.pop(event["rank"], None)  # killed by the supervisor: not a failure
 
     def waited(self, until: float) -> float:
-        """Returns the seconds from the first failure to the time `until`; 0 without a failure."""
+        """Returns the seconds from the first failure to the time `until`, or 0 without a failure."""
         return max((until - failure.at for failure in self.failures.values()), default=0.0)
 
     @property

@@ -1,11 +1,11 @@
-"""The agent of the leader in a multi-node run. It manages the ranks of its own machine and those of the connected nodes
-(node.py).
+"""The agent of the leader (the first node) in a multi-node run. It manages the ranks of its own machine and of the
+connected nodes (node.py).
 
 `RefusalLog` reports connections that the node port refused, with at most one line per reason in REFUSAL_LOG_SECONDS.
 
-Guarantees: Ranks are placed in order, on this machine first. A node whose connection ends, or that is silent for
-NODE_TIMEOUT_SECONDS, counts as lost together with its ranks. Each of these ranks is reported once, with the name of the
-node. A node may join or leave at any time, and `places` is the number of ranks that fit.
+Guarantees: Ranks are assigned to machines in order, to the leader's machine first. A node is lost if its connection
+ends or if it is silent for NODE_TIMEOUT_SECONDS. Each rank of a lost node is reported once as failed, with the name of
+the node. A node may join or leave at any time; `places` is the current number of devices for ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from meshwright.elastic.snapshot_replication import ReplicationCoordinator
 
 MIRRORED_FIELDS = ("number", "whole", "seconds", "why")
 REFUSAL_LOG_SECONDS = 60.0
-"""Minimum seconds between two lines with the same reason."""
+"""Minimum seconds between two lines about the same reason."""
 
 
 class RefusalLog:
@@ -84,8 +84,8 @@ MAX_HEARTBEATS_PER_SECOND = 800.0
 every TICK_SECONDS."""
 
 COALESCE_MIN_NODES, COALESCE_SECONDS = 100, 0.02
-"""With more nodes than this, some node always has a message. The leader then waits COALESCE_SECONDS, to handle the
-messages of several nodes in the same round."""
+"""With more than COALESCE_MIN_NODES nodes, there is always a message from some node. Then the leader waits
+COALESCE_SECONDS before it reads, to handle the messages of several nodes together."""
 
 LEADER_KEEPALIVE_SECONDS = NODE_TIMEOUT_SECONDS / 5
 """Maximum seconds between two messages to each node."""
@@ -98,8 +98,8 @@ class _NodeConnection:
     devices: int
     heard: float
     first: int = -1
-    """The first device id of the node. The ids of a node are consecutive. A node that returns gets the ids that it
-    had."""
+    """The first device id of the node. The ids of its devices are consecutive. A node that returns gets the same ids as
+    before."""
     lender: str = ""
     ranks: dict[int, int] = field(default_factory=dict)
     """The living ranks of this node, with the generation of each."""
@@ -108,7 +108,7 @@ class _NodeConnection:
 
 
 class EventInbox:
-    """Passes messages of other threads to the event loop of a leader, and wakes it."""
+    """Passes messages from other threads to the event loop of a leader, and wakes the loop."""
 
     def __init__(self, poller: ReadinessPoller) -> None:
         self.poller = poller
@@ -118,12 +118,12 @@ class EventInbox:
         poller.add(self._woken.fileno(), None)
 
     def put(self, message: IpcMessage, end: socket.socket | None = None) -> None:
-        """Queues a message, with the connection of a new node, from any thread."""
+        """Queues a message from any thread. `end` is the connection of a node that has just connected."""
         self._queue.put((end, message))
         self._waker.send(b"1")
 
     def take(self) -> Iterator[tuple[socket.socket | None, IpcMessage]]:
-        """Yields what has been queued since the last call."""
+        """Yields the messages queued since the last call, each with the connection of a new node or None."""
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
         while not self._queue.empty():
@@ -136,8 +136,8 @@ class EventInbox:
 
 
 class LeaderSnapshots:
-    """The snapshots of the leader's machine: `shared` by the key of their store, the `server` that serves them to other
-    nodes, and the `rounds` in which nodes replicate theirs."""
+    """The snapshots of the leader's machine. `shared` has the stores by key. `server` serves snapshots to other nodes.
+    `rounds` coordinates their replication."""
 
     def __init__(
         self, outside: SystemInterface, host: str, token: str, locations: SnapshotLocations, inbox: EventInbox
@@ -169,14 +169,15 @@ class LeaderSnapshots:
 
 
 class RemoteRanks:
-    """The ranks that do not run on the leader's machine: the node of each (`at`), and its process statistics."""
+    """The ranks that run on other machines than the leader's. `at` maps each rank to its node."""
 
     def __init__(self) -> None:
         self.at: dict[int, _NodeConnection] = {}
         self._stats: dict[int, ProcStats] = {}
 
     def node_of(self, rank: int) -> _NodeConnection | None:
-        """Returns the connected node that runs the rank; None for a rank of the leader's machine, or of no machine."""
+        """Returns the connected node that runs the rank. Returns None for a rank of the leader's machine or of a lost
+        node."""
         node = self.at.get(rank)
         return node if node is not None and not node.is_lost and rank in node.ranks else None
 
@@ -204,7 +205,8 @@ class ClusterAgent(LocalAgent):
         before: LocalAgent | None = None,
         nodes: int = 0,
     ) -> None:
-        """Starts the fork server of this machine and listens for at most `nodes` other nodes."""
+        """Starts the fork server of this machine and listens for at most `nodes` other nodes. `before` is an agent
+        whose fork server may be reused."""
         raise_open_file_limit(devices, nodes)
         super().__init__(logs / "fork-server.log", warm, {"MESHWRIGHT_ADDRESS": host, TOKEN_VARIABLE: token}, before)
         outside = self.outside
@@ -245,7 +247,7 @@ class ClusterAgent(LocalAgent):
 
     @property
     def slots(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The device ids of all machines, without those of nodes that are leaving."""
+        """The device ids of all machines, except of nodes that are leaving."""
         return self._seats.all_of([node for node in self.nodes if not node.leaving])
 
     def _admit(self) -> list[IpcMessage]:
@@ -259,14 +261,14 @@ class ClusterAgent(LocalAgent):
                 continue
             try:
                 name, devices, _ = str(hello["name"]), int(hello["devices"]), hello["order"] + 0
-            # A client with the token that is not a node, e.g. a snapshot client.
+            # An authenticated client that is not a node, such as a snapshot client.
             except (KeyError, TypeError, ValueError):
                 end.close()
                 continue
             try:
                 node = _NodeConnection(name, self.outside.link(end, hello), devices, self.outside.clock())
                 self._inbox.poller.add(node.link.handle, node)
-            except OSError as error:  # it has left already, or no descriptor is left: it tries again
+            except OSError as error:  # the node has disconnected or no descriptor is left: the node tries again
                 end.close()
                 line = Message("node {node} was not admitted: {reason}", node=name, reason=error.strerror)
                 events.append({"event": "refusal", "line": line})
@@ -291,7 +293,7 @@ class ClusterAgent(LocalAgent):
     # --- the interface of LocalAgent
 
     def command(self, do: str, rank: int, **more: Any) -> None:
-        """Sends a command to the fork server of the machine that runs the rank, or that owns the device to probe."""
+        """Sends a command to the fork server of the machine that runs the rank, or that has the device to probe."""
         node = self._remote.node_of(rank)
         if do == "start" and "slot" in more["payload"]:  # a probe of this device
             node = node_of_device(self.nodes, slot := more["payload"]["slot"])
@@ -309,8 +311,8 @@ class ClusterAgent(LocalAgent):
         holdings: SharedFileStore,
         source: SharedFileStore,
     ) -> None:
-        """Starts a rank for each of `logs`. Each node gets one message that describes only its own ranks, and the
-        locations of the snapshots of `source`."""
+        """Starts a rank for each of `logs`. Each node gets one message. It describes the ranks of this node and the
+        locations of the snapshots in `source`."""
         here, nodes, number = (
             self._snapshots.server.address,
             {id(node): node for node in self.nodes},
@@ -349,12 +351,12 @@ class ClusterAgent(LocalAgent):
         self._snapshots.hold(holdings)
 
     def released(self) -> None:
-        """Ends the nodes that are leaving and have no ranks any more."""
+        """Disconnects the nodes that are leaving and have no more ranks."""
         for node in [node for node in self.nodes if node.leaving and not node.ranks]:
             _tell(node, do="end", code=75, line=Message("this node left; the others go on"))
 
     def events(self, timeout: float) -> list[IpcMessage]:
-        """Returns the events of all machines, after a wait of at most `timeout` seconds. Also detects lost nodes and
+        """Waits at most `timeout` seconds and returns the new events of all machines. Also detects lost nodes and
         starts snapshot replication."""
         linger = COALESCE_SECONDS if len(self.nodes) > COALESCE_MIN_NODES else 0.0
         ready = self._inbox.poller.wait(timeout, linger, *(() if self.ended else (self.handle,)))
@@ -386,8 +388,8 @@ class ClusterAgent(LocalAgent):
 
     def _hear(self, node: _NodeConnection, event: IpcMessage) -> list[IpcMessage]:
         if event["event"] == "lends":
-            # A node joins only when its snapshot server has an address. If ranks were placed on it before, their
-            # snapshots could not be located.
+            # A node joins only when the address of its snapshot server is known. Otherwise the snapshots of its ranks
+            # could not be located.
             node.lender, node.first = (
                 event["address"],
                 self._seats.first_of(node.name, node.devices, [other.first for other in self.nodes]),
@@ -400,12 +402,12 @@ class ClusterAgent(LocalAgent):
             self._snapshots.rounds.heard(event)
             return []
         if event["event"] == "ready":
-            return []  # the pipe buffers commands sent before it is ready
+            return []  # the pipe buffers commands that are sent before the fork server is ready
         if event["event"] == "node_leaving":
             node.leaving = True
         elif event["event"] == "started":
             event["pid"] = _remote_process_id(event["rank"])
-        # Not an exit of an earlier generation of this rank.
+        # Ignores the exit of a rank with this index in an earlier generation.
         elif event["event"] == "ended" and node.ranks.get(event["rank"]) == event["generation"]:
             del node.ranks[event["rank"]]
         elif event["event"] == "pulse":
@@ -413,13 +415,13 @@ class ClusterAgent(LocalAgent):
         return [event | {"name": node.name}]
 
     def signs(self, process: int) -> ProcStats:
-        """Returns the process statistics of a rank. Negative ids denote processes of other machines."""
+        """Returns the process statistics of a rank. A negative id denotes a process of another machine."""
         return self._remote.stats(process) if process < 0 else super().signs(process)
 
     @property
     def is_blind(self) -> bool:
         """Whether the messages of a node are overdue. Each node sends a message at least every NODE_KEEPALIVE_SECONDS.
-        The limit is below the smallest `patience` of hang detection, so that no rank is blamed for a broken link."""
+        The limit is shorter than the patience of hang detection, so that no rank is blamed for a broken link."""
         heard = self.outside.clock() - 1.5 * max(NODE_KEEPALIVE_SECONDS, len(self.nodes) / MAX_HEARTBEATS_PER_SECOND)
         return any(node.heard < heard for node in self.nodes)
 
@@ -430,7 +432,7 @@ class ClusterAgent(LocalAgent):
             _tell(node, do="again")
 
     def end(self, code: int, line: str) -> None:
-        """Ends all nodes and passes them the exit code and the last line of the run."""
+        """Ends all nodes and sends them the exit code and the last line of the run."""
         for node in self.nodes:
             _tell(node, do="end", code=code, line=line)
 
@@ -455,14 +457,14 @@ def _write(node: _NodeConnection, line: bytes) -> None:
 
 
 def _send_keepalives(fleet: ClusterAgent) -> None:
-    """Informs the nodes that the leader is alive while it plans, for at most LEADER_PLANNING_SECONDS. Runs in its own
-    thread."""
+    """Sends keepalive messages to the nodes from a separate thread while the leader plans, for at most
+    LEADER_PLANNING_SECONDS."""
     line = encode_message({"do": "alive"})
     for node in list(fleet.nodes) if fleet.outside.clock() < fleet._looked + LEADER_PLANNING_SECONDS else ():
-        with contextlib.suppress(ValueError):  # its connection was closed concurrently
+        with contextlib.suppress(ValueError):  # the connection was closed by another thread
             _write(node, line)
 
 
 def _remote_process_id(rank: int) -> int:
-    """Returns the id that represents the process of a rank on another machine."""
+    """Returns the negative id that represents the process of a rank on another machine."""
     return -rank - 2

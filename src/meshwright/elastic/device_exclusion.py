@@ -1,23 +1,25 @@
-"""Decides which devices take part in a run. Devices have ids from 0 over all machines. A straggler may be excluded, and
-returns when it is healthy.
+"""Decides which devices take part in a run. Device ids count from 0 over all machines. The device of a straggler may be
+excluded, and returns when it is healthy.
 
-Rule: Ranks report two times: the time of a step, and `without`, the time that the step would take if the stragglers
-were as fast as their peers (train/straggler.py). The planner predicts two step times on healthy devices: `then` of the
-best plan without the stragglers, and `now` of the current plan. A step without the stragglers should therefore take
+Rule: Ranks report the current step time and `without`, the step time if the stragglers were as fast as their peers
+(train/straggler.py). The planner predicts two step times on healthy devices: `now` of the current plan, and `then` of
+the best plan without the excluded devices. The expected step time after the exclusion is
 
     without x then / now
 
 The stragglers are excluded under two conditions. Steps become at least MIN_SPEEDUP times as fast. The time saved until
-the end of the run is at least `starts` times (default 2) the seconds that the last start of the ranks took. From time
-to time a probe runs matrix products on an excluded device. The device is healthy when they take at most
-MAX_HEALTHY_RATIO times the expected time, which is the first measurement divided by the slowdown. Matrix products do
-not show every defect. So a device returns after `rest` seconds in any case. If it is excluded again, this time doubles.
+the end of the run is at least `starts` times (default 2) the duration of the last start of the ranks.
 
-[Note: ranks and slots] Each generation renumbers its ranks. A rank gets its device id as LOCAL_RANK, so that a plan of
-three ranks can exclude any one of four devices. Of several machines, the devices of the first are numbered first, then
-those of each node (cluster_agent.py). A node that returns gets the ids that it had. One device of the first machine,
-which leads the run, always takes part. Only the first machine decides. The other machines receive the ids of their
-devices that have ranks, and measure on request.
+From time to time a probe measures a matrix product on an excluded device. Its expected duration is the first
+measurement divided by the slowdown. The device is healthy if the product takes at most MAX_HEALTHY_RATIO times as long.
+Matrix products do not show every defect, so a device returns after `rest` seconds in any case. Each further exclusion
+of the device doubles this time.
+
+[Note: ranks and slots] Each generation (start of all ranks) renumbers its ranks. A rank gets its device id as
+LOCAL_RANK, so that a plan of three ranks can exclude any one of four devices. The devices of the first machine get the
+first ids, then those of each node (cluster_agent.py). A node that returns gets the same ids as before. The first
+machine leads the run and alone decides; at least one of its devices always takes part. The other machines receive the
+ids of the devices to use, and measure on request.
 """
 
 from __future__ import annotations
@@ -37,17 +39,17 @@ from meshwright.spec.event import device_names
 MIN_SPEEDUP = 1.1
 MAX_HEALTHY_RATIO = 1.3
 WARMUP_STEPS = 3
-"""Warm-up steps before those with which a speedup is measured."""
+"""The number of first steps after a change that are left out when its speedup is measured."""
 
 GAIN_STEPS = 10
 READMISSION_PROBES = 2
-"""Good measurements in a row before a device returns."""
+"""The number of good measurements in a row after which a device returns."""
 
 
 @dataclass(frozen=True)
 class ExclusionPolicy:
-    """Allows the exclusion of slow devices. `predict` takes the name of a plan and a number of ranks. It returns the
-    step time in seconds under that plan and under the best plan for that number."""
+    """Allows the exclusion of slow devices. `predict` takes the name of a plan and a number of ranks. It returns two
+    step times in seconds: under this plan, and under the best plan for this number of ranks."""
 
     predict: Callable[[str, int], tuple[float, float]]
     probe: str = ""
@@ -57,12 +59,12 @@ class ExclusionPolicy:
     rest: float = 600.0
     """Seconds after which an excluded device returns in any case."""
     starts: float = 2.0
-    """An exclusion must save at least this many times the seconds that the ranks took to start."""
+    """An exclusion must save at least this many times the duration of a start of the ranks."""
 
 
 @dataclass
 class _ExcludedDevice:
-    """An excluded device. `times` is its slowdown. `first` is the duration of its first measurement in seconds."""
+    """An excluded device. `times` is its slowdown. `first` is the result of its first measurement in seconds."""
 
     since: float
     times: float
@@ -79,14 +81,14 @@ class DeviceExclusion:
     leaving: ExclusionPolicy | None = None
     clock: Callable[[], float] = time.monotonic
     name: Callable[[int], str] = str
-    """Returns a readable name of a device."""
+    """Returns the name of a device for messages."""
     there: tuple[int, ...] | None = None
-    """The devices that are available now, for a run on several machines."""
+    """The devices that are available now in a run on several machines, else None."""
     first: int = 0
-    """The number of devices of the first of several machines."""
+    """The number of devices of the first machine in a run on several machines."""
     out: dict[int, _ExcludedDevice] = field(default_factory=dict)
     wanted: int | None = None
-    """The number of ranks that a decision requests, until it is carried out."""
+    """The number of ranks that the last decision requests; None once the decision is carried out."""
     plan: str = ""
     _spells: dict[int, int] = field(default_factory=dict)
     _said: tuple[int, ...] = ()
@@ -100,39 +102,40 @@ class DeviceExclusion:
     _last: int = 0
 
     def of(self, world: int) -> tuple[int, ...]:
-        """Returns the device ids for `world` ranks. Excluded devices are included only where the other devices are too
-        few."""
+        """Returns the device ids for `world` ranks. Excluded devices are used only if the others are too few."""
         there = range(max(self.full, world)) if self.there is None else self.there
         if len(there) < world:
             return ()
         return tuple(sorted(sorted(there, key=lambda slot: (slot in self.out, slot))[:world]))
 
     def seat(self, world: int) -> tuple[int, ...]:
-        """Returns the devices of `of` for ranks that are about to start, and readmits excluded devices among them."""
+        """Returns the devices for `world` ranks that are about to start, and readmits the excluded devices among
+        them."""
         slots = self.of(world)
         self.out = {slot: out for slot, out in self.out.items() if slot not in slots}
         return slots
 
     @property
     def room(self) -> int:
-        """The number of available devices that are not excluded. It is at most the planned number of ranks."""
+        """The number of available devices that are not excluded, but at most the planned number of ranks."""
         there = range(self.full) if self.there is None else self.there
         return min(self.full, sum(slot not in self.out for slot in there))
 
     def free(self, there: tuple[int, ...] | None) -> int | None:
-        """Sets the available devices of a run on several machines and returns `room`; returns None for a single
-        machine."""
+        """Sets the available devices of a run on several machines and returns `room`. For a run on one machine, `there`
+        is None and the result is None."""
         self.there = there
         return None if there is None else self.room
 
     @staticmethod
     def are_to_move(slots: Sequence[int], there: Sequence[int] | None) -> bool:
-        """Returns whether a rank at `slots` must move because its node is leaving, and the devices in `there` are
-        enough for all ranks."""
+        """Returns whether some rank must move because its node is leaving, and `there` has enough devices for all
+        ranks. `slots`: the devices of the ranks."""
         return there is not None and len(there) >= len(slots) and not set(slots) <= set(there)
 
     def leads(self, slots: Sequence[int]) -> bool:
-        """Returns whether excluding the devices in `slots` would leave no device of the first of several machines."""
+        """Returns whether the exclusion of `slots` would leave no device of the first machine, in a run on several
+        machines."""
         return self.there is not None and not set(range(self.first)) - self.out.keys() - set(slots)
 
     def leave_out(self, slots: Sequence[int], times: float = 0.0) -> None:
@@ -150,7 +153,7 @@ class DeviceExclusion:
         self.plan, self._began, self._steps, self._said = plan, self.clock(), [], ()
 
     def take(self) -> int | None:
-        """Returns the number of ranks of the last decision, and clears it."""
+        """Returns the number of ranks that the last decision requests, and clears it. None: there is no decision."""
         wanted, self.wanted = self.wanted, None
         return wanted
 
@@ -176,8 +179,8 @@ class DeviceExclusion:
         return kind in ("rebalanced", "rebalance_result", "verdict", "slow")
 
     def _count(self, seconds: float, step: int, generation: int) -> None:
-        """Records a completed step. It updates the cost of a start, the usual step time, and the measured speedup of
-        the last change."""
+        """Records a completed step. It updates the duration of a start, the usual step time, and the measured speedup
+        of the last change."""
         if not self._steps:
             self._cost = self.clock() - self._began
         self._steps.append(seconds)
@@ -205,8 +208,8 @@ class DeviceExclusion:
             )
 
     def _judge(self, message: IpcMessage, slots: Sequence[int], generation: int) -> None:
-        """Decides whether the slow ranks are excluded. Reports and records the decision once per diagnosis, and again
-        when it changes."""
+        """Decides whether the slow ranks are excluded. The decision is reported and logged once per diagnosis, and
+        again when it changes."""
         if self.leaving is None or self.wanted is not None or not slots:
             return
         ranks, step = tuple(message["ranks"]), int(message["step"])
@@ -253,7 +256,8 @@ class DeviceExclusion:
             self.leave_out(here, message["times"])
 
     def _worth(self, before: float, after: float, least: float = 1.0) -> str:
-        """Returns why a change is not worthwhile; empty if it is."""
+        """Returns why a change of the step time from `before` to `after` seconds is not worthwhile, or '' if it is.
+        `least`: the minimum speedup."""
         left = self._last - self.journal.last
         if before < least * after:
             return Message("a step would take {after:.2f} times as long", after=after / before)
@@ -267,8 +271,8 @@ class DeviceExclusion:
     # --- excluded devices
 
     def due(self) -> int | None:
-        """Returns the excluded device to measure now, None without one. Devices are measured one at a time. Readmits
-        devices whose `rest` is over. Does nothing until the speedup of the last change is measured."""
+        """Returns the excluded device to measure now, or None. Devices are measured one at a time. It also readmits
+        devices whose `rest` is over. Until the speedup of the last change is measured, it does nothing."""
         now = self.clock()
         if self.leaving is None or self.wanted is not None or self._gain is not None or not self.out:
             return None
@@ -312,14 +316,14 @@ class DeviceExclusion:
         self._measuring = False
 
     def come_back(self, slots: Sequence[int], why: str) -> None:
-        """Readmits devices from the next generation on, if that saves time."""
+        """Readmits devices from the next generation on if that saves time. `why` is the reason for the log."""
         assert self.leaving is not None
         before, world, words = median(self._usual or [0.0]), min(self.full, self.room + len(slots)), self._words(slots)
         for slot in slots:
             self.out[slot].since, self.out[slot].good = self.clock(), 0
         try:
             now, then = self.leaving.predict(self.plan, world)
-        except MeshwrightError:  # no plan runs on that number of ranks
+        except MeshwrightError:  # no plan exists for this number of ranks
             return
         if self._worth(before, before * then / now):
             return

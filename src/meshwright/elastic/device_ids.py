@@ -1,7 +1,7 @@
-"""Numbers the devices of all machines. The devices of the first machine come first, then those of every node in order
-of first arrival.
+"""Numbers the devices of all machines. The devices of the first machine come first. Those of the nodes follow in the
+order in which the nodes first joined.
 
-Guarantees: A node that is lost and returns with the same name and device count gets the device ids that it had.
+Guarantees: A node that is lost and returns with the same name and device count gets the same device ids as before.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class DeviceIds:
         self._known: dict[int, tuple[str, int]] = {}
 
     def first_of(self, name: str, devices: int, taken: Iterable[int]) -> int:
-        """Returns the first device id of a node that has joined. `taken` contains the first ids of the nodes that are
-        connected."""
+        """Returns the first device id of a node that has joined. `taken`: the first device ids of the connected
+        nodes."""
         there = set(taken)
         before = (first for first, known in self._known.items() if known == (name, devices) and first not in there)
         first = next(before, self.devices + sum(count for _, count in self._known.values()))
@@ -57,7 +57,7 @@ class DeviceIds:
     def seated(self, world: int, slots: Sequence[int], nodes: Sequence[NodeT]) -> list[tuple[NodeT | None, int]]:
         """Returns the machine (None for the first) and the local device of each of `world` new ranks.
 
-        `slots` contains the device ids of all ranks. If it is empty, ranks take all devices in order, without those of
+        `slots` contains the device ids of all ranks. If it is empty, ranks take all devices in order, except those of
         nodes that are leaving. Ranks for which there is no device go to the first machine.
 
         >>> DeviceIds(2).seated(4, (), [])

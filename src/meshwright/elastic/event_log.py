@@ -1,8 +1,8 @@
-"""The event log of a run. RUN/events.jsonl has one line for each fault and each recovery. `note` receives a readable
-version.
+"""The event log of a run. RUN/events.jsonl has one line for each fault and each recovery. The callback `note` receives
+a readable line.
 
-The supervisor writes the log. A full disk does not stop the run: events are buffered in memory until the disk has
-room."""
+The supervisor writes the log. A full disk does not stop the run: events are buffered in memory until the disk has room.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NODE_EVENT_TEXTS = {
 @dataclass
 class EventLog:
     """Writes events to the file and to `note`. `last` is the newest step that ranks have reported. A recovery is
-    complete when a step after `last` has ended."""
+    complete when a later step has ended."""
 
     folder: Path
     note: Callable[[str], None]
@@ -56,7 +56,8 @@ class EventLog:
         return event
 
     def fault(self, **fields: Any) -> None:
-        """Records a fault from which the run is to recover. A fault during a recovery extends that recovery."""
+        """Records a fault, with which a recovery begins. A further fault before its end belongs to the same
+        recovery."""
         event = self.write(kind="fault", **fields)
         cause = event.cause
         if event.rank is not None:
@@ -70,8 +71,8 @@ class EventLog:
         self.decide()
 
     def heed_node(self, event: IpcMessage) -> bool:
-        """Records what happened to a node, or a refused connection. Returns whether the set of devices may have
-        changed."""
+        """Records that a node has joined, left or was lost, or that a connection was refused. Returns whether the set
+        of devices may have changed."""
         if event["event"] == "degraded":
             self.degraded(event["line"], event.get("decision", ""))
             return False
@@ -84,19 +85,18 @@ class EventLog:
         return True
 
     def degraded(self, cause: str, decision: str = "", rank: int | None = None, generation: int = 0) -> None:
-        """Records that a helper failed. The run continues with less protection, or later than it could."""
+        """Records that a helper failed. The run continues with less protection or after a delay."""
         self.write(kind="degraded", rank=rank, generation=generation, step=self.last, cause=cause, decision=decision)
         line = join_messages("; ", (cause, decision)) if decision else cause
         self.note(line if rank is None else Message("rank {rank}: {line}", rank=rank, line=line))
 
     def decide(self) -> None:
-        """Starts to time a recovery, for any reason: no step runs from now on. A call during a recovery extends that
-        recovery."""
+        """Starts to time a recovery: no step runs from now on. A call during a recovery extends this recovery."""
         self._decided = self._decided or self.clock()
 
     def resize(self, before: int, after: int, plan: str, generation: int, same: bool = False) -> None:
-        """Records a recovery without a fault. The run continues with another number of ranks, with a plan that takes
-        less memory, or with the `same` plan on other devices."""
+        """Records a change that is no fault. The run continues with `after` instead of `before` ranks, with a plan that
+        takes less memory, or (`same`) with the same plan on other devices."""
         cause = (
             Message("{before} to {after} ranks", before=before, after=after)
             if before != after
@@ -124,7 +124,7 @@ class EventLog:
         self.note(Message("cannot go on with {world} ranks: {why}", world=world, why=why))
 
     def part(self, name: str, seconds: float) -> None:
-        """Adds `seconds` to the part `name` of the current recovery."""
+        """Adds `seconds` to the phase `name` of the current recovery."""
         if self._decided is not None:
             self._parts[name] = self._parts.get(name, 0.0) + seconds
 
@@ -183,8 +183,8 @@ class EventLog:
             self._recovered(now)
 
     def _not_saved(self, message: IpcMessage, generation: int) -> None:
-        """Records a failed save. The run loses only this checkpoint. From the second failure in a row on, the note
-        states which save is the last on disk."""
+        """Records a failed save. The run loses only this checkpoint. After at least two failures in a row, the note
+        names the last checkpoint on disk."""
         self._unsaved += 1
         self.write(
             kind="unsaved",

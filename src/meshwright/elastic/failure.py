@@ -1,9 +1,10 @@
 """Finds the rank that failed first and reports it in at most 12 lines. The report begins with cause and rank.
 
-Rule: When one rank fails, the others fail too, because they lose their connections. The report counts these ranks and
-does not show them. The culprit is the first rank that ended by a signal of another process or raised an error other
-than a lost connection. Signals of the supervisor do not count. If there is no such rank, the culprit is the first rank
-that lost a connection."""
+Rule: When one rank fails, the others fail too, because they lose their connections. The report states only the number
+of these other ranks. The culprit is the first rank that was killed by a signal or raised an error other than a lost
+connection. Signals from the supervisor do not count. If there is no such rank, the culprit is the first rank that lost
+a connection.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from meshwright.core.messages import Message, join_messages, mark_msgid
 
 MAX_REPORT_LINES = 12
 LOG_TAIL_BYTES = 1 << 18
-"""Size in bytes of the end of a log that is searched for a stack."""
+"""The number of bytes at the end of a log that are searched for a stack trace."""
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
-"""The signals on which Python writes a stack."""
+"""The signals on which Python writes a stack trace."""
 SIGNAL_CAUSES = {
     "SIGABRT": mark_msgid("killed by {signal}: a library gave up (gloo does so when ranks disagree on a size)"),
     "SIGSEGV": mark_msgid(
@@ -36,7 +37,7 @@ SIGNAL_CAUSES = {
         "/dev/shm is full"
     ),
 }
-"""Message ids of the likely cause of a signal."""
+"""The message ids of the likely cause, by signal."""
 _PEER_LOST_PATTERN = re.compile(
     r"connection (reset|closed|refused|was closed)|broken pipe|gloo/transport|peer closed|socket (timeout"
     r"|closed)|failed to recv"
@@ -47,10 +48,11 @@ _PEER_LOST_PATTERN = re.compile(
 
 @dataclass(frozen=True)
 class RankExit:
-    """The exit of one rank. `status` is negative for a signal. `at` is a time in seconds of the supervisor's clock.
+    """The exit of one rank. `status` is the exit code, or the negative number of a signal. `at` is the time of the exit
+    in seconds by the supervisor's clock.
 
-    `known`: the error is a MeshwrightError, whose message is complete. `words`: what the supervisor observed before it
-    killed the rank.
+    `known`: the error is a MeshwrightError, whose message needs no further explanation. `words`: what the supervisor
+    observed before it killed the rank.
     """
 
     rank: int
@@ -62,11 +64,11 @@ class RankExit:
     known: bool = False
     words: str = ""
     kills: int = 0
-    """OOM kills in the control group of this rank, from the start of its generation to its exit."""
+    """The number of OOM kills in the cgroup of this rank, from the start of its generation to its exit."""
     oom: bool = False
-    """Whether `words` describe an OOM kill that the rank's node has counted."""
+    """Whether `words` describe an OOM kill that the rank's node has detected."""
     raised_by: int | None = None
-    """The rank that raised the error first, for a rank that only waited for it."""
+    """The rank that raised the error first, if this rank only received the error."""
 
     @property
     def innocent(self) -> bool:
@@ -104,7 +106,7 @@ def find_culprit(failures: Sequence[RankExit]) -> RankExit:
 
 
 def failure_cause(failure: RankExit) -> str:
-    """Returns a description of how the rank ended.
+    """Returns a text that says how the rank ended.
 
     >>> failure_cause(RankExit(1, 0.0, -9))
     "killed by SIGKILL: by someone's kill -9, or by the system, which was out of memory"
@@ -127,7 +129,8 @@ def failure_cause(failure: RankExit) -> str:
 
 
 def _kill_cause(kills: int, limit: float) -> str:
-    """Returns a description of a SIGKILL. `limit` is the memory limit of the control group in bytes.
+    """Returns a text about a SIGKILL. `kills` is the number of OOM kills. `limit` is the memory limit of the cgroup in
+    bytes.
 
     >>> _kill_cause(2, 2.0**30)  # doctest: +NORMALIZE_WHITESPACE
     'killed by SIGKILL: by the system, which was out of memory: its control group has 1.00 GiB (2 killed so
@@ -180,8 +183,8 @@ def crash_location(log: Path) -> str:
 def diagnose(
     failures: Sequence[RankExit], world: int, log_of: Callable[[int], Path], why: str = "", instead: str = ""
 ) -> MeshwrightError:
-    """Returns the error to raise. A MeshwrightError keeps its message and exit code. `why` is added to the report.
-    `instead` names a plan that needs less memory."""
+    """Returns the error to raise. The error of a rank that raised a MeshwrightError keeps its message and exit code.
+    `why` is added to the report. `instead` names a plan that needs less memory."""
     first = find_culprit(failures)
     if first.known:
         words = Message("{reasons}", reasons=(first.message, instead)) if instead else first.message
@@ -218,7 +221,7 @@ def diagnose(
 
 
 def fork_server_error(status: int | None, log: Path) -> RankFailed:
-    """Returns the error for a fork server that ended with `status`."""
+    """Returns the error for a fork server that ended with `status` (negative for a signal, None if unknown)."""
     said = [f"  | {line}" for line in log_tail(log, 1)]
     return RankFailed(
         join_messages(
@@ -242,13 +245,13 @@ def _fork_server_cause(status: int | None) -> str:
 
 
 def fork_server_exit(status: int | None, log: Path) -> RankExit:
-    """Returns the failure of a fork server as the exit of rank -1, which denotes all ranks. An end by a signal is
-    not deterministic, so the same step may be retried."""
+    """Returns the failure of a fork server as the exit of rank -1, which denotes all ranks. An end by a signal may be
+    transient, so the step may be retried."""
     return RankExit(-1, time.monotonic(), 1 if status is None else status, words=_fork_server_cause(status))
 
 
 def local_failure(error: Exception, rank: int, world: int) -> MeshwrightError:
-    """Returns the error of a rank that has no supervisor. The report covers only this rank."""
+    """Returns the error to raise in a rank without a supervisor. The report covers only this rank."""
     found = translate_system_error(error, ())
     if isinstance(found, MeshwrightError):
         return found

@@ -1,8 +1,8 @@
-"""The process that forks the ranks of one machine: its pipes, its events, its end.
+"""The fork server process of one machine, as its parent uses it: its pipes, its events, its end.
 
-It has its own process group, so that Ctrl-C in the terminal reaches the supervisor alone. `close` ends the whole group
-and reaps the processes that are left. While it runs, this process adopts orphans (PR_SET_CHILD_SUBREAPER). It therefore
-reaps even ranks whose fork server was killed.
+The fork server has its own process group, so that Ctrl-C in the terminal reaches only the supervisor. `close` kills the
+whole group and reaps the processes that are left. While the fork server runs, the supervisor adopts orphans
+(PR_SET_CHILD_SUBREAPER). So it also reaps ranks whose fork server was killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORK_SERVER_EXIT_SECONDS = 2.0
 
 
 class ForkServerProcess:
-    """A running fork server. All processes inherit the open files `inherited`."""
+    """A running fork server. The fork server and its children inherit the open files `inherited`."""
 
     def __init__(
         self, module: str, log: Path, warm: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int]
@@ -53,7 +53,7 @@ class ForkServerProcess:
         self._waiting = selectors.DefaultSelector()
         self._waiting.register(self._events, selectors.EVENT_READ)
         self._ready: list[IpcMessage] = []
-        """Its `ready` event, for an agent that reuses it."""
+        """The fork server's `ready` event, for an agent that reuses this process."""
         self._pending: list[IpcMessage] = []
 
     @property
@@ -67,12 +67,13 @@ class ForkServerProcess:
         return self._events.fileno()
 
     def send(self, message: IpcMessage) -> None:
-        """Sends a command. `read` detects a fork server that has died."""
-        with contextlib.suppress(BrokenPipeError, ValueError):  # it has died, or is closed
+        """Sends a command. If the fork server has died, `read` reports it."""
+        with contextlib.suppress(BrokenPipeError, ValueError):  # the fork server has died, or its pipe is closed
             write_message(self._commands.fileno(), message)
 
     def read(self, timeout: float) -> tuple[list[IpcMessage], bool]:
-        """Returns the new events, after waiting at most `timeout` seconds for one, and whether it has died."""
+        """Waits at most `timeout` seconds for an event. Returns the new events, and whether the fork server has
+        died."""
         messages, self._pending = self._pending, []
         if messages or not self._waiting.select(timeout):
             return messages, False
@@ -85,15 +86,16 @@ class ForkServerProcess:
         self._pending = self._ready
 
     def status(self) -> int | None:
-        """Returns the exit status, negative for a signal; None if it still runs."""
+        """Returns the exit status (negative for a signal), or None while the process runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(FORK_SERVER_EXIT_SECONDS)
         return None
 
     def close(self) -> None:
-        """Ends it and every rank. A system error in one part does not prevent the other parts."""
+        """Ends the fork server and every rank. A system error in one part of the cleanup does not prevent the
+        others."""
         with contextlib.suppress(OSError):
-            self._commands.close()  # requests the fork server to kill its ranks and exit
+            self._commands.close()  # makes the fork server kill its ranks and exit
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             self._process.wait(FORK_SERVER_EXIT_SECONDS)
         with contextlib.suppress(OSError):
@@ -107,7 +109,7 @@ class ForkServerProcess:
         _become_subreaper(False)
 
     def _reap(self) -> None:
-        """Reaps the dead ranks that a killed fork server left."""
+        """Reaps the dead ranks of a killed fork server."""
         end = time.monotonic() + FORK_SERVER_EXIT_SECONDS
         with contextlib.suppress(OSError):  # no child is left
             while time.monotonic() < end:

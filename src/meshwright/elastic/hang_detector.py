@@ -1,33 +1,33 @@
 """Detects the rank that hangs, and reports the progress of a slow start.
 
-`StartupProgress` reports what a run does before its first step, since loading torch, a model and its data may take a
-minute.
+`StartupProgress` reports what a run does before its first step. Loading torch, a model and its data may take a minute.
 
-`HangDetector` names the rank that makes no progress, not the ranks that wait for it. It needs no response of the rank.
-It observes four things: the heartbeat row of the rank (core/heartbeat.py), the state of its process, its time in the
-run queue and, outside of training, whether it is at work.
+`HangDetector` names the rank that makes no progress, not the ranks that wait for it. It observes four things and needs
+no response of a rank: the rank's heartbeat row (core/heartbeat.py), the state of its process, its time in the run queue
+and, outside of training, whether it is at work.
 
-Rule: A rank that waits for another rank publishes which one, and counts each unsuccessful check. A rank is silent while
-its heartbeat does not change. The culprit is silent for longer than its limit, and it either waits for no rank or has
-stopped checking. Among several culprits, the one that is furthest behind in (step, phase) is named. If all silent ranks
-wait for each other in a cycle, they are not in the same collective, and the cycle is reported.
+Rule: A rank that waits for another rank writes the index of this rank to its heartbeat row, and a count of its checks
+for the awaited data. A rank is silent while its heartbeat does not change. The culprit has been silent for longer than
+its limit, and it either waits for no rank or has stopped checking. Among several such ranks, the rank that is furthest
+behind in (step, phase) is named. If the silent ranks wait for each other in a cycle, they are in different collectives,
+and the cycle is reported.
 
-The limit of a rank that trains is max(patience, 5 median steps). It is longer while the rank starts, saves or
-evaluates. In the first steps of a generation it is 5 times the longest first step so far, and longer until WARMUP_STEPS
-steps have been observed. A process that a signal has stopped gets at most one second of patience. Time in the run queue
-does not count as silence, so no rank is killed because its machine is overloaded.
+The limit of a rank that trains is max(patience, 5 median steps). The limit is longer while the rank starts, saves or
+evaluates. In the first steps of a generation (start of all ranks) it is 5 times the longest first step so far. Until
+WARMUP_STEPS steps have been observed, it is even longer. A process that a signal has stopped gets at most one second of
+patience. Time in the run queue does not count as silence, so no rank is killed because its machine is overloaded.
 
 [Note: at work] Work outside of training may take an hour without a heartbeat: one rank encodes a corpus or reads
 weights from a slow disk, and all others wait. So while a rank is at work, no rank outside of training counts as silent.
-A rank is at work in three cases. It waits for a disk, for at most DISK_TIMEOUT_SECONDS per call. It moves bytes of
-files or of newly mapped memory. It computes in a phase in which it waits for no other rank. In phases where ranks
-synchronise, as they join or agree on what to restore, CPU time proves nothing: libraries poll for other ranks in
-endless loops, also when these ranks hang.
+A rank is at work in three cases. It waits for a disk, for at most DISK_TIMEOUT_SECONDS per call. It reads or writes
+files or newly mapped memory. It uses CPU time in a phase in which it waits for no other rank. In phases where ranks
+synchronise, such as joining or restoring, CPU time proves nothing: a library that waits for a hung rank polls and so
+uses CPU time.
 
-[Note: accelerators] On an accelerator a rank submits work to its device and waits for other ranks inside of that work.
-So it does not publish that it waits. A first step initialises NCCL, loads kernels and may compile them. Limits are
-therefore longer (`HangLimits`), and no rank is reported while any rank makes progress. If all ranks are silent, one is
-named only if it alone is behind all others.
+[Note: accelerators] With accelerators, the waits for other ranks happen inside of kernels, so a rank cannot publish
+that it waits. A first step initialises NCCL, loads kernels and may compile them. Limits are therefore longer
+(`HangLimits`), and no rank is reported while any rank makes progress. If all ranks are silent, a rank is named only if
+it alone is behind all others.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class StartupProgress:
 
 
 TIMEOUT_STEPS = 5
-"""A rank that trains may be silent for this many median steps."""
+"""The number of median steps for which a rank that trains may be silent."""
 
 WARMUP_STEPS = 3
-"""Number of first steps of a generation that do not count towards the median."""
+"""The number of first steps of a generation that do not count towards the median."""
 
 
 @dataclass(frozen=True)
@@ -88,27 +88,28 @@ class HangLimits:
     """The limits for all ranks on one kind of device."""
 
     patience: float
-    """Seconds of silence during training that are always tolerated."""
+    """The seconds of silence that are always tolerated during training."""
     otherwise: float
-    """Seconds of silence that are tolerated outside of training and in steps of unknown duration. Starting, saving and
-    evaluating have no reference time."""
+    """The seconds of silence that are tolerated in steps of unknown duration and outside of training (start, save,
+    evaluation), where there is no reference time."""
     last: RankPhase
     """The last phase that counts as training."""
     tell: bool
-    """Whether ranks publish which rank they wait for."""
+    """Whether ranks write to their heartbeat rows which rank they wait for."""
 
 
 CPU_LIMITS = HangLimits(0.0, 60.0, RankPhase.compare, tell=True)
 ACCELERATOR_LIMITS = HangLimits(30.0, 300.0, RankPhase.update, tell=False)
-"""Training ends with the update phase. The compare phase moves the replicated tensors through or over host memory,
-which takes seconds for 16 GB."""
+"""Training ends with the update phase. The compare phase reads all replicated tensors, which takes seconds for 16
+GB."""
 
 BUSY_CPU_SECONDS, BUSY_IO_BYTES = 0.5, 1 << 20
-"""A rank that uses this many CPU seconds or moves this many bytes is at work. A rank that waits polls a few times a
-second, which takes much less per minute."""
+"""A rank is at work if it has used this many CPU seconds or moved this many bytes since its last heartbeat. A waiting
+rank polls a few times a second, which takes much less per minute."""
 
 DISK_TIMEOUT_SECONDS = 1200.0
-"""Maximum seconds of one disk call before its rank counts as hung. A network file system may never respond."""
+"""Maximum seconds of one disk call before its rank counts as hung. The limit exists because a network file system may
+never respond."""
 
 INDEPENDENT_PHASES = (RankPhase.start, RankPhase.build, RankPhase.sample)
 """The phases in which a rank waits for no other rank."""
@@ -121,12 +122,12 @@ PHASE_TEXTS = {
 """The message template for a hang, by the phase in which the rank hangs."""
 
 STOPPED_PROCESS_SECONDS = 0.8
-"""Seconds of patience for a process that was stopped by a signal, so that its rank is named within one second."""
+"""The seconds of patience for a process that a signal has stopped. With them, its rank is named within one second."""
 
 
 MAX_RANKS_PER_SECOND = 8192
-"""Maximum number of ranks that are checked per second. With more than 800 ranks, each is checked less often than ten
-times a second, so that checking takes one hundredth of a CPU core."""
+"""The maximum number of rank checks per second. With more than 800 ranks, each rank is checked less than ten times a
+second, so that checking takes 1 % of a CPU core."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,9 @@ class HangReport:
 
 @dataclass
 class StepPace:
-    """The duration of steps under one plan. It is kept across generations. `first` is the longest of the first
-    WARMUP_STEPS steps of any generation. `early` is the number of these first steps."""
+    """The duration of steps under one plan. It persists across generations. `first` is the duration of the longest
+    warm-up step, which are the first WARMUP_STEPS steps of each generation. `early` is the number of observed warm-up
+    steps."""
 
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     first: float = 0.0
@@ -157,8 +159,8 @@ class StepPace:
 
     @property
     def is_known(self) -> bool:
-        """Whether the duration of steps is known. First steps count as well, since repeated hangs may end every
-        generation within its first steps."""
+        """Whether the duration of steps is known. Warm-up steps count as well, since repeated hangs may end every
+        generation during warm-up."""
         return bool(self.steps) or self.early >= WARMUP_STEPS
 
     @property
@@ -184,11 +186,11 @@ class HangDetector:
     patience: float
     clock: Callable[[], float] = time.monotonic
     signs: Callable[[int], ProcStats] = read_proc_stats
-    """Returns the statistics of a rank's process, on any machine."""
+    """Returns the statistics of a process on any machine."""
     pace: StepPace = field(default_factory=StepPace)
     blind: Callable[[], bool] = lambda: False
-    """Whether heartbeats cannot arrive because a node sends nothing. No rank is reported in this state, since all ranks
-    wait for the ranks of that node."""
+    """Whether heartbeats are missing because a node sends nothing. Then no rank is reported, since all other ranks wait
+    for the ranks of this node."""
     terms: HangLimits = CPU_LIMITS
     _seen: dict[int, _ObservedField] = field(default_factory=dict)
     _waits: dict[int, _ObservedField] = field(default_factory=dict)
@@ -205,14 +207,14 @@ class HangDetector:
         self._first = self.holdings.column(HeartbeatField.beat)
 
     def look(self, living: Mapping[int, int]) -> HangReport | None:
-        """Checks all ranks and returns a report if one of them hangs. `living` maps each rank to its process."""
+        """Checks all ranks and returns a report if one of them hangs. `living` maps each rank to its process id."""
         if not self.patience:
             return None
         now = self.clock()
         if now < self._next:
             return None
         self._next = now + max(0.0, self.holdings.world / MAX_RANKS_PER_SECOND - 0.1)
-        if self.blind() or not all(living.values()):  # process id 0: the rank is not forked yet
+        if self.blind() or not all(living.values()):  # process id 0: this rank is not forked yet
             for before in (*self._seen.values(), *self._waits.values()):
                 before.at = now
             return None
@@ -237,7 +239,7 @@ class HangDetector:
         if max(silent.values(), default=0.0) <= shortest or all(
             seen.word == self._first[rank] for rank, seen in self._seen.items()
         ):
-            return None  # no heartbeat so far: these ranks may never send any
+            return None  # these ranks have sent no heartbeat and may never send any
         _, *running = self._limits
         shortest = min(running)
         delayed = {
@@ -254,8 +256,7 @@ class HangDetector:
         return self._judge(delayed, silent, living) if delayed else None
 
     def _excuse(self, living: Mapping[int, int], now: float) -> None:
-        """Resets the silence of all ranks outside of training while one of them is at work and waits for no other rank
-        ([Note: at work])."""
+        """Ends the silence of all ranks outside of training while one of them is at work ([Note: at work])."""
         extra: dict[int, ProcStats] = {}
         at_work = False
         first, last = RankPhase.data, self.terms.last
@@ -299,7 +300,8 @@ class HangDetector:
 
     @property
     def _limits(self) -> tuple[float, float, float]:
-        """The limits in seconds of a rank that a signal has stopped, of a rank that trains, and of any other rank."""
+        """The three limits of silence in seconds: for a rank that a signal has stopped, for a rank that trains, and for
+        any other rank."""
         typical, other = self.pace.typical, max(self.terms.otherwise, 10 * self.patience)
         warm = TIMEOUT_STEPS * self.pace.first if self._warm < WARMUP_STEPS else 0.0
         trains = max(self.patience, self.terms.patience, warm) if self.pace.is_known else other
@@ -326,7 +328,7 @@ class HangDetector:
                 self._place(other) < self._place(rank) and not self._trains(other)
                 for other in living.keys() - overdue.keys()
             ):
-                return None  # `other` is within its longer limit, and `rank` may wait for it unpublished
+                return None  # `other` is within its longer limit, and `rank` may wait for `other` without publishing it
             return HangReport(
                 rank,
                 silent[rank],
@@ -371,8 +373,8 @@ class HangDetector:
         )
 
     def _makes_no_progress(self, rank: int, process: int) -> bool:
-        """Returns whether `rank` publishes that it waits, but has not checked for half its limit although it had CPU
-        time."""
+        """Returns whether `rank` publishes that it waits, but has not checked for the awaited data in half of its
+        limit. Time without a CPU core does not count."""
         seen = self._waits[rank]
         return self.clock() - seen.at - (self.signs(process).in_line - seen.in_line) > 0.5 * self._limit(rank, process)
 

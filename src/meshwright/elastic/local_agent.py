@@ -1,11 +1,10 @@
-"""The agent of one machine: it starts the fork server, sends it commands, receives its events and cleans up after it.
+"""The agent of one machine: it starts the fork server, sends commands, receives events and cleans up.
 
-`SystemInterface` contains what a supervisor needs from outside of its process: connections to other machines, ways to
-wait for them, and its clock. A simulated cluster (tests/unit/virtual_cluster.py) passes other implementations that run
-in virtual time.
+`SystemInterface` contains a supervisor's access to the system: connections to other machines, waiting for events, and
+the clock. The simulated cluster of the tests (tests/unit/virtual_cluster.py) replaces it by one with virtual time.
 
-The fork server (meshwright.train.forkserver) is a process of the execution packages. It is started by name
-(fork_server_process.py) and never imported here.
+The fork server (meshwright.train.forkserver) belongs to the execution packages. So this package starts it by name
+(fork_server_process.py) and does not import it.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from meshwright.elastic.snapshot_replication import SnapshotReplicator, Snapshot
 
 
 class ReadinessPoller:
-    """Waits until one of several file descriptors is readable. Each descriptor is registered once, however often the
-    process waits."""
+    """Waits until one of several file descriptors is readable. A descriptor is registered only once for any number of
+    waits."""
 
     def __init__(self) -> None:
         self._ends = selectors.DefaultSelector()
 
     def add(self, handle: int, what: Any) -> None:
-        """Registers `handle`. `wait` returns `what` when it is readable."""
+        """Registers `handle`. `wait` returns `what` when `handle` is readable."""
         self._ends.register(handle, selectors.EVENT_READ, what)
 
     def remove(self, handle: int) -> None:
@@ -46,8 +45,8 @@ class ReadinessPoller:
         self._ends.unregister(handle)
 
     def wait(self, timeout: float, linger: float, *also: int) -> list[Any]:
-        """Waits at most `timeout` seconds until a descriptor is readable, then `linger` seconds for more. Returns the
-        registered values of all readable descriptors.
+        """Waits at most `timeout` seconds until a descriptor is readable, then `linger` seconds for further ones.
+        Returns the registered values of all readable descriptors.
 
         A readable descriptor in `also` ends the wait but is not returned.
         """
@@ -63,7 +62,8 @@ class ReadinessPoller:
 def run_periodically(
     do: Callable[[], None], seconds: float, over: threading.Event, failed: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Calls `do` every `seconds` seconds in its own thread, until `over` is set. `failed` gets a line when it fails."""
+    """Calls `do` every `seconds` seconds in its own thread, until `over` is set. If a call fails, `failed` receives a
+    line."""
 
     def run() -> None:
         while not over.wait(seconds):
@@ -90,15 +90,15 @@ CLEANUP_SECONDS = 10.0
 
 
 class LocalAgent:
-    """Manages the ranks of this machine and the process that forks them. It is a context manager: no process outlives
-    it."""
+    """Manages the ranks of this machine and the process that forks them. As a context manager it leaves no process
+    behind."""
 
     slots: tuple[int, ...] | None = None
-    """The device ids over all machines; None for a single machine."""
+    """The device ids in a run on several machines, else None."""
     devices: int = 0
     """The number of devices of this machine in a multi-node run."""
     homes: SnapshotLocations | None = None
-    """The locations of snapshots over several machines; None when all of them are local."""
+    """The locations of snapshots in a run on several machines, or None if all snapshots are local."""
     outside: SystemInterface = SystemInterface()
     _server: ForkServerProcess
 
@@ -112,14 +112,14 @@ class LocalAgent:
     ) -> None:
         """Starts a fork server, or continues with that of `before`.
 
-        `before` is an agent after `clear`. It ends here. Its fork server is reused if it preloads the same modules in
-        the same environment. All processes inherit the open file `lifeline`, so that the other end of the pipe shows
-        when all of them have ended.
+        `before` is a previous agent after `clear`; this agent replaces it. Its fork server is reused if it has
+        preloaded the same modules in the same environment. All processes inherit `lifeline`, the write end of a pipe.
+        The read end shows when all of them have ended.
         """
         self._inherited = () if lifeline is None else (lifeline,)
         self.log, self.warm, self.environment = log, tuple(warm), dict(environment or {})
         self.name_of: Callable[[int], str] = str
-        """Returns a readable name of a device."""
+        """Returns the name of a device for messages."""
         self.ended = True
         if before is None or not self._goes_on_with(before):
             self._open()
@@ -137,7 +137,7 @@ class LocalAgent:
         self.ended = False
 
     def command(self, do: str, rank: int, **more: Any) -> None:
-        """Sends a command to the fork server. `events` detects a fork server that has died."""
+        """Sends a command to the fork server. If the fork server has died, `events` reports it."""
         self._server.send({"do": do, "rank": rank, **more})
 
     def start(
@@ -150,8 +150,8 @@ class LocalAgent:
     ) -> None:
         """Starts a rank for each of `logs`.
 
-        `what` is the job of all ranks. Each rank gets its log and its device, from `slots` or in order. Ranks write
-        their snapshots to `holdings` and restore from those of `source`.
+        `what` is the job of all ranks. Each rank gets a log and a device: from `slots`, or in order if `slots` is
+        empty. Ranks write their snapshots to `holdings` and restore from `source`.
         """
         memory = {"sources": holdings.table(map(source.source, range(source.world))), "single_node": True}
         for rank, log in enumerate(logs):
@@ -159,15 +159,15 @@ class LocalAgent:
             self.command("start", rank, **what, log=log, **local, memory={**memory, **holdings.places(rank)})
 
     def events(self, timeout: float) -> list[IpcMessage]:
-        """Returns the new events, after waiting at most `timeout` seconds for one. `ended` is True once the fork server
-        has died."""
+        """Waits at most `timeout` seconds and returns the new events. If the fork server has died, `ended` becomes
+        True."""
         if self.ended:
             return []
         messages, self.ended = self._server.read(timeout)
         return messages
 
     def clear(self) -> bool:
-        """Ends all ranks. Returns whether the fork server can be reused."""
+        """Ends all ranks. Returns whether the fork server is reusable."""
         self.command("clear", 0)
         end = time.monotonic() + CLEANUP_SECONDS
         while not self.ended and time.monotonic() < end:
@@ -191,12 +191,12 @@ class LocalAgent:
 
     @property
     def is_blind(self) -> bool:
-        """Whether heartbeats of some ranks cannot arrive at present."""
+        """Whether heartbeats of some ranks cannot arrive now."""
         return False
 
     @property
     def places(self) -> int | None:
-        """The number of ranks that fit; None if there is no limit."""
+        """The number of ranks for which there are devices, or None if there is no limit."""
         return None if self.slots is None else len(self.slots)
 
     def hold(self, holdings: SharedFileStore) -> None:
@@ -206,8 +206,8 @@ class LocalAgent:
         """Records that the snapshots of the previous generation are no longer needed."""
 
     def again(self) -> None:
-        """Kills the fork server and every rank, including ranks that cannot be ended in another way. Starts a new fork
-        server, which sends `ready`.
+        """Kills the fork server and every rank, and starts a new fork server, which sends `ready`. This also ends ranks
+        that cannot be killed one by one.
 
         If the system cannot start it, `ended` is True, as for a fork server that dies at once.
         """
@@ -216,12 +216,13 @@ class LocalAgent:
             self._open()
 
     def status(self) -> int | None:
-        """Returns how a fork server that closed its pipe ended: its exit status, negative for a signal. Returns None if
-        it still runs."""
+        """Returns the exit status of a fork server that has closed its pipe (negative for a signal), or None if it
+        still runs."""
         return self._server.status()
 
     def close(self) -> None:
-        """Ends the fork server and every rank. A system error in one part does not prevent the other parts."""
+        """Ends the fork server and every rank. A system error in one part of the cleanup does not prevent the
+        others."""
         self._server.close()
         self.ended = True
 

@@ -1,21 +1,21 @@
-"""The agent of one node in a multi-node run. Ranks and their in-memory snapshots live on the node, and the supervisor
-of the leader controls them.
+"""The agent of one node in a multi-node run. The ranks of the node and their in-memory snapshots are on this machine;
+the leader's supervisor controls them.
 
 Guarantees:
-- The ranks of this node end when the leader closes the connection or is silent for NODE_TIMEOUT_SECONDS. So a part of
-  the cluster that is disconnected never continues on its own.
+- The ranks of this node end when the leader closes the connection or is silent for NODE_TIMEOUT_SECONDS. So no
+  disconnected part of the cluster continues separately.
 - On SIGTERM the node informs the leader. The leader continues with the other nodes and reads the snapshots of this node
   before the node ends.
 - No process is left behind.
 
 Messages from the leader:
 
-    sources: key, source, runs: the locations of the snapshots that ranks restore from (snapshot_locations.py).
-    start: the job of the ranks, and for each rank here its index, device and log.
+    sources: key, source, runs: the locations of the snapshots from which ranks restore (snapshot_locations.py).
+    start: the job of the ranks, and the index, device and log of each rank on this node.
     tell, signal: forwarded to the fork server (train/forkserver.py).
     again: kill all ranks with their fork server, since some cannot be killed alone, and start a new fork server.
-    mirror: number, key, step, address, ranks: replicate their snapshots (snapshot_replication.py).
-    keep: key, steps: ranks do not overwrite their snapshots of these steps.
+    mirror: number, key, step, address, ranks: replicate the snapshots of these ranks (snapshot_replication.py).
+    keep: key, steps: ranks must not overwrite their snapshots of these steps.
     alive: sent periodically.
     end: the exit code and the last line of the run.
 
@@ -23,8 +23,8 @@ Messages from this node:
 
     lends: the address of the node's snapshot server.
     started, said, ended, ready: as from a fork server.
-    mirrored: number, whether all replicas are complete, the seconds that copying took, and what failed.
-    degraded: the line about a background thread that failed.
+    mirrored: the request number, whether all replicas are complete, the seconds of copying, and what failed.
+    degraded: a line about a background thread that has failed.
     pulse: generation, the heartbeat rows that have changed, and the process statistics of each rank (proc_stats.py).
     node_leaving: a signal requests this node to leave.
 """
@@ -51,8 +51,8 @@ from meshwright.elastic.snapshot_replication import replication_request
 
 TICK_SECONDS = 0.05
 NODE_TIMEOUT_SECONDS = 15.0
-"""Seconds without a message after which the peer counts as lost. A link may be down for a third of this time without
-consequences."""
+"""Seconds without a message after which the other side counts as lost. An interruption of the link for a third of this
+time has no consequences."""
 
 NODE_KEEPALIVE_SECONDS = 1.0
 """Maximum seconds between two messages."""
@@ -61,8 +61,8 @@ LEADER_LOST_EXIT = (75, "")
 
 
 class NodeAgent:
-    """Serves one run as node `number`, which other nodes reach at `host`. Its ranks get `environment`. The hello
-    message of the leader names the modules to preload and the log folder."""
+    """Serves one run as the node with index `number` and address `host`. `environment` is the environment of its ranks.
+    The hello message of the leader names the modules to preload and the log folder."""
 
     outside = SystemInterface()
 
@@ -77,7 +77,7 @@ class NodeAgent:
     ) -> None:
         """Starts the fork server, the snapshot server and the replicator of this node.
 
-        `warm` is the local agent that this node used under a previous leader.
+        `warm` is a local agent from a previous leader, which may be reused.
         """
         raise_open_file_limit(0)
         self.every = TICK_SECONDS
@@ -94,7 +94,7 @@ class NodeAgent:
         self._sources: list[str] = []
         self.processes: dict[int, int] = {}
         self.leaving = ""
-        """The name of the signal that requested this node to leave; empty if there was none."""
+        """The name of the signal that made this node leave, or ''."""
         self._is_announced = False
         self._heard = self._said = self.outside.clock()
         self._rows: dict[int, bytes] = {}
@@ -104,14 +104,14 @@ class NodeAgent:
         return LocalAgent(self.logs / f"fork-server-{self.number}.log", self.link.hello["warm"], self.environment, warm)
 
     def _file(self, key: str, rank: int) -> int | None:
-        with contextlib.suppress(KeyError, OSError):  # these ranks no longer exist
+        with contextlib.suppress(KeyError, OSError):  # the ranks whose snapshots were needed no longer exist
             return self.holdings[key].lend(rank)
         return None
 
     def run(self) -> tuple[int, str]:
         """Serves the run until it ends. Returns its exit code and the last line of the leader.
 
-        LEADER_LOST_EXIT means that the leader is lost. In that case `agent` may still be open and reusable.
+        LEADER_LOST_EXIT means that the leader is lost; `agent` may then still be open and reusable.
         """
         how = (1, "")
         try:
@@ -134,7 +134,8 @@ class NodeAgent:
         self._say(event="lends", address=self.lender.address)
 
     def end(self, how: tuple[int, str]) -> None:
-        """Closes everything. `agent` stays open only if it is reusable and the next leader may need it."""
+        """Closes everything. `agent` stays open only if it is reusable and there may be another leader. `how`: the exit
+        code and the last line."""
         if how != LEADER_LOST_EXIT or self.leaving or not self.agent.clear():
             self.agent.close()
         self.lender.close()
@@ -144,7 +145,8 @@ class NodeAgent:
         self.link.close()
 
     def _on_signal(self, number: int, _: Any) -> None:
-        """Records the signal. It sends nothing, because it may interrupt a send that holds the lock of the channel."""
+        """Records the signal. It sends nothing, because it may have interrupted a send that has the lock of the
+        channel."""
         self.leaving = self.leaving or signal.Signals(number).name
 
     def _wait(self) -> None:
@@ -178,14 +180,14 @@ class NodeAgent:
         elif message["do"] == "sources":
             self._settle(message["key"], message["source"], message["runs"])
         elif message["do"] == "start" and "ranks" in message:
-            self._start(message)  # without "ranks" it is a device probe, which has no snapshots
+            self._start(message)  # a start message without "ranks" is a device probe, which has no snapshots
         elif message["do"] == "keep":
             if message["key"] in self.holdings:
                 self.holdings[message["key"]].keep(message["steps"])
         elif message["do"] == "mirror":
             try:
                 self.mirror.order(replication_request(message, self.holdings[message["key"]]))
-            except (KeyError, OSError) as error:  # these ranks no longer exist, or no descriptor is left
+            except (KeyError, OSError) as error:  # the ranks no longer exist, or no descriptor is left
                 self._was_mirrored(
                     message["number"], False, 0.0, Message("node {node}: {line}", node=self.number, line=error)
                 )
@@ -193,8 +195,8 @@ class NodeAgent:
             self.agent.command(**message)
 
     def _settle(self, key: str, source: str, runs: LocationRuns) -> None:
-        """Resolves the locations of the snapshots that the next ranks restore from. Closes snapshots that no rank can
-        read any more."""
+        """Stores the locations of the snapshots from which the next ranks restore. Closes the snapshots that are no
+        longer needed."""
         here = self.lender.address
         for old in set(self.holdings) - {key, source}:
             self.holdings.pop(old).close()
@@ -215,26 +217,26 @@ class NodeAgent:
         self._rows.clear()
         memory = {"sources": holdings.table(self._sources), "single_node": False}
         for rank, device, log in ranks:
-            # The rank is registered before its process exists. If the fork server dies in between, the rank is still
-            # reported as ended.
+            # The rank is registered before its process exists. If the fork server dies before the fork, the rank is
+            # still reported as ended.
             self.processes.setdefault(rank, 0)
             self.agent.command(
                 **message, rank=rank, log=log, local=[device, here], memory={**memory, **holdings.places(rank)}
             )
 
     def _was_mirrored(self, number: int, whole: bool, seconds: float, why: str = "") -> None:
-        """Reports a finished replication to the leader. The replicator calls it from its own thread."""
+        """Reports a finished replication to the leader. The replicator's thread calls it."""
         with contextlib.suppress(OSError):
             self.link.send({"event": "mirrored", "number": number, "whole": whole, "seconds": seconds, "why": why})
 
     def _degraded(self, line: str) -> None:
-        """Reports the failure of a background thread to the leader. That thread calls it."""
+        """Reports the failure of a background thread to the leader. The failed thread calls it."""
         with contextlib.suppress(OSError):
             self.link.send({"event": "degraded", "line": Message("node {node}: {line}", node=self.number, line=line)})
 
     def _relay(self, event: IpcMessage) -> None:
         if event["event"] == "ready":
-            event = {"event": "ready"}  # the secret of its store does not leave this node
+            event = {"event": "ready"}  # the secret of the local rendezvous store does not leave this node
         elif event["event"] == "started" and event["rank"] >= 0:
             self.processes[event["rank"]] = event["pid"]
         elif event["event"] == "ended":
@@ -243,7 +245,7 @@ class NodeAgent:
             event["kills"] = self._kills - before
             if event["status"] == -signal.SIGKILL and event["kills"]:
                 event["oom"] = True
-                # With the memory limit of this node.
+                # The cause names the memory limit of this node.
                 event["words"] = failure_cause(RankExit(event["rank"], 0.0, event["status"], kills=event["kills"]))
         self._say(**event)
 

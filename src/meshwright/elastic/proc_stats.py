@@ -1,4 +1,4 @@
-"""Reads what the kernel reports of a local process, without any cooperation of the process."""
+"""Reads what the kernel reports about a local process. The process itself need not cooperate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 class ProcStats(NamedTuple):
     """The statistics of a process: the state letter of /proc, the seconds that its main thread spent in the run queue,
-    its CPU seconds, and the bytes that it moved."""
+    its CPU seconds, and the bytes that it has read and written."""
 
     state: str = ""
     in_line: float = 0.0

@@ -1,13 +1,14 @@
-"""Plans the run for another number of ranks, and reads the number that the user requests.
+"""Plans the run for another number of ranks, and reads the number of ranks that the user requests.
 
-Rule: The search that chose the first plan runs again for the same job on the available devices, among plans that can
-run. It ignores pinned settings, since they were made for another number of ranks. If no plan fits or divides the batch,
-the next smaller number is tried. Where less memory is needed, the search takes the fastest plan with an estimate of at
-most MAX_MEMORY_FRACTION of the current one. Batch size, sample order and learning rate belong to the workload and do
-not change.
+Rule: The search that chose the first plan is repeated for the same job on the available devices. It considers only
+plans that can run, and ignores pinned settings, since these were made for another number of ranks. If no plan fits in
+memory or divides the batch, the next smaller number of ranks is tried. After an OOM, the search takes the fastest plan
+whose estimated memory is at most MAX_MEMORY_FRACTION of the current plan's. Batch size, sample order and learning rate
+belong to the workload and do not change.
 
-RUN/ranks contains the requested number: `echo 3 > RUN/ranks` during training. Planning has a deadline, because training
-is paused until it ends."""
+RUN/ranks contains the requested number: `echo 3 > RUN/ranks` during training. Planning has a time limit, because
+training is paused meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +36,20 @@ from meshwright.spec.workload_constraints import diloco_violations
 
 RANKS_FILE = "ranks"
 MAX_MEMORY_FRACTION = 0.8
-"""The maximum estimated memory of a lower-memory plan, as a fraction of the estimate of the plan that ran out of
+"""The maximum estimated memory of a lower-memory plan, as a fraction of the estimate for the plan that ran out of
 memory."""
 
 MAX_RANKS_FILE_BYTES = 12
 """Maximum bytes that are read from RUN/ranks."""
 
 PLANNING_SECONDS = 60.0
-"""Seconds after which planning is given up, also within one search. The run then continues as before."""
+"""Seconds after which planning is aborted, even during a search. Then the run continues as before."""
 
 POSTPONE_SECONDS = 0.01
-"""Seconds until the next attempt to interrupt a search, where an exception would do harm."""
+"""Seconds until the next attempt to interrupt a search if an exception would do harm now."""
 
 MAX_CANDIDATE_PLANS = 1000
-"""Number of plans, fastest first, among which a lower-memory plan is searched."""
+"""The number of plans, fastest first, among which a lower-memory plan is searched."""
 
 
 def plan_for_devices(
@@ -58,7 +59,7 @@ def plan_for_devices(
 
     `job` is None only for a model without a cost estimate. The plan is then data parallelism for `workload`.
 
-    Raises: NothingFits when there is none.
+    Raises: NothingFits if there is no plan.
     """
     end = clock() + PLANNING_SECONDS
     for count in range(devices, 0, -1):
@@ -94,15 +95,16 @@ def _planning_expired(fewest: int, most: int) -> NothingFits:
 
 
 class PlanningTimeout(BaseException):
-    """The search took longer than it may. It is not an Exception, so that no part of the search handles it."""
+    """The search has exceeded its time limit. This class is not an Exception, so that no handler inside the search
+    catches it."""
 
 
 @contextlib.contextmanager
 def limit_planning_time(seconds: float) -> Iterator[None]:
     """Interrupts the search in the block after `seconds` seconds.
 
-    Only the main thread can be interrupted, where a supervisor plans. In another thread, and while another timer of
-    this process is set, the block has no limit. The previous handler is restored.
+    Only the main thread, in which a supervisor plans, can be interrupted. In other threads, and if the process already
+    uses the timer, there is no limit. At the end the previous signal handler is restored.
 
     Raises: PlanningTimeout.
     """
@@ -115,7 +117,8 @@ def limit_planning_time(seconds: float) -> Iterator[None]:
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        while frame is not None:  # an exception would leave half a module, or be lost in a destructor
+        # an exception here would leave a half-imported module, or would be lost in a destructor
+        while frame is not None:
             if frame.f_code.co_name == "__del__" or frame.f_code.co_filename.startswith("<frozen importlib"):
                 signal.setitimer(signal.ITIMER_REAL, POSTPONE_SECONDS)
                 return
@@ -129,13 +132,13 @@ def limit_planning_time(seconds: float) -> Iterator[None]:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-    finally:  # also when the time ends while the timer is switched off
+    finally:  # also reached if the time ends while the timer is being switched off
         signal.signal(signal.SIGALRM, before)
 
 
 def resize_group(group: NodeGroup, count: int) -> NodeGroup:
-    """Returns a group of `count` devices like those of `group`. The devices are in one node or in several whole nodes.
-    For other counts, each device is in its own node with its fraction of the resources, so that no link is assumed
+    """Returns a group of `count` devices like those of `group`. The devices are in one node or fill several nodes. For
+    other counts, each device gets its own node with its fraction of the resources, so that no link is assumed to be
     faster than it is.
 
     >>> from meshwright.planner.inputs.clusters import parse_cluster
@@ -155,7 +158,7 @@ def resize_group(group: NodeGroup, count: int) -> NodeGroup:
 def lower_memory_plan(job: Job | None, plan: Plan) -> Plan:
     """Returns the fastest plan for the same devices that takes at most MAX_MEMORY_FRACTION of the memory of `plan`.
 
-    Raises: NothingFits when there is none.
+    Raises: NothingFits if there is no such plan.
     """
     if job is not None:
         most = MAX_MEMORY_FRACTION * estimate(job, plan).memory.total
@@ -192,8 +195,8 @@ class RankCountRequest:
     def __call__(self, places: int | None) -> int | None:
         """Returns the requested number of ranks once and removes the file. Returns None without a valid request.
 
-        The maximum is the planned number of ranks. It is `places` on several machines, or the CPU count on one machine,
-        if that is larger.
+        The maximum is the planned number of ranks, or a larger limit: `places` on several machines, the CPU count on
+        one machine.
         """
         most = max(self.full, len(os.sched_getaffinity(0)) if places is None else places)
         path = self.folder / RANKS_FILE
@@ -228,7 +231,7 @@ class RankCountRequest:
         return wanted
 
     def _say(self, line: str) -> None:
-        """Reports `line` once, even if the file is read several times."""
+        """Reports `line` only once, even if the file is read several times."""
         if line != self._said:
             self.note(line)
         self._said = line
@@ -240,9 +243,10 @@ RANKS_FILE_SECONDS = 0.2
 
 @dataclass
 class PendingChange:
-    """What the next generation is to change: the number of ranks (`world`), or the plan (`leaner`); None for neither.
+    """What the next generation changes: the number of ranks (`world`) or the plan (`leaner`). A field is None without a
+    change.
 
-    `request` reads RUN/ranks. `places` is the number of ranks that fitted at the last check.
+    `request` reads RUN/ranks. `places` is the number of ranks for which there were devices at the last check.
     """
 
     request: RankCountRequest
@@ -252,7 +256,7 @@ class PendingChange:
     _looked: float = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Returns whether RUN/ranks and the nodes are to be checked at `now`."""
+        """Returns whether to check RUN/ranks and the nodes at `now`."""
         if now < self._looked + RANKS_FILE_SECONDS:
             return False
         self._looked = now

@@ -1,12 +1,12 @@
-"""Memory of ranks that this process keeps open, so that it survives a rank: in-memory snapshots and heartbeat rows.
+"""Memory of ranks that survives a rank, because this process keeps it open: in-memory snapshots and heartbeat rows.
 
 An anonymous file exists as long as any process has it open. Ranks open it through the path of this process's
 descriptor. When this process ends, the memory is freed, and only the checkpoint on disk remains. A system without
 anonymous files has no in-memory snapshots.
 
-Only the ranks of this machine, and the ranks whose snapshots it replicates, have a file here. So the number of open
-files does not grow with the world size. One more file, the location table, has one line for each rank with the location
-of its snapshots. So the start message of a rank has the same size in any world.
+Only the ranks of this machine, and the ranks whose snapshots this machine replicates, have a file here. So the number
+of open files does not grow with the world size. A further file, the location table, has one line for each rank with the
+location of its snapshots. So the size of a start message does not depend on the world size.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class SharedFileStore:
     """The shared memory of the ranks of one plan."""
 
     system: Any = os
-    """The module that creates files. A simulated cluster replaces it."""
+    """The module whose functions create files. The simulated cluster of the tests replaces it."""
 
     def __init__(self, world: int, adopted: tuple[str, Sequence[int]] | None = None) -> None:
         """Creates the heartbeat file and the location table.
 
         `adopted` contains the key and the open files of a killed supervisor. The last of these files is the heartbeat
-        file. `close` closes them as well (snapshot_adoption.py).
+        file. `close` also closes these files (snapshot_adoption.py).
         """
         self.world, self.key = world, secrets.token_hex(8)
         self.is_open = hasattr(self.system, "memfd_create")
@@ -61,7 +61,7 @@ class SharedFileStore:
 
     def table(self, places: Iterable[str]) -> str:
         """Writes the locations of the snapshots of all ranks for the ranks that start next, and returns the path of the
-        table. The previous table is replaced. The path is empty on a system without anonymous files."""
+        table. The new table replaces the previous table. On a system without anonymous files, the path is empty."""
         if self._table >= 0:
             text = "".join(f"{place}\n" for place in places).encode()
             self.system.ftruncate(self._table, 0)
@@ -99,18 +99,18 @@ class SharedFileStore:
         return self.lend(rank)
 
     def keep(self, steps: Sequence[int]) -> None:
-        """Pins two steps that ranks do not overwrite (core/snapshots.py)."""
+        """Pins two steps: ranks do not overwrite their snapshots of these steps (core/snapshots.py)."""
         for file in self._files.values():
             if self.system.fstat(file).st_size >= HEADER_BYTES:
                 self.system.pwrite(file, array("Q", steps).tobytes(), PINNED_STEPS_FIELD * 8)
 
     def release(self, needed: Collection[int]) -> None:
-        """Closes the snapshots of all ranks outside of `needed`. No rank reads these snapshots any more."""
+        """Closes the snapshots of all ranks that are not in `needed`."""
         for rank in self._files.keys() - set(needed):
             self.system.close(self._files.pop(rank))
 
     def places(self, rank: int) -> dict[str, Any]:
-        """Returns the paths of the memory that belongs to a rank of this machine."""
+        """Returns the paths of the memory of a rank on this machine."""
         own = _fd_path(self.file(rank)) if self.is_open else ""
         return {"pulse": _fd_path(self._pulse), "own": own, "key": self.key}
 
@@ -121,12 +121,12 @@ class SharedFileStore:
         return Heartbeat(self.memory, rank)
 
     def column(self, word: HeartbeatField) -> list[int]:
-        """Returns one field of all rows, in order of rank."""
+        """Returns one field of all heartbeat rows, by rank."""
         return self._words[word::HEARTBEAT_FIELDS].tolist()
 
     def place(self, rank: int) -> dict[str, Any]:
-        """Returns the step and phase in the last heartbeat of a rank, for the event log. For rank -1, which denotes
-        all ranks, the result is empty."""
+        """Returns the step and phase in the last heartbeat of a rank, for the event log. For rank -1, which denotes all
+        ranks, it returns an empty dict."""
         if rank < 0:
             return {}
         pulse = self.pulse(rank)
@@ -138,11 +138,11 @@ class SharedFileStore:
 
     @property
     def snapshot_step(self) -> int:
-        """The newest step of which every rank of this generation has reported a snapshot."""
+        """The newest step for which every rank of this generation has reported a snapshot."""
         return min(self.column(HeartbeatField.snapshot_step)) if self.is_open else 0
 
     def begin(self, ranks: Iterable[int] | None = None) -> None:
-        """Resets the rows of `ranks`, or of all ranks, before a new generation. Snapshots keep their contents."""
+        """Resets the rows of `ranks`, or of all ranks, before a new generation. Snapshots do not change."""
         for rank in range(self.world) if ranks is None else ranks:
             first = rank * HEARTBEAT_FIELDS
             for word in (HeartbeatField.step, HeartbeatField.phase, HeartbeatField.waits, HeartbeatField.snapshot_step):
@@ -160,7 +160,7 @@ class SharedFileStore:
             self._words[rank * HEARTBEAT_FIELDS : rank * HEARTBEAT_FIELDS + len(words)] = words
 
     def written(self, seconds: float) -> None:
-        """Records that the concurrent write of a checkpoint has ended or failed."""
+        """Records that the overlapped save of a checkpoint has ended or failed."""
         for rank in range(self.world):
             row = self.pulse(rank).row
             row[HeartbeatField.saved] = round(seconds * 1e6) or row[HeartbeatField.saved]
@@ -169,7 +169,7 @@ class SharedFileStore:
     def close(self) -> None:
         """Closes all files."""
         files = [*self._files.values(), *(file for file in (self._table, self._pulse) if file >= 0)]
-        # clear the fields before closing the files, because other threads duplicate the files
+        # clears the fields before it closes the files, because other threads duplicate the files
         self._files, self._table, self._pulse, self.is_open = {}, -1, -1, False
         for file in files:
             with contextlib.suppress(OSError):
@@ -177,8 +177,8 @@ class SharedFileStore:
 
 
 def pack_heartbeats(rows: Iterable[tuple[int, bytes]]) -> list[tuple[int, str]]:
-    """Returns rows of ranks in the form in which they are sent. For each sequence of consecutive ranks it has the first
-    rank and the encoded fields of all rows.
+    """Encodes heartbeat rows for sending. Returns, for each sequence of consecutive ranks, the first rank and the
+    encoded fields of their rows.
 
     >>> [(rank, len(words)) for rank, words in pack_heartbeats([(3, bytes(64)), (4, bytes(64)), (6, bytes(64))])]
     [(3, 172), (6, 88)]

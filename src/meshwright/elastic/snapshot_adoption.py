@@ -1,22 +1,23 @@
-"""Preserves the state of a supervisor beyond its death, so that a replacement can adopt it: the generation number and
-the in-memory snapshots.
+"""Preserves the state of a supervisor (generation number and in-memory snapshots) after it was killed, so that a
+replacement can adopt it.
 
 Guarantees:
-- When a supervisor is killed, its ranks end with it. A separate process, the FD store (snapshot_fd_store.py), keeps its
-  snapshots open for `AdoptionPolicy.seconds`. Within that time, the same command on the same machine adopts them.
-- The replacement resumes from the newest step of which every rank has a complete snapshot. A partly written snapshot
-  has no step, and ranks compare digests before they read (core/snapshots.py).
+- When a supervisor is killed, its ranks end. A separate process, the FD store (snapshot_fd_store.py), keeps the
+  snapshots open for `AdoptionPolicy.seconds`. If the same command is started on the same machine within this time, it
+  adopts the snapshots.
+- The replacement resumes from the newest step of which every rank has a complete snapshot. An incomplete snapshot has
+  no step number, and ranks check the digest of a snapshot before they use it (core/snapshots.py).
 - Snapshots are not adopted if they belong to another job or version of Meshwright, or if a process of the killed
-  supervisor is still alive. A line then reports the reason, and the run resumes from its checkpoint.
-- The lease of the run folder admits one replacement at a time. The FD store retains the snapshots until the replacement
-  has opened them. So the replacement may be killed as well.
+  supervisor is still alive. Then a line reports the reason, and the run resumes from its checkpoint on disk.
+- The lock of the run folder admits one replacement at a time. The FD store retains the snapshots until the replacement
+  has opened them. So nothing is lost if the replacement is also killed.
 
 RUN/holder contains the random name of the socket. Only the owner of the run can read this file. A normal end of the run
 removes it.
 
-[Note: other plans] Snapshots can be read under any layout, as after a change of the number of ranks. If the replacement
-runs an identical job, its ranks write their snapshots to the same memory. For any other job they write to new memory,
-and the adopted memory remains until the new snapshots are complete.
+[Note: other plans] Snapshots can be restored under any plan. If the replacement runs an identical job, its ranks write
+their snapshots to the adopted memory. For another job they write to new memory, and the adopted memory is freed when
+the new snapshots are complete.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ TERMINATION_SECONDS = 10.0
 """Seconds within which the processes of a killed supervisor must end."""
 
 STARTUP_SECONDS = 10.0
-"""Seconds within which the FD store must open the snapshots. It is also the minimum time before a dead store is
-restarted."""
+"""Seconds within which the FD store must open the snapshots. Also the minimum time between two starts of an FD
+store."""
 
 MAX_STATE_BYTES = 1 << 24
-"""Maximum size of a state in bytes."""
+"""The maximum size of the sent state in bytes."""
 
 
 class AdoptionPolicy(NamedTuple):
@@ -71,8 +72,8 @@ class AdoptionPolicy(NamedTuple):
 
 
 class AdoptedSnapshots(NamedTuple):
-    """The state that a killed supervisor left: its generation, one set of snapshots, whether the job is the `same`, and
-    the seconds since the kill."""
+    """The state of a killed supervisor: its generation, a set of snapshots, whether the job is the `same`, and the
+    seconds since the kill."""
 
     generation: int
     holdings: SharedFileStore
@@ -80,8 +81,8 @@ class AdoptedSnapshots(NamedTuple):
     seconds: float
 
     def sets(self, fresh: SharedFileStore) -> tuple[SharedFileStore | None, SharedFileStore]:
-        """Returns the set that the next generation reads and the set that it writes. The first is None if both are the
-        same set. Closes `fresh` if it is unused."""
+        """Returns two sets of snapshots: the one that the next generation reads, and the one that it writes. If it
+        reads and writes the same set, the first is None. Closes `fresh` if it is unused."""
         if not self.same:
             return self.holdings, fresh
         fresh.close()
@@ -89,12 +90,12 @@ class AdoptedSnapshots(NamedTuple):
 
 
 def json_digest(*parts: Any) -> str:
-    """Returns a digest of values that JSON can represent."""
+    """Returns a digest of JSON values."""
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
 def last_step_of_run(folder: Path) -> int:
-    """Returns the last step in the records of a run folder; 0 without records or if they cannot be read."""
+    """Returns the last step in the records of a run folder, or 0 if there are no readable records."""
     try:
         return max(0, last_recorded_step(storage.read_file(folder / RECORDS_FILE_NAME, -RECORD_TAIL_BYTES, links=True)))
     except OSError:
@@ -102,7 +103,8 @@ def last_step_of_run(folder: Path) -> int:
 
 
 class SnapshotAdoption:
-    """The adoption as one supervisor sees it. Without `hold`, its snapshots end with it, and it adopts none."""
+    """The adoption of snapshots in one supervisor. Without `hold`, snapshots end with the supervisor, and none are
+    adopted."""
 
     def __init__(self, folder: Path, hold: AdoptionPolicy | None, note: Callable[[str], None]) -> None:
         """Creates the lifeline pipe if snapshots are to outlive this process."""
@@ -114,8 +116,8 @@ class SnapshotAdoption:
         self._reading = -1
         self.lifeline: int | None = None
         self._before: socket.socket | None = None
-        """The connection to the FD store of the previous supervisor. It stays open until this supervisor's FD store has
-        the snapshots."""
+        """The connection to the FD store of the previous supervisor. It stays open until the FD store of this
+        supervisor has the snapshots."""
         self._is_named = self._is_reported = False
         if self._hold is not None:
             self._reading, self.lifeline = os.pipe()
@@ -123,10 +125,10 @@ class SnapshotAdoption:
     # --- snapshots of the previous supervisor
 
     def adopt(self, work: RankJob, journal: EventLog) -> AdoptedSnapshots | None:
-        """Returns the state of the previous supervisor if that was killed recently, and records a fault. If something
-        cannot be adopted, reports the reason."""
+        """If the previous supervisor was killed recently, returns its state and records a fault. If its state cannot be
+        adopted, reports the reason and returns None."""
         if self._hold is None:
-            # the snapshots held there do not include the steps of this run
+            # the stored snapshots do not include the steps of this run
             storage.remove_if_possible(self.folder / SOCKET_NAME_FILE)
             return None
         end = self._reached()
@@ -158,7 +160,7 @@ class SnapshotAdoption:
         try:
             end.settimeout(TERMINATION_SECONDS)
             end.connect(f"\0{name}")
-        except (OSError, ValueError):  # no FD store is running any more
+        except (OSError, ValueError):  # the FD store no longer runs
             end.close()
             return None
         return end
@@ -190,7 +192,7 @@ class SnapshotAdoption:
             return None, Message("are of another job")
         process = peer_credentials(end)[0]
         holdings = None
-        for each in reversed(state["sets"]):  # a newer set is usable only if all ranks have written to it
+        for each in reversed(state["sets"]):  # a newer set is usable only if all ranks have written a snapshot to it
             holdings = _open_adopted_files(process, each)
             if holdings.snapshot_step or each is state["sets"][0]:
                 break
@@ -204,8 +206,8 @@ class SnapshotAdoption:
     # --- snapshots of this supervisor
 
     def hold(self, generation: int, work: RankJob, old: SharedFileStore | None, newest: SharedFileStore) -> None:
-        """Sends the FD store the state that a replacement would adopt. It is called before the ranks of a generation
-        start, and whenever a set is no longer needed."""
+        """Sends the FD store the state that a replacement would adopt. It is called before each start of the ranks, and
+        when a set is no longer needed."""
         sets = [newest] if old is None else [old, newest]
         if self._hold is None or not all(each.is_open for each in sets):
             return
@@ -222,8 +224,8 @@ class SnapshotAdoption:
             self._begin(self._hold)
 
     def look(self) -> None:
-        """Replaces an FD store that has died or that a replacement could not find. It is called several times a
-        second."""
+        """Starts another FD store if the current one has died or if its socket name is missing. It is called several
+        times a second."""
         if self._hold is None or not self._line or time.monotonic() < self._started + STARTUP_SECONDS:
             return
         if not self._is_named or self._process is None or self._process.poll() is not None:
@@ -241,8 +243,8 @@ class SnapshotAdoption:
             )
 
     def _begin(self, hold: AdoptionPolicy) -> None:
-        """Starts an FD store. Once it has the snapshots, releases the store of the previous supervisor. If the system
-        cannot start it, the run continues without one."""
+        """Starts an FD store, and then releases the FD store of the previous supervisor. If the system cannot start a
+        process, the run continues without an FD store."""
         self._end()
         self._started, self._is_named = time.monotonic(), False
         name = f"meshwright-{secrets.token_hex(16)}"
@@ -287,8 +289,8 @@ class SnapshotAdoption:
             self._process = None
 
     def close(self) -> None:
-        """Removes everything, since nothing remains to be adopted after the run. A replacement that has not begun does
-        not touch the existing FD store."""
+        """Ends the FD store, since nothing is adopted after the end of a run. A replacement that has not begun leaves
+        the existing FD store running."""
         self._end()
         if self._is_named:
             self._is_named = False

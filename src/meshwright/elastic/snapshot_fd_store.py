@@ -1,17 +1,17 @@
-"""The FD store: a process that keeps the in-memory snapshots of a run open after its supervisor was killed, until a
-replacement adopts them (snapshot_adoption.py).
+"""The FD store: a process that keeps the in-memory snapshots of a run open after the supervisor was killed, until a
+replacement adopts the snapshots (snapshot_adoption.py).
 
 Guarantees:
 - The process ends in three cases: the supervisor ends it, as at every normal end of a run; `seconds` have passed since
   the death of a supervisor without a replacement; or a replacement has adopted the snapshots.
 - No process receives the snapshots while another process can still write to them. The supervisor, the fork server and
-  all ranks have the write end of one pipe, the lifeline. This process waits until all of them have closed it.
-- It answers only processes of the same user, one at a time.
+  all ranks have the write end of a pipe, the lifeline. The FD store waits until all of them have closed it.
+- The FD store answers only processes of the same user, one at a time.
 
-It reads states from standard input, one per line (`SnapshotAdoption.hold`). It opens the files that are new in a state
-and closes those that are no longer in it. After the first state it closes standard output. A replacement connects to
-the abstract Unix socket NAME and receives the newest state, in which files are descriptor numbers of this process. The
-replacement opens them under /proc and sends `taken`.
+The FD store reads states from standard input, one per line (`SnapshotAdoption.hold`). For each state it opens new files
+and closes files that the state no longer contains. After the first state it closes standard output. A replacement
+connects to the abstract Unix socket NAME and receives the newest state. There, files are descriptor numbers of the FD
+store. The replacement opens them under /proc and sends `taken`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshwright.core.signals import STOP_SIGNALS
 
 ADOPTED_REPLY = b"taken"
 ADOPTION_SECONDS = 600.0
-"""Seconds within which a connected replacement must adopt the snapshots. In this time it also loads torch."""
+"""Seconds within which a connected replacement must adopt the snapshots. This includes the time to load torch."""
 
 SEND_SECONDS = 5.0
 
@@ -71,7 +71,7 @@ class SnapshotFdStore:
     def _receive(self) -> None:
         messages, ended = self.commands.read()
         for message in messages:
-            # The supervisor was killed too early to open its files: the previous state stays valid.
+            # If the supervisor was killed before this process could open the files, the previous state stays valid.
             with contextlib.suppress(OSError):
                 self._replace(message)
         if ended:
@@ -80,7 +80,7 @@ class SnapshotFdStore:
             self.deadline = self.killed_at + self.seconds
 
     def _replace(self, state: IpcMessage) -> None:
-        """Replaces the state as a whole, or raises OSError and retains the previous state. Files of a set that is in
+        """Replaces the state completely, or raises OSError and keeps the previous state. The files of a set that is in
         both states stay open."""
         fresh: dict[str, list[int]] = {}
         try:
@@ -104,7 +104,7 @@ class SnapshotFdStore:
             return
         self.waiting.unregister(self.lifeline)
         if self.deadline is None:
-            self._receive()  # reads a last state that may still be in the pipe
+            self._receive()  # reads the last states from the pipe
         self.waiting.register(self.listening, selectors.EVENT_READ, self._admit)
 
     def _admit(self) -> None:
@@ -115,15 +115,15 @@ class SnapshotFdStore:
         sets = [{**each, "files": self.files[each["key"]]} for each in self.state["sets"]]
         answer = {**self.state, "sets": sets, "killed": time.monotonic() - self.killed_at}
         end.settimeout(SEND_SECONDS)
-        with contextlib.suppress(OSError):  # the replacement has disconnected and continues without the snapshots
+        with contextlib.suppress(OSError):  # the replacement has disconnected and will not adopt the snapshots
             end.sendall(json.dumps(answer).encode() + b"\n")
         self.replacement, self.deadline = end, time.monotonic() + ADOPTION_SECONDS
         self.waiting.unregister(self.listening)
         self.waiting.register(end, selectors.EVENT_READ, self._finish)
 
     def _finish(self) -> None:
-        """Handles the reply of the replacement. If it ended without adopting the snapshots, another replacement may
-        connect."""
+        """Handles the reply of the replacement. If the replacement has ended without adopting the snapshots, another
+        replacement may connect."""
         assert self.replacement is not None
         received = b""
         with contextlib.suppress(OSError):
@@ -136,7 +136,7 @@ class SnapshotFdStore:
 
 
 def open_snapshot_file(path: str, key: str) -> int:
-    """Returns a new descriptor of the anonymous memory at `path`, which belongs to the set `key`.
+    """Returns a new descriptor of the anonymous memory at `path`, a file of the set `key`.
 
     Raises: OSError if the path now refers to another file.
     """
@@ -160,7 +160,7 @@ def peer_credentials(end: socket.socket) -> tuple[int, int]:
 
 
 def is_same_user(end: socket.socket) -> bool:
-    """Returns whether the peer of a Unix socket runs as the same user."""
+    """Returns whether the peer of a Unix socket runs as the user of this process."""
     return peer_credentials(end)[1] == os.geteuid()
 
 
@@ -168,7 +168,7 @@ def main() -> None:
     """Runs the process with the arguments NAME, SECONDS and LIFELINE."""
     name, seconds, lifeline = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the supervisor receives these signals too and decides
+        signal.signal(number, signal.SIG_IGN)  # the supervisor also receives these signals and decides what to do
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("mesh-holder")
     os.chdir("/")

@@ -1,35 +1,34 @@
 """Replicates in-memory snapshots between nodes: a snapshot server and a replicator on each node, and a coordinator on
 the leader.
 
-`SnapshotServer` serves the snapshots of one node to the ranks of other nodes. The memory outlives ranks. Clients read
-it over the network and never write to it. A request is one line, {"key", "rank", "begin", "size"}. The response is one
-line, {"size", "whole"}, followed by `size` bytes. `whole` is the total size of the memory. The server sends fewer bytes
-than requested at the end of the memory, and none if there is no such memory. The listener authenticates clients
+`SnapshotServer` serves the snapshots of one node to the ranks of other nodes. Clients read the memory over the network
+and never write to it. A request is one line, {"key", "rank", "begin", "size"}. The response is one line, {"size",
+"whole"}, followed by `size` bytes. `whole` is the total size of the memory. At the end of the memory, the server sends
+fewer bytes than requested; if the memory does not exist, it sends none. The listener authenticates clients
 (core/secure_channel.py).
 
 A replica contains the newest complete snapshots of the ranks of another node, so that they survive the loss of that
-node. A node has at most one replica and reads it concurrently with training.
+node. A node stores the replica of at most one other node and fetches it while training continues.
 
 Guarantees of a replica:
 - Its header names a snapshot only when all bytes of the snapshot are present and match the digest that the rank wrote.
   Until then the previous snapshot stays valid.
-- It is stored and served like a local snapshot of its rank (shared_files.py). It needs memory for two snapshots.
+- It is stored and served like a local snapshot (shared_files.py). It needs memory for two snapshots.
 
 `ReplicationCoordinator` decides which step has replicas and which step is replicated next.
 
 Guarantees of the coordinator:
 - After the first complete round, there is always a step of which every rank has a snapshot. The ranks of every node
   except the first also have a replica of this step on another node.
-- Ranks overwrite this step only when the next replicated step is complete everywhere. The loss of a node costs the
-  steps since then.
+- Ranks overwrite their snapshots of this step only when the replicas of a later step are complete. The loss of a node
+  costs the steps since the last step with complete replicas.
 - The first node has no replica. If it is lost, the run resumes from disk.
 
-Rule: The step to replicate is the newest step of rank 0. The snapshots of each node except the first are copied by the
-next node, and those of the last node by the first. If a step is overwritten before it is copied, later rounds request a
-step further ahead, at most MAX_STEPS_AHEAD. After ROUNDS_BEFORE_SHRINK complete rounds in a row, this distance shrinks
-by one step. After a round the links are idle for as long as the copy took. While a round waits for a step, it does not
-load the links. With a distance of `ahead` steps and copies that take c steps, the loss of a node costs at most ahead +
-3 c steps.
+Rule: The step to replicate is the newest step of rank 0. Each node except the first is copied by the next node; the
+last node is copied by the first. If ranks overwrite a step before it is copied, later rounds request a step in the
+future, at most MAX_STEPS_AHEAD steps ahead. After ROUNDS_BEFORE_SHRINK complete rounds in a row, this distance shrinks
+by one step. After a round, replication pauses for as long as the copy took. If the distance is `ahead` steps and copies
+take c steps, the loss of a node costs at most ahead + 3 c steps.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_locations import SnapshotLocations
 
 OpenSnapshot = Callable[[str, int], int | None]
-"""A function that opens the snapshot file of a rank again, by the key of its store. The caller closes the descriptor.
-It is a new descriptor, because the store may close its own at any time."""
+"""A function (key of a store, rank) that opens the snapshot file of the rank again. It returns a new descriptor,
+because the store may close its own at any time. The caller closes the new descriptor."""
 
 
 class SnapshotServer:
-    """Serves the files that `find` returns, at its own address. `failed` gets a line when a thread fails."""
+    """Serves the files that `find` returns, on a separate address. If a thread fails, `failed` receives a line."""
 
     def __init__(
         self, host: str, token: str, find: OpenSnapshot, failed: Callable[[str], None] = lambda line: None
@@ -109,15 +108,15 @@ POLL_SECONDS = 0.005
 """Seconds between two checks for a snapshot of the requested step."""
 
 FETCH_BYTES = 4 << 20
-"""Number of bytes that one request reads."""
+"""The number of bytes that one request reads."""
 
 REPLICA_SLOTS = 2
-"""Number of snapshot slots in the file of a replica."""
+"""The number of snapshot slots in the file of a replica."""
 
 
 class ReplicationRequest(NamedTuple):
-    """A request to copy the snapshots of `step` from the snapshot server at `address`. `files` maps each rank to an
-    open file, which is closed afterwards."""
+    """A request to copy the snapshots of `step` from the snapshot server at `address`. `files` maps each rank to the
+    open file of its replica, which is closed afterwards."""
 
     number: int
     key: str
@@ -127,8 +126,9 @@ class ReplicationRequest(NamedTuple):
 
 
 class SnapshotReplicator:
-    """Copies snapshots of another node in its own thread. After a request, `done` gets its number, whether the copy is
-    complete, the seconds that copying took, and what failed; empty if the step was only overwritten."""
+    """Copies snapshots of another node in a background thread. After each request it calls `done` with four values: the
+    request number, whether the copy is complete, the seconds of copying, and what failed. The last value is '' if the
+    step was only overwritten."""
 
     def __init__(self, token: str, done: Callable[[int, bool, float, str], None]) -> None:
         self._token, self._done = token, done
@@ -140,14 +140,14 @@ class SnapshotReplicator:
         start_background_thread("mirror", self._run, self._fail)
 
     def order(self, order: ReplicationRequest) -> None:
-        """Queues a request and cancels the previous one if it is still in progress."""
+        """Queues a request. If the previous request is still in progress, it is cancelled."""
         self._latest = order
         self._ranks.append(order.files.keys())
         self._orders.put(order)
 
     @property
     def ranks(self) -> set[int]:
-        """The ranks of the last two requests. The replicas of the earlier request are valid until those of the later
+        """The ranks of the last two requests. The replicas of the earlier request are needed until those of the later
         one are complete."""
         return {rank for ranks in self._ranks for rank in ranks}
 
@@ -161,7 +161,7 @@ class SnapshotReplicator:
             self._seconds, why = 0.0, ""
             try:
                 whole = all(self._copy(order, rank, file) for rank, file in order.files.items())
-            except Exception as error:  # the node is lost or silent, or what it sends is no snapshot
+            except Exception as error:  # the node is lost or silent, or its response is not a snapshot
                 whole, why = False, " ".join(f"{order.address}: {type(error).__name__}: {error}".split())
                 self._clients.clear()
             finally:
@@ -171,7 +171,7 @@ class SnapshotReplicator:
                 self._done(order.number, whole, self._seconds, why)
 
     def _fail(self, line: str) -> None:
-        """Ends the request in progress after a failure of the thread itself."""
+        """Ends the request in progress because the thread itself has failed."""
         if (order := self._latest) is not None:
             self._done(order.number, False, self._seconds, line)
 
@@ -205,8 +205,8 @@ class SnapshotReplicator:
                 here.lay(index, there.size, len(there.slots))
                 view[HEADER_BYTES : HEADER_BYTES + len(index)] = index
             if order.step in here.steps and there.is_digest(order.step, here.digest(order.step), index):
-                return True  # an earlier round, cancelled by a lost node, has copied it
-            here.forget(order.step - 1)  # this step and later steps of the replica predate a rollback
+                return True  # an earlier round, which the loss of a node cancelled, has copied this step
+            here.forget(order.step - 1)  # the replica's snapshots of this and later steps are older than a rollback
             slot, digest = here.take(REPLICA_SLOTS), xxhash.xxh3_64()
             (begin, size), to = (there.place_of_data(order.step), there.size), here.begin(slot)
             for at in range(0, size, FETCH_BYTES):
@@ -232,8 +232,8 @@ class SnapshotReplicator:
         return self._clients[place]
 
     def _await(self, order: ReplicationRequest, client: SnapshotClient) -> SnapshotHeader | None:
-        """Returns the header of the snapshot file once it has the step. Returns None if the step was overwritten or the
-        request was cancelled."""
+        """Waits for the requested step, and returns the header of the snapshot file that contains it. Returns None if
+        the step was overwritten or the request was cancelled."""
         while order is self._latest:
             words = client.fetch(0, HEADER_BYTES)
             head = SnapshotHeader(memoryview(words.ljust(HEADER_BYTES, b"\0")).cast("Q"))
@@ -247,14 +247,14 @@ class SnapshotReplicator:
 
 MAX_STEPS_AHEAD, ROUNDS_BEFORE_SHRINK = 64, 8
 ROUND_TIMEOUT_SECONDS = 600.0
-"""Seconds after which a round whose step is there is given up, and the next one begins."""
+"""Seconds after which a round is cancelled if its step exists and has not been copied. Then the next round begins."""
 
 RETRY_SECONDS = 1.0
-"""Seconds between a round that failed and the next one."""
+"""Seconds between a failed round and the next round."""
 
 
 class ReplicatedNode(Protocol):
-    """A node as the coordinator sees it: its name, the address of its snapshot server and its ranks."""
+    """A node, as the coordinator needs it: its name, the address of its snapshot server and its ranks."""
 
     name: str
     lender: str
@@ -262,10 +262,11 @@ class ReplicatedNode(Protocol):
 
 
 class ReplicationCoordinator:
-    """Orders replication rounds. `tell` sends a message to a node. `mirror` is the replicator of this node, and `here`
-    the address of its snapshot server.
+    """Coordinates replication rounds. `tell` sends a message to a node. `mirror` is the replicator of the leader's
+    node, and `here` is the address of the leader's snapshot server.
 
-    A round that fails is reported once until one is complete again (`take_reports`), and the next round begins.
+    After a failed round the next round begins. Of several failed rounds in a row, only the first is reported
+    (`take_reports`).
     """
 
     def __init__(
@@ -282,10 +283,10 @@ class ReplicationCoordinator:
         self._waits: set[int] = set()
         self._reports: list[IpcMessage] = []
         self._why = ""
-        """What failed in the round in progress; `_is_degraded` says that a failure was reported."""
+        """What failed in the current round. `_is_degraded`: whether a failure was reported."""
         self._is_degraded = False
         self._there = 0.0
-        """When the step of the round in progress was first seen; 0 before."""
+        """The time at which the step of the current round was first available, or 0."""
         self._where: dict[int, str] = {}
         self._failed = False
         self._whole = self._step = self._ahead = self._calm = 0
@@ -306,7 +307,7 @@ class ReplicationCoordinator:
 
     def look(self, nodes: Sequence[ReplicatedNode], others: int) -> None:
         """Starts the next round when none is in progress and there is a newer step to replicate. `others` is the number
-        of ranks outside of the first node."""
+        of ranks that are not on the first node."""
         holdings = self._holdings
         if holdings is None or not holdings.is_open:
             return
@@ -347,7 +348,7 @@ class ReplicationCoordinator:
     def _order_here(self, message: IpcMessage, holdings: SharedFileStore) -> None:
         try:
             self._mirror.order(replication_request(message, holdings))
-        except OSError as error:  # no descriptor is left here: training goes on without this round
+        except OSError as error:  # no descriptor is left here: training continues without this round
             self.heard({"number": message["number"], "whole": False, "seconds": 0.0, "why": str(error)})
 
     def heard(self, message: IpcMessage) -> None:
@@ -377,7 +378,7 @@ class ReplicationCoordinator:
                 self._reports.append({"event": "notice", "line": line})
 
     def _limit_round(self, newest: int) -> None:
-        """Gives a round up whose step has been there for ROUND_TIMEOUT_SECONDS."""
+        """Cancels the current round if its step has been available for ROUND_TIMEOUT_SECONDS."""
         if newest < self._step:
             return
         self._there = self._there or self._clock()
@@ -398,13 +399,13 @@ class ReplicationCoordinator:
             self._reports.append({"event": "degraded", "line": line, "decision": Message("tried again")})
 
     def take_reports(self) -> list[IpcMessage]:
-        """Returns the events since the last call: snapshots are not mirrored, or are mirrored again."""
+        """Returns the reports since the last call: replication has failed, or works again."""
         reports, self._reports = self._reports, []
         return reports
 
     @property
     def ranks(self) -> set[int]:
-        """The ranks whose snapshots this node replicates."""
+        """The ranks whose snapshots the leader's node replicates."""
         return self._mirror.ranks
 
     def close(self) -> None:
@@ -412,12 +413,12 @@ class ReplicationCoordinator:
         self._mirror.close()
 
     def lost(self) -> None:
-        """Cancels the round in progress after the loss of a node."""
+        """Cancels the current round after the loss of a node."""
         self._waits.clear()
 
 
 def replication_request(message: IpcMessage, holdings: SharedFileStore) -> ReplicationRequest:
-    """Builds a request from a message, with the files of this node."""
+    """Returns the request that a message describes, with the files of this node."""
     files: dict[int, int] = {}
     try:
         for rank in message["ranks"]:

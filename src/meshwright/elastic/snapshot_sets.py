@@ -1,5 +1,5 @@
-"""Owns the in-memory snapshots of a run: those that the ranks write, those of the previous plan while they are still
-needed, and the process that preserves both when the supervisor is killed.
+"""Owns the in-memory snapshots of a run: those of the current plan, and those of the previous plan while they are still
+needed. It also owns the process that preserves both if the supervisor is killed.
 
 Guarantees: the newest complete snapshots stay readable through any number of changes of the plan.
 """
@@ -16,7 +16,7 @@ from meshwright.elastic.snapshot_locations import SnapshotLocations
 class SnapshotSets:
     """The set `newest`, which the ranks write, and `old`, which they read until `newest` is complete.
 
-    `locations` says where snapshots are in a run on several machines; None when all of them are local.
+    `locations` are the locations of snapshots in a run on several machines, or None if all snapshots are local.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class SnapshotSets:
         return self.old or self.newest
 
     def adopt(self, work: RankJob, journal: EventLog) -> int | None:
-        """Takes over the snapshots of a killed supervisor. Returns its generation; None if there is nothing to
-        adopt."""
+        """Takes over the snapshots of a killed supervisor. Returns the generation of that supervisor, or None if there
+        is nothing to adopt."""
         found = self.adoption.adopt(work, journal)
         if found is None:
             return None
@@ -40,27 +40,27 @@ class SnapshotSets:
         return found.generation
 
     def begin(self, generation: int, work: RankJob) -> None:
-        """Prepares the files for the ranks of a generation, and has them preserved."""
+        """Prepares the files for the ranks of a generation, and passes them to the process that preserves them."""
         if self.old is not None and self.is_newest_usable():
             self._close_old()
         self.newest.begin()
         self.adoption.hold(generation, work, self.old, self.newest)
 
     def release_old(self, generation: int, work: RankJob) -> None:
-        """Closes the snapshots of the previous plan once nobody needs them."""
+        """Closes the snapshots of the previous plan once they are no longer needed."""
         self._close_old()
         self.adoption.hold(generation, work, self.old, self.newest)
 
     def is_old_obsolete(self) -> bool:
-        """Whether the snapshots of the current plan are complete, and survive the loss of a node as those of the
-        previous plan do."""
+        """Whether the snapshots of the current plan are complete, and would survive the loss of a node if those of the
+        previous plan would."""
         if self.old is None or not self.newest.snapshot_step:
             return False
         return self._locations is None or self._locations.is_safe(self.newest.key)
 
     def is_newest_usable(self) -> bool:
-        """Whether the next ranks can resume from snapshots of the current plan, while those of the previous plan still
-        exist."""
+        """Whether the next ranks can resume from snapshots of the current plan although those of the previous plan
+        still exist."""
         return self._locations is not None and self._locations.has(self.newest.key)
 
     def change(self, fresh: SharedFileStore) -> None:
@@ -76,7 +76,7 @@ class SnapshotSets:
         self.old = None
 
     def close(self) -> None:
-        """Closes everything: the run has ended."""
+        """Closes everything after the end of the run."""
         self.adoption.close()
         self.newest.close()
         self._close_old()

@@ -1,19 +1,19 @@
 """Runs one job on its ranks from start to end and recovers from faults.
 
-Guarantees: The run has exactly the requested world size. When a rank dies or hangs, the next generation resumes from
-the in-memory snapshots of the last step, without a person. A fault without recovery ends with a diagnosis that names
-the first failing rank. Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within
-`grace_period` seconds.
-A second signal ends it at once. No process is left behind in any case.
+Guarantees: The run has exactly the requested world size. When a rank dies or hangs, the run resumes from the in-memory
+snapshots of the last step without user action. A fault without recovery ends with a diagnosis that names the first
+failing rank. Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace_period` seconds. A
+second signal ends the run at once. In no case is a process left behind.
 
-[Note: generations] A fault ends all ranks of its generation. The next generation has its own store prefix, so that no
-rank or message of the old generation can join it. It is forked from a preloaded process and reads the memory that this
-process keeps open (shared_files.py). Measurements show that this is as fast as reusing the survivors, whose collectives
-must first time out or be torn down. It also needs one code path instead of two.
+[Note: generations] A generation is one start of all ranks. A fault ends all ranks of its generation. The next
+generation has its own key prefix in the store, so that no rank or message of the old generation can interfere. Its
+ranks are forked from a preloaded process and read the memory that the supervisor keeps open (shared_files.py).
+Measurements show that this is as fast as reusing the surviving ranks, whose collectives must first time out or be torn
+down. It also needs one code path instead of two.
 
 [Note: other numbers of ranks] A rank may be lost permanently, or the user may request another number of ranks. Then
-`replan` returns the job for that number. The next generation can read the last snapshots under any layout. The old
-snapshots stay until all new ranks have written their own. On several machines they stay until these have replicas.
+`replan` returns the job for the new number. The next generation can read the last snapshots under any plan. The old
+snapshots stay until all ranks have new snapshots, and on several machines until the new snapshots have replicas.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from meshwright.elastic.writer_supervisor import WRITER_RANK, WriterSupervisor
 __all__ = ["FaultPolicy", "RankJob", "Supervisor"]
 
 TICK_SECONDS = 0.1  # seconds between clock checks
-SETTLE_SECONDS = 1.0  # seconds for which other ranks may report their errors once one has failed
+SETTLE_SECONDS = 1.0  # seconds for which other ranks may report errors after a rank has failed
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Supervisor:
     agent: LocalAgent | None = None
     """A ready agent that outlives this run. Without one, the run creates its own agent."""
     early: str = Message("before the first step")
-    """Describes the moment at which a stop request came before any rank began to train."""
+    """The text for the time of a stop request that came before any rank began to train."""
     _stop: StopRequest = field(default_factory=StopRequest)
     _begun: bool = False
 
@@ -108,7 +108,7 @@ class Supervisor:
         self._slots.name, self._slots.first = self._agent.name_of, self._agent.devices
         try:
             with stop_signal_handler(self._stop.on_signal):
-                # the snapshots of a killed supervisor are read by the next generation, as after any fault
+                # the next generation reads the snapshots of a killed supervisor, as after any fault
                 if (adopted := self._sets.adopt(self.work, self._journal)) is not None:
                     self.generation, self._begun = adopted + 1, True
                 if self.agent is None and not self._await_ready():
@@ -128,8 +128,8 @@ class Supervisor:
         return self._sets.newest
 
     def _await_ready(self) -> bool:
-        """Waits until ranks can be forked. Returns False when the fork server has ended instead."""
-        # after training has begun, the first request lets everything be saved
+        """Waits until ranks can be forked. Returns False if the fork server has ended."""
+        # once training has begun, the first stop request still lets the run save
         while len(self._stop.signals) < 1 + self._begun:
             for event in (events := self._agent.events(TICK_SECONDS)):
                 self._heed_others(event)
@@ -148,7 +148,7 @@ class Supervisor:
     # --- one generation
 
     def _generate(self) -> Attempt:
-        """Runs one generation until it is done, fails, or is to be ended."""
+        """Runs one generation until it is done, fails, or has to end."""
         if self._slots.free(self._agent.slots) is not None:  # nodes may have joined or left since devices were assigned
             self.work = replace(self.work, slots=self._slots.seat(self.work.world))
         now = self._now = Attempt(self.work, self.generation, self._hear, clock=self._agent.outside.clock)
@@ -163,7 +163,7 @@ class Supervisor:
         if self._stop.deadline is not None:  # a fault occurred after a stop request
             now.tell(self._agent, {"stop": self._stop.signals[0]})
         while now.living and not self._stop.is_forced:
-            # handle all earlier messages before checking for hangs, even if this process was suspended for long
+            # handles all earlier messages before it checks for hangs, even if this process was suspended for long
             heard = clock()
             for event in self._agent.events(TICK_SECONDS):
                 self._heed_others(event)
@@ -207,8 +207,7 @@ class Supervisor:
         return self.work.slots or self._slots.of(self.work.world)
 
     def _heed_others(self, event: IpcMessage) -> None:
-        """Handles events of nodes, of the device probe and of the checkpoint writer. All three may outlive a
-        generation."""
+        """Handles events of nodes, of the device probe and of the checkpoint writer. These may outlive a generation."""
         if event["event"] == "pulse" and event["generation"] == self.generation:
             self._holdings.heard(event["rows"])
         elif self._journal.heed_node(event):
@@ -221,15 +220,15 @@ class Supervisor:
     def _is_failed(self, now: Attempt, heard: float) -> bool:
         """Returns whether the generation has failed and the culprit is known.
 
-        After a lost connection or a failure without recovery, other ranks get SETTLE_SECONDS to report errors. The time
-        counts up to `heard`, the start of this round.
+        After a lost connection or a failure without recovery, other ranks get SETTLE_SECONDS to report errors. `heard`:
+        the time up to which messages have been handled.
         """
         self._stop.expire(self._agent.outside.clock())
         return now.waited(heard) > SETTLE_SECONDS or (now.guilty and self.care.retries > 0 and self._begun)
 
     def _is_resized(self, now: Attempt) -> bool:
-        """Returns whether to use another number of ranks or other devices. Closes the old snapshots once the new ones
-        are complete."""
+        """Returns whether the run has to continue with another number of ranks or on other devices. Also closes the old
+        snapshots once the new ones are complete."""
         change, places, clock = self._change_to, self._agent.places, self._agent.outside.clock
         if not self._writer.lives and self._sets.is_old_obsolete():
             self._sets.release_old(self.generation, self.work)
@@ -248,7 +247,7 @@ class Supervisor:
     # --- between generations
 
     def _heals(self, now: Attempt) -> bool:
-        """Returns whether to try another generation ([Note: giving up] in restart_policy.py)."""
+        """Returns whether to start another generation ([Note: giving up] in restart_policy.py)."""
         if self._agent.ended and now.living and not now.guilty:
             removed = self._agent.status()
             if self._stop.is_forced or not self._begun or not self.care.retries:
@@ -269,7 +268,7 @@ class Supervisor:
             "cause": failure_cause(first),
             "detection": now.silent,
         }
-        done = max(self._journal.last, place.get("step", 0) - 1)  # rank 0 may not have said so yet
+        done = max(self._journal.last, place.get("step", 0) - 1)  # rank 0 may not have reported this step yet
         change, policy = self._change_to, self._retries
         policy.verdict = policy.count(first, done, hungry)
         if policy.verdict and hungry and (work := _lower_memory_job(self)) is not None:
@@ -343,7 +342,7 @@ class Supervisor:
             self._change_to.world, self._change_to.places = places, self._agent.places
 
     def _change(self, work: RankJob) -> None:
-        """Switches to the job `work`. The current snapshots stay until there are snapshots of `work`."""
+        """Switches to the job `work`. The current snapshots stay until those of `work` are complete."""
         fresh = self._agent.outside.holdings(work.world)
         self._journal.resize(self.work.world, work.world, work.plan, self.generation, work.plan == self.work.plan)
         self.work = replace(work, slots=self._slots.seat(work.world))
@@ -367,8 +366,8 @@ def _resize(run: Supervisor, world: int) -> None:
 
 
 def _request_stop(run: Supervisor, now: Attempt) -> None:
-    """Handles a stop request. The first one lets the step end. A second one, or one before any rank began to train,
-    ends the run at once."""
+    """Handles a stop request. The first request lets the step end. A second request, or a request before any rank began
+    to train, ends the run at once."""
     reason = run._stop.signals[0]
     if len(run._stop.signals) > 1 or not run._begun:
         run._stop.is_forced = True
@@ -385,9 +384,9 @@ def _request_stop(run: Supervisor, now: Attempt) -> None:
 
 
 def _revive(run: Supervisor) -> None:
-    """Starts another fork server. One that ends before it is ready counts as a failure and is tried again.
+    """Starts another fork server. If it ends before it is ready, this counts as a failure and is retried.
 
-    Raises: RankFailed when the retries are used up.
+    Raises: RankFailed after the last retry.
     """
     run._agent.again()
     run._slots.probed()
@@ -404,8 +403,8 @@ def _revive(run: Supervisor) -> None:
 
 
 def _run_attempts(run: Supervisor) -> Attempt:
-    """Runs generations one after the other until one is not recovered. An OSError in a call of the supervisor ends a
-    generation like a failed rank: it is counted, and the next generation resumes from memory."""
+    """Runs generations one after the other until the run ends or cannot recover. An OSError in the supervisor ends a
+    generation like a failed rank: it counts as a failure, and the next generation resumes from memory."""
     recovers = False
     while True:
         try:
@@ -422,7 +421,7 @@ def _run_attempts(run: Supervisor) -> Attempt:
 
 
 def _lower_memory_job(run: Supervisor) -> RankJob | None:
-    """Returns the same job under a plan that takes less memory, or None ([Note: leaner] in restart_policy.py)."""
+    """Returns the same job under a plan that takes less memory, or None ([Note: lower memory] in restart_policy.py)."""
     if run.care.leaner is None:
         return None
     try:
@@ -434,7 +433,7 @@ def _lower_memory_job(run: Supervisor) -> RankJob | None:
 
 
 def _finish(run: Supervisor, now: Attempt) -> None:
-    """Returns after success, else raises the error that failed or stopped the run."""
+    """Returns after success. Otherwise it raises the error that failed or stopped the run."""
     signals = run._stop.signals
     if now.failures and len(signals) < 2:
         instead = run.care.instead(run.work) if run._retries.hungry else ""
@@ -447,7 +446,8 @@ def _finish(run: Supervisor, now: Attempt) -> None:
                 early=run.early,
             )
         )
-    if signals and (now.failures or now.stopped or run._stop.is_forced):  # else the last step was done all the same
+    # otherwise the last step was completed despite the signal
+    if signals and (now.failures or now.stopped or run._stop.is_forced):
         saved = len(now.stopped) == run.work.world
         how = Message("everything is saved") if saved else Message("the step in progress was given up")
         raise Interrupted(

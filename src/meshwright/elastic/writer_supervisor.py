@@ -1,14 +1,14 @@
-"""Supervises the process that writes a checkpoint concurrently with training. There is one process at a time, and no
-request is dropped.
+"""Supervises the writer, the process that writes a checkpoint while training continues. There is at most one writer at
+a time, and no request is dropped.
 
-Rule: If a save is requested while another is written, it begins when that write has ended. Ranks are informed that no
-write is in progress only after the last requested save. The writer may outlive the ranks that requested the save, and
-their plan. Their snapshots stay in memory until the writer has read them. The writer ends with the fork server.
+Rule: If a save is requested during another save, it begins when the other one has ended. Only after the last requested
+save, ranks are informed that no save is in progress. The writer may outlive the ranks that requested the save, and
+their plan. The snapshots stay in memory until the writer has read them. If the fork server ends, the writer ends.
 
 Guarantees: Training continues whatever happens to the writer. If the writer raises an exception, is killed by a signal
-or waits for a disk that does not respond, only this checkpoint is lost. The loss is reported, written to the event log
-and counted. A writer that makes no progress for `limit` seconds is killed. If a disk call cannot be interrupted, the
-killed writer does not end. It is then abandoned and reads no snapshot any more.
+or waits for a disk that does not respond, only its checkpoint is lost. The loss is reported, logged and counted. A
+writer without progress for `limit` seconds is killed. If it does not end because its disk call cannot be interrupted,
+it is abandoned. An abandoned writer reads no snapshot any more.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
 from meshwright.elastic.shared_files import SharedFileStore
 
 WRITER_RANK = -1
-"""The pseudo-rank of the process that writes a checkpoint from the in-memory snapshots."""
+"""The pseudo-rank of the writer."""
 
 NO_PROGRESS_SECONDS = 10.0
-"""Seconds without progress of the writer after which a line reports it."""
+"""Seconds without progress of the writer after which a line reports the lack of progress."""
 
 BLOCKED_SECONDS = 5.0
 """Seconds for which a checkpoint may block training before a line reports it."""
@@ -41,8 +41,8 @@ KILL_SECONDS = 5.0
 
 @dataclass
 class BlockedTraining:
-    """Reports training that a checkpoint blocks. The first line comes after BLOCKED_SECONDS. Each later line comes
-    after twice the time of the previous line."""
+    """Reports training that a checkpoint blocks. The first line comes after BLOCKED_SECONDS, and each further line
+    after twice the time of the line before."""
 
     since: float | None = None
     limit: float = BLOCKED_SECONDS
@@ -76,16 +76,16 @@ class WriterSupervisor:
     note: Callable[[str], None]
     command: Callable[..., None] = lambda *_, **__: None
     limit: float = 60.0
-    """Seconds without progress after which the process is killed."""
+    """Seconds without progress after which the writer is killed."""
     clock: Callable[[], float] = time.monotonic
     signs: Callable[[int], ProcStats] = read_proc_stats
     lives: bool = False
-    """Whether the writer may still have to read snapshots."""
+    """Whether the writer may still need snapshots."""
     _next: IpcMessage | None = None
     _start: Callable[[IpcMessage], None] = lambda _: None
     _request: IpcMessage = field(default_factory=dict)
-    """The message with which rank 0 requested the current save. It contains the step and the seconds for which training
-    was blocked."""
+    """The message with which rank 0 requested the current save. It contains the step, and the seconds for which the
+    request blocked training."""
     _saved: bool = False
     _why: str = ""
     _seconds: float = 0.0
@@ -97,7 +97,7 @@ class WriterSupervisor:
     _standing: BlockedTraining = field(default_factory=BlockedTraining)
 
     def begin(self, start: Callable[[IpcMessage], None], request: IpcMessage) -> None:
-        """Calls `start` for the save that `request` requests, at once or after the current save has ended."""
+        """Calls `start` for the save in `request`, at once or after the current save has ended."""
         self._start = start
         if self.lives:
             self._next = request
@@ -110,7 +110,7 @@ class WriterSupervisor:
         """Handles the messages and the exit of the writer."""
         kind = event["event"]
         if not self.lives:
-            return  # the exit of an abandoned writer
+            return  # this is the exit of an abandoned writer
         if kind == "started":
             self._process, self._moved = event["pid"], self.clock()
         elif kind == "refused":

@@ -106,7 +106,7 @@ def _check_supported(given: Mapping[str, Any], kind: str) -> None:
     """Checks that the kind exists and that its reference model supports the given sizes.
 
     Raises:
-        InputError: it does not exist, or does not support them.
+        InputError: the kind does not exist, or does not support the sizes.
     """
     if kind not in MODEL_KINDS:
         raise InputError(
@@ -154,7 +154,7 @@ def _check_layers(given: Mapping[str, Any]) -> None:
     """Checks that the reference models have the given kind of attention and of positions.
 
     Raises:
-        InputError: they have not.
+        InputError: no reference model has them.
     """
     if given.get("mla") not in (None, 0, "0"):
         raise InputError(
@@ -185,7 +185,7 @@ def _required_size(given: Mapping[str, Any], name: str) -> int:
 
 
 def _optional_count(given: Mapping[str, Any], name: str) -> int:
-    """Returns the count `name`, 0 where it is missing or empty."""
+    """Returns the count `name`, or 0 if it is missing or empty."""
     return int(float(given.get(name) or 0))
 
 

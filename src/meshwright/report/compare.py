@@ -1,8 +1,8 @@
 """Compares several training runs, one column for each, and their losses at equal steps.
 
-The workload decides the result and the plan must not. Runs of one workload under several plans therefore have equal
-loss curves. The difference is the largest over the steps that a run shares with the first run, relative to the loss of
-the first run.
+The workload determines the result; the plan must not change it. So runs of one workload under several plans must have
+equal loss curves. The reported difference is the largest difference of losses over all steps that a run shares with the
+first run, relative to the loss of the first run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RunComparison(StrictModel):
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> RunComparison:
-    """Compares several runs. Raises InputError for fewer than two."""
+    """Compares several runs. Raises InputError for fewer than two runs."""
     if len(runs) < 2:
         raise InputError(Message("a comparison needs two runs or more, got {count}", count=len(runs)))
     first = {record.step: record.loss for record in runs[0].records}
@@ -62,8 +62,8 @@ def _relative_difference(loss: float, other: float) -> float:
 
 
 def _job_difference(first: RunFolder, other: RunFolder) -> str | None:
-    """Returns how the job of `other` differs from that of `first`; empty if the jobs are equal, None if a launch file
-    is missing."""
+    """Returns how the job of `other` differs from that of `first`; '' if the jobs are equal, None if a launch file is
+    missing."""
     if first.launch is None or other.launch is None:
         return None
     return job_difference(other.launch, first.launch)

@@ -1,13 +1,13 @@
 """Reports the faults of a training run and their cost, from RUN/events.jsonl, and the goodput with every kind of lost
 time.
 
-Goodput = useful seconds / all seconds that are accounted for. Useful seconds are those of the steps that count, each in
-its last execution, without the wait for data. Lost seconds are the wait for data, skipped steps, repeated steps, saves
-for which training waited, the time until a hang was noticed, and recoveries. A recovery lasts from the decision to the
-end of the next new step. That step and the repeated steps before it already count as steps, so only the rest of the
-recovery is lost. The table of faults shows both the whole duration and the lost seconds of a recovery.
+Goodput = useful seconds / all seconds that are accounted for. Useful seconds are those of the last execution of each
+step, without the wait for data. Lost seconds are the wait for data, skipped steps, repeated steps, saves for which
+training waited, the time until a hang was noticed, and recoveries. A recovery lasts from the decision to the end of the
+next new step. This step and the repeated steps before it count as steps, so only the remaining time of the recovery is
+lost. The table of faults shows both the whole duration and the lost seconds of a recovery.
 
-Source: Jiang et al., MegaScale, NSDI 2024, and ByteRobust (effective training time ratio) for the notion.
+Source of the definition: Jiang et al., MegaScale, NSDI 2024; ByteRobust (effective training time ratio).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.spec.event import RunEvent, parse_events
 from meshwright.spec.record import StepRecord
 
 MAX_FAULTS_SHOWN = 12
-"""Maximum number of faults that the table lists. It lists the last ones."""
+"""The maximum number of faults in the table. If there are more, the table lists the last faults."""
 
 
 LOST_TIME_TEXTS = {
@@ -113,8 +113,8 @@ def _short_cause(event: RunEvent) -> str:
 
 
 class FaultRow(NamedTuple):
-    """A fault and its recovery. The recovery took `seconds`, of which no step ran in `lost`. `again` is the number of
-    repeated steps."""
+    """A fault and its recovery. The recovery took `seconds`; in `lost` of these seconds no step ran. `again` is the
+    number of repeated steps."""
 
     step: int
     ranks: str

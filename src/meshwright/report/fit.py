@@ -121,7 +121,7 @@ def chart_remarks(table: dict[tuple[str, int], LargestModel], most: int) -> list
 def smallest_cluster_text(
     model: ModelSpec, cluster: Cluster, workload: Workload, rows: Sequence[SmallestCluster], language: str = "en"
 ) -> str:
-    """Returns a table of the fewest devices for each strategy, or of the reason why no number of devices is enough."""
+    """Returns a table: for each strategy the fewest devices, or the reason why no number of devices is enough."""
     lines = [[table_heading(head, language) for head in ("strategy", "devices", "nodes", "memory", "plan")]]
     said = []
     for row in rows:

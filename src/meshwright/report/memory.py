@@ -1,8 +1,8 @@
-"""`report --memory`: the memory of one step over time on the peak rank, the module that ran at the peak, and the
-peak of each rank.
+"""`report --memory`: the memory of one step over time on the rank with the highest peak, the module that ran at the
+peak, and the peak of each rank.
 
-Each column of the chart is a time interval of the step. Its height is the maximum that was allocated in this interval.
-The kinds of memory are stacked in the order of the legend.
+Each column of the chart is a time interval of the step. Its height is the largest number of bytes that were allocated
+in this interval. The kinds of memory are stacked in the order of the legend.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_rank_peaks(folder: Path) -> list[dict[str, float]]:
     for path in _rank_files(folder, ".jsonl"):
         most = found.setdefault(int(path.stem.removeprefix("rank-")), {})
         for row in (read_text(path) or "").splitlines():
-            with suppress(ValueError):  # an incomplete line of a killed rank
+            with suppress(ValueError):  # a killed rank may leave an incomplete line
                 most |= {
                     kind: max(size, most.get(kind, 0.0)) for kind, size in json.loads(row).items() if kind != "step"
                 }

@@ -1,7 +1,8 @@
 """Formats plans and estimates as text of at most 100 columns, and as the data of the JSON output. All numbers come from
 the estimate.
 
-Also formats the layers of a model: parameters, FLOPs, saved activations, and which tensors tensor parallelism shards.
+The module also formats the layers of a model: parameters, FLOPs, saved activations, and the tensors that tensor
+parallelism shards.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -
 
 
 def wrap_plan_names(rows: list[list[str]], at: int = 0) -> list[list[str]]:
-    """Returns the rows with long plan names in column `at` broken over several lines. The table then fits the terminal,
-    and names are not cut off."""
+    """Returns the rows with long plan names in column `at` broken over several lines. So the table fits on the
+    terminal, and names are complete."""
     rest = sum(2 + max(display_width(row[column]) for row in rows) for column in range(len(rows[0])) if column != at)
     found = []
     for row in rows:
@@ -226,12 +227,12 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en"
 
 
 def shown_stages(count: int, most: int = 6) -> list[int]:
-    """Returns the pipeline ranks that a table of `most` columns shows: the first ones and the last."""
+    """Returns the pipeline ranks that a table of `most` columns shows: the first ranks and the last rank."""
     return list(range(count)) if count <= most else [*range(most - 1), count - 1]
 
 
 def exposed_comm_seconds(time: TimeBreakdown) -> float:
-    """Returns the seconds of communication that is not hidden."""
+    """Returns the seconds of exposed communication, which does not overlap with compute."""
     return time.tensor + time.data + time.pipeline + time.context + time.expert
 
 

@@ -2,13 +2,13 @@
 
 RUN/records.jsonl has one `StepRecord` per line. RUN/plan.json, job.json, estimate.json and launch.json were written
 when the training run started. Without them the report has only measured values. RUN/checkpoints has a folder for each
-step. A step that was repeated after a restart counts once, with its last record. A record without tokens is not a step:
-it has the validation loss before the first step. Incomplete lines are skipped and counted. Times are medians over all
-steps after the first, which is a warm-up.
+step. A step that was repeated after a restart counts once, with its last record. A record without tokens has only the
+validation loss before the first step. Incomplete lines are skipped and counted. Times are medians over all steps after
+the first, which is a warm-up.
 
-Sample accounting checks that every sample was read once. The batches of steps 1, 2, ... must be 0, 1, ..., without
-batches skipped because of a loss spike (events.jsonl). All ranks of a step together must have read its batch. If ranks
-that joined later wrote the record of a step, the record has the batch but no digest of what was read.
+Sample accounting checks that every sample was read once. The batch indices of steps 1, 2, ... must be 0, 1, ..., except
+for batches skipped because of a loss spike (events.jsonl). All ranks of a step together must have read its batch. If
+ranks that restarted after a step wrote its record, the record has the batch index but no digest of the read samples.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def check_sample_balance(
 ) -> SampleBalance | None:
     """Returns the sample accounting of a training run, or None if no record has a batch number.
 
-    `records` has the last execution of each step. `rows` is the batch size of the job. `last` is the last step that is
-    known to have ended.
+    `records` has one record per step, of its last execution. `rows` is the batch size of the job. `last` is the last
+    step that is known to have ended.
     """
     steps = [record for record in records if record.batch is not None]
     if not steps:
@@ -141,8 +141,8 @@ def sample_balance_text(found: SampleBalance) -> str:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The contents of a run folder. `repeated` counts records of steps that ran again. `cut` counts incomplete
-    lines."""
+    """The contents of a run folder. `repeated` is the number of records of steps that were repeated later. `cut` is the
+    number of incomplete lines."""
 
     folder: str
     records: tuple[StepRecord, ...]
@@ -155,7 +155,7 @@ class RunFolder:
     cut: int
     events: tuple[RunEvent, ...] = ()
     again: float = 0.0
-    """Seconds of the records of steps that ran again."""
+    """The total seconds of the records of steps that were repeated later."""
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -196,9 +196,9 @@ class LossCurve(StrictModel):
 
 
 class PredictedMeasured(StrictModel):
-    """The predicted and the measured value of one quantity in SI units. `within` is the row whose measurement contains
-    this quantity. `contained` is the sum of the predictions of all rows that this row contains. It is added to the
-    prediction, so that the ratio compares equal quantities."""
+    """The predicted and the measured value of one quantity in SI units. `within` is the row whose measured value
+    includes this quantity. `contained` is the sum of the predictions of all rows that this row includes. The ratio adds
+    `contained` to the prediction, so that it compares equal quantities."""
 
     name: str
     predicted: float | None = None
@@ -388,8 +388,8 @@ def summarize_run(run: RunFolder) -> RunSummary:
 
 
 def _time_pairs(predicted: TimeBreakdown | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:
-    """Returns rows by kind. Recompute cannot be measured separately from compute, or bubble from pipeline; the measured
-    row contains both."""
+    """Returns rows by kind. Recompute cannot be measured separately from compute, nor the bubble from pipeline
+    messages; the measured value includes both."""
     measured: dict[str, float] = {}
     if records:
         kinds = sorted({kind for record in records for kind in record.exposed})

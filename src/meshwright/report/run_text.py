@@ -1,8 +1,8 @@
 """Formats a training run as text: the plan, the losses, predicted and measured figures by kind, and stragglers with the
 decisions about them.
 
-A measured speed-up belongs to the last change that predicted a speed-up. It is missing if another change followed
-within a few steps.
+A measured speed-up belongs to the last change with a predicted speed-up. If another change follows within a few steps,
+there is no measured speed-up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.report.text import align_columns, align_facts, sparkline
 from meshwright.spec.event import RunEvent, device_names
 
 MAX_DECISIONS_SHOWN = 20
-"""Maximum number of decisions that the table lists. It lists the last ones."""
+"""The maximum number of decisions in the table. If there are more, the table lists the last decisions."""
 
 
 class RebalanceDecision(NamedTuple):

@@ -157,8 +157,8 @@ def failure_lines(run: RunWithFailures) -> Iterable[str]:
 
 
 def rank_table(simulation: SimulationResult, language: str = "en") -> str:
-    """Returns a table with one pipeline rank per line. Lanes (identical replicas) with faults are first. All times have
-    the same unit."""
+    """Returns a table with one pipeline rank per line. Lanes (sets of identical replicas) with faults come first. All
+    times have the same unit."""
     say = lambda message: translate(message, language)
     unit, factor = (Message("seconds"), 1.0) if simulation.seconds >= 1.0 else (Message("milliseconds"), 1e3)
     shown = shown_ranks(simulation)

@@ -1,5 +1,5 @@
 """Formats plain text: aligned columns, a curve as one line of characters, and data as strict JSON. The text is the same
-on a terminal, in a pipe and in a file. Only on a terminal of less than 100 columns are lines shorter.
+on a terminal, in a pipe and in a file. On a terminal of less than 100 columns, lines are shorter.
 
 >>> print(align_columns([("kind", "bytes"), ("parameters", "4.00 MiB")]))
 kind           bytes
@@ -29,7 +29,7 @@ _WIDE_CHARACTERS = "\u2e80-\u9fff\uff00-\uff60"
 
 def align_columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     """Returns lines of cells. The first column is aligned to the left, the other columns to the right. Rows may have
-    fewer cells. No line ends in a blank."""
+    fewer cells. No line ends with a space."""
     width = [
         max(display_width(row[at]) for row in rows if at < len(row))
         for at in range(max((len(row) for row in rows), default=0))
@@ -43,7 +43,7 @@ def align_columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
 
 
 def display_width(text: str) -> int:
-    """Returns the number of columns of `text` on a terminal. A Chinese character has two.
+    """Returns the number of columns of `text` on a terminal. A Chinese character has two columns.
 
     >>> display_width("plan"), display_width("方案")
     (4, 4)
@@ -70,7 +70,7 @@ def terminal_width() -> int:
 
 def wrap_text(text: str, width: int | None = None, indent: str = "    ") -> str:
     """Wraps `text` to lines of at most `width` columns, by default those of the terminal. All lines after the first are
-    indented. Lines break at blanks and between Chinese characters, but not before closing punctuation.
+    indented. Lines break at spaces and between Chinese characters, but not before closing punctuation.
 
     >>> print(wrap_text("plan 放得下，余量 3 GiB", 12, ""))
     plan 放得
@@ -112,7 +112,7 @@ def align_facts(facts: Sequence[tuple[str, str]], indent: str = "") -> str:
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
     """Returns a curve of at most `width` bars. Each bar is the mean of an interval of `values`; an interval without
-    finite values is a blank."""
+    finite values is a space."""
     count = min(width, len(values))
     shares = [values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)]
     means = []

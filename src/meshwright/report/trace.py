@@ -73,7 +73,7 @@ def _rank_events(simulation: SimulationResult, cell: SimulatedRank, lane: int) -
 
 
 def _pack_spans(spans: list[TraceSpan]) -> list[list[TraceSpan]]:
-    """Distributes spans over rows so that the spans of a row do not overlap."""
+    """Distributes spans over tracks so that the spans of a track do not overlap."""
     rows: list[list[TraceSpan]] = []
     for span in sorted(spans, key=lambda span: span.start):
         row = next((row for row in rows if row[-1].end <= span.start), None)

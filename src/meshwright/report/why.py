@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright.planner.search.why_not import PlanComparison
 
 STEP_DIGITS = 4
-"""Number of digits of the time of a step in tables of differences."""
+"""The number of significant digits of step times in tables of differences."""
 
 
 OUTCOME_TEXTS = {
@@ -146,7 +146,7 @@ def time_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
 
 
 def memory_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
-    """Returns the bytes of both plans on their peak ranks."""
+    """Returns a table with the bytes by kind of both plans, each on its rank with the highest peak."""
     rows = [
         [
             table_heading("memory a device", language),
@@ -161,8 +161,8 @@ def memory_table(chosen: Estimate, other: Estimate, language: str = "en") -> str
 
 
 def families_text(answer: SearchResult, families: Sequence[PlanComparison], language: str = "en") -> str:
-    """Returns the best plan of every other family, with its distance to the chosen plan and the kind of time that
-    causes most of it."""
+    """Returns the best plan of every other family, with its additional time compared with the chosen plan and the kind
+    of time that causes most of it."""
     from meshwright.planner.search.explain import family_name
 
     if not families:

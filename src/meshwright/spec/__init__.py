@@ -1,2 +1,2 @@
-"""Defines the specs. A job (model, cluster, workload) is the question and a plan is the answer. An estimate has
-predicted values, a record has measured values. The package has no I/O and does not import torch."""
+"""Defines the specs. A job has a model, a cluster and a workload. A plan says how the job is distributed. An estimate
+has predicted values, a record has measured values. The package has no I/O and does not import torch."""

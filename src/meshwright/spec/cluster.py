@@ -111,7 +111,7 @@ class Cluster(StrictModel):
 
     @property
     def memory(self) -> float:
-        """The memory of the smallest device in bytes. It limits every rank of an even plan."""
+        """The memory of the smallest device in bytes. It limits every rank of a plan with equal ranks."""
         return min(group.device.memory for group in self.groups)
 
     def with_memory(self, memory: float) -> Cluster:
@@ -120,7 +120,7 @@ class Cluster(StrictModel):
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes/s between a device and its host in the slowest group. 0 if the devices are the CPU cores of the
+        """Bytes/s between a device and its host in the slowest group. It is 0 if the devices are CPU cores of the
         host."""
         return min(
             0.0 if group.device.name.lower().startswith("cpu") else group.host_bandwidth for group in self.groups
@@ -128,8 +128,8 @@ class Cluster(StrictModel):
 
     @property
     def storage_bandwidth(self) -> float:
-        """Bytes/s between one device and the disk of its node while the other devices of the node use the disk too. The
-        value is that of the slowest group; 0 without a disk."""
+        """Bytes/s between one device and the disk of its node while all devices of the node use the disk. The value is
+        that of the slowest group; 0 without a disk."""
         return min(group.storage_bandwidth / group.devices for group in self.groups)
 
     @property

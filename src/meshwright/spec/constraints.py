@@ -1,12 +1,12 @@
-"""Checks whether a plan is legal for a model, a batch and a number of devices. The planner, the parser of a user's
-plan, and the runtime before it starts ranks apply the same pure rules.
+"""Checks whether a plan is legal for a model, a batch and a number of devices. These rules are pure functions. The
+planner, the parser of a user's plan, and the runtime apply them.
 
 A broken rule is a `Violation`. It has a short reason, identical for all plans that break the rule, and one line with
-the numbers. A plan without violations can run. The rules are checked before ranks start, because ranks with different
-sizes abort inside gloo without a Python error.
+the numbers. A plan without violations can run. The rules are checked before ranks start, because ranks with mismatched
+tensor sizes abort inside gloo without a Python error.
 
-The module also lists what the runtime of this version supports. The planner and the runtime both read this table. The
-planner also estimates plans that are not supported and marks them; `train` searches supported plans only.
+The module also lists what the runtime of this version supports. The planner also estimates plans that are not supported
+and marks them as plan-only; `train` searches only supported plans.
 
 >>> from meshwright.spec.plan import parse_plan; from meshwright.spec.plan_name import format_number_list
 >>> is_supported(parse_plan("dp8.tp2.z1.off-optimizer25")), is_supported(parse_plan("dp4.z3.off-parameters-disk"))
@@ -75,8 +75,7 @@ def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
 
 
 def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
-    """Checks that a group of nodes with pipeline ranks is used completely: its pipeline ranks use all of its
-    devices."""
+    """Checks that the pipeline ranks on a group of nodes use all devices of the group."""
     each = plan.world // plan.pp
     for group in sorted(set(plan.placement)):
         if group >= len(cluster.groups):
@@ -147,8 +146,8 @@ def expert_parallel_violations(plan: Plan, experts: int) -> Iterator[Violation]:
 
 
 def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Iterator[Violation]:
-    """Checks the head counts for Ulysses. Each context rank needs whole heads of its tensor rank. Too few key-value
-    heads are replicated."""
+    """Checks the head counts for Ulysses. The heads of a tensor rank must divide evenly over its context ranks. If
+    there are too few key-value heads, they are replicated."""
     heads, ranks = divisible.get("heads", 0), plan.ulysses_ranks * plan.tp
     if plan.context == ContextParallelMethod.ulysses and heads % ranks:
         yield Violation(
@@ -317,7 +316,7 @@ def batch_split_violations(plan: Plan, batch: int, against: str) -> Iterator[Vio
 
 def check_batch_size(plan: Plan) -> int:
     """Returns the number of rows for a comparison with one device: two micro-batches for every replica and pipeline
-    rank, or the number that the schedule of the plan orders."""
+    rank, or the only number of micro-batches that the plan's schedule accepts."""
     return plan.uneven_batch or plan.rows_per_round * (plan.schedule_rules.ordered_micro_batches or 2 * plan.pp)
 
 
@@ -385,7 +384,7 @@ def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: st
 
 
 def plan_violations(job: Job, plan: Plan) -> Iterator[Violation]:
-    """Yields a violation for every rule that `plan` breaks for `job`, simple rules first."""
+    """Yields a violation for every rule that `plan` breaks for `job`, beginning with simple rules."""
     yield from (
         placement_violations(plan, job.cluster) if plan.placement else world_size_violations(plan, job.cluster.devices)
     )

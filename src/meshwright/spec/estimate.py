@@ -1,7 +1,7 @@
 """Describes the predicted memory and time of a plan. `StepRecord` has the measured values with the same names.
 
-The fit status has three values. A plan fits, or it does not fit (on the device or only on the host). It is tight if a
-fragmenting allocator may need more memory than there is.
+The fit status has three values. A plan fits, does not fit (on the device or on the host), or is tight: fragmentation by
+the allocator may exceed the memory.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class FitStatus(StrEnum):
 
 
 class Estimate(StrictModel):
-    """The predicted cost of one plan. `memory` is that of the peak-memory rank, `per_stage` has one entry for each
-    pipeline rank."""
+    """The predicted cost of one plan. `memory` is that of the rank with the highest peak. `per_stage` has one item for
+    each pipeline rank."""
 
     memory: MemoryBreakdown
     per_stage: tuple[MemoryBreakdown, ...]
@@ -82,7 +82,7 @@ class Estimate(StrictModel):
 
     def over(self, steps: int) -> float:
         """Returns the mean seconds of a step over `steps` steps. The extra time of the first step is distributed over
-        all of them."""
+        all `steps` steps."""
         return self.time.step + self.first / steps
 
     @property
@@ -92,7 +92,8 @@ class Estimate(StrictModel):
 
     @property
     def spare(self) -> float:
-        """Bytes between the reserved memory of the peak rank and the limit; negative if the plan does not fit."""
+        """Bytes between the reserved memory of the rank with the highest peak and the limit; negative if the plan does
+        not fit."""
         return self.limit - self.memory.reserved
 
 

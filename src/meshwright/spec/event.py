@@ -17,7 +17,7 @@ EVENTS_FILE_NAME = "events.jsonl"
 class RunEvent(StrictModel):
     """A fault, or a reaction to one. Times are in seconds.
 
-    A generation is one set of ranks, counted from 0. Each recovery begins a new generation.
+    A generation is one start of all ranks, counted from 0. Each recovery begins a new generation.
     """
 
     kind: Literal[

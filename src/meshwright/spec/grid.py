@@ -62,14 +62,14 @@ class RankGrid:
         return [self.rank(place._replace(**{axis: at})) for at in range(getattr(self.sizes, axis))]
 
     def replica(self, rank: int) -> int:
-        """Returns the index of the data replica of `rank`, from 0 to dp - 1. It determines which rows of the batch the
-        rank reads."""
+        """Returns the index of the data replica of `rank`, from 0 to dp - 1. The index determines which rows of the
+        batch the rank reads."""
         place = self.place(rank)
         return place.dp_replicate * self.sizes.dp_shard + place.dp_shard
 
     def holding(self, rank: int) -> tuple[int, int]:
-        """Returns the index of the state replica of `rank`, and the index of its shard of the states. Data and context
-        ranks are numbered consecutively.
+        """Returns the index of the state replica of `rank`, and the index of its shard of the states. Both indices
+        count over data ranks and context ranks.
 
         >>> RankGrid(Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1)).holding(5)
         (1, 1)
@@ -79,8 +79,8 @@ class RankGrid:
         return divmod(self.replica(rank) * self.sizes.cp + self.place(rank).cp, self.plan.shards)
 
     def sharing(self, rank: int) -> tuple[list[int], list[int]]:
-        """Returns two lists of ranks, each with `rank`: those that shard one replica of the states, and those that have
-        the same shard."""
+        """Returns two lists of ranks, both with `rank` itself: the ranks that shard one replica of the states with it,
+        and the ranks with the same shard."""
         place, (copy, shard) = self.place(rank), self.holding(rank)
         state_ranks = [
             self.rank(place._replace(dp_replicate=replicate, dp_shard=each, cp=piece))
@@ -106,8 +106,8 @@ def rank_strides(plan: Plan) -> dict[str, int]:
 
 
 def relative_shard_size(plan: Plan, replica: int | None = None) -> float:
-    """Returns the size of the largest shard, relative to an equal shard. Only the context ranks of `replica` count, or
-    all ranks if it is None.
+    """Returns the size of the largest shard, relative to an equal shard. Only the context ranks of `replica` are
+    considered, or all ranks if `replica` is None.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> relative_shard_size(parse_plan("dp2.z3.zw3-1"), 1), relative_shard_size(parse_plan("dp4.z3"))
@@ -119,8 +119,8 @@ def relative_shard_size(plan: Plan, replica: int | None = None) -> float:
 
 
 def largest_shard_weight(plan: Plan, replica: int | None = None) -> ShardWeight | None:
-    """Returns the weight of the largest shard among the context ranks of `replica`, or of all ranks. Of equal shards it
-    is the one with the lowest index. Returns None if the plan has no shard weights.
+    """Returns the weight of the largest shard among the context ranks of `replica`, or of all ranks. If several shards
+    are equally large, the shard with the lowest index counts. Returns None if the plan has no shard weights.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> largest_shard_weight(parse_plan("dp2.z3.zw3-1"), 1)

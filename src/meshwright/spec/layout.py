@@ -2,9 +2,9 @@
 bytes by the same rule, so that both agree to the byte.
 
 [Note: flat layout] The layers of each virtual stage, in forward order, are grouped into units (flat parameter groups,
-as in FSDP). No unit spans two stages. The first stage has 'embedding' (the vocabulary weight alone) and 'front', the
-last one 'back' and 'head'. A tied head may be on another stage than the embedding. The last stage then ends with a
-second 'embedding' layer, which has its own replica of the weight. The head's bias stays in 'head'.
+as in FSDP). No unit spans two stages. The first stage has the layers 'embedding' (only the vocabulary weight) and
+'front', the last stage 'back' and 'head'. If the head is tied and on another stage than the embedding, the last stage
+ends with a second 'embedding' layer, a replica of the weight. The head's bias stays in 'head'.
 
 At ZeRO 3 each layer is a unit, because ZeRO 3 gathers and frees layer by layer. At lower stages a unit is a bucket:
 layers in backward order until `bucket` bytes of gradients are reached. A layer with a tied weight forms a separate
@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 ALIGN_NUMEL = 32
 
 MAX_INFLIGHT_REDUCE = 2
-"""Maximum number of gradient reductions in flight at ZeRO 2 and 3. Each reduces a full unit, while backward fills the
-gradients of the next unit."""
+"""Maximum number of gradient reductions in flight at ZeRO 2 and 3. Each reduction covers one parameter group, while
+backward computes the gradients of the next group."""
 
 CHUNK_ELEMENTS = 1 << 19
 """Elements that an optimizer updates at a time if the update needs temporary memory or states are offloaded. This is 2
@@ -50,7 +50,8 @@ class ParamSlot(NamedTuple):
 
 
 class LayerParams(NamedTuple):
-    """The tensors of a layer on one tensor rank. `own_bucket` is set for a tied weight, which forms a separate unit."""
+    """The tensors of a layer on one tensor rank. `own_bucket` is set for a tied weight, which forms a separate
+    parameter group."""
 
     name: str
     slots: tuple[ParamSlot, ...]
@@ -103,8 +104,8 @@ def bucket_gaps(unit: BucketLayout, numels: Mapping[str, int]) -> list[slice]:
 
 
 def shard_bounds(numel: int, shards: int, weights: Sequence[int] = ()) -> list[int]:
-    """Returns the bounds of the shards of a unit of `numel` elements. Each shard has at least `ALIGN_NUMEL` elements;
-    the remaining elements are divided by `weights`, or equally without weights.
+    """Returns the bounds of the shards of a parameter group of `numel` elements. Each shard has at least `ALIGN_NUMEL`
+    elements; the remaining elements are divided by `weights`, or equally without weights.
 
     >>> shard_bounds(384, 4), shard_bounds(384, 4, (1, 1, 2, 4)), shard_bounds(384, 4, (2, 2, 2, 2))
     ([0, 96, 192, 288, 384], [0, 64, 128, 224, 384], [0, 96, 192, 288, 384])
@@ -126,7 +127,7 @@ class ShardWeight(NamedTuple):
 
 
 def shard_numel(numel: Any, shards: Any, heft: ShardWeight) -> Any:
-    """Returns the elements of one shard of a unit. `numel` and `shards` may be arrays.
+    """Returns the number of elements of one shard of a parameter group. `numel` and `shards` may be arrays.
 
     >>> shard_numel(384, 4, ShardWeight(4, 8, 8))
     160
@@ -139,9 +140,9 @@ def shard_numel(numel: Any, shards: Any, heft: ShardWeight) -> Any:
 
 
 def resident_numel(numel: Any, share: Any) -> Any:
-    """Returns how many of the `numel` elements of a rank's shard stay on device if `share` percent are offloaded. The
-    resident elements are the first ones of the shard, a multiple of `ALIGN_NUMEL`. At least the given percentage is
-    offloaded.
+    """Returns how many of the `numel` elements of a rank's shard stay on the device if `share` percent are offloaded.
+    The resident elements are the first elements of the shard; their number is a multiple of `ALIGN_NUMEL`. At least the
+    given percentage is offloaded.
 
     `numel` and `share` may be arrays.
 
@@ -196,7 +197,7 @@ def bucket_layouts(layers: Sequence[LayerParams], zero: int, shards: int, bucket
 
 
 class ShardMetadata(NamedTuple):
-    """The metadata of one piece. `name` is a kind followed by the model's own parameter name:
+    """The metadata of one piece ([Note: pieces]). `name` is a kind followed by the model's parameter name:
     'model/lm_head.weight', 'optimizer/exp_avg/lm_head.weight'."""
 
     name: str

@@ -4,11 +4,11 @@ them into a `Cluster`.
 The module also finds the tiers of a network, and its slow links, from measurements between pairs of ranks. It needs no
 description of the network.
 
-The bandwidths of all pairs are sorted. If the widest gap in this order exceeds a threshold, it splits the pairs into
-near and far. Ranks that near pairs connect, directly or through other ranks, form a block. Blocks of equal length with
-consecutive ranks form a tier. Any other result is one tier with outliers. A pair is an outlier if it carries less than
-`SLOW_LINK_RATIO` of the upper tercile of its tier. If all pairs of a rank are outliers, the rank is reported instead of
-the pairs.
+The bandwidths of all pairs are sorted. If the widest gap between neighbouring values exceeds a threshold, it divides
+the pairs into near and far pairs. Ranks that near pairs connect, directly or through other ranks, form a block. If all
+blocks have equal numbers of consecutive ranks, they are a tier. Otherwise the network is one tier with outliers. A pair
+is an outlier if its bandwidth is less than `SLOW_LINK_RATIO` times the upper tercile of its tier. If all pairs of a
+rank are outliers, the rank is reported instead of the pairs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MatmulSample(StrictModel):
 
 
 class DeviceProfile(StrictModel):
-    """The measurements of the device of one rank. Rates hold for a device that has a processor for itself. `share` is
+    """The measurements of the device of one rank. The rates are those of a device with a whole processor. `share` is
     the fraction of a processor that the device gets while the other ranks run."""
 
     rank: int
@@ -128,7 +128,7 @@ class ClusterProfile(StrictModel):
 TIER_GAP_RATIO = 2.0
 SLOW_LINK_RATIO = 0.6
 MAX_OUTLIER_FRACTION = 1 / 3
-"""A group of outlying ranks is reported as slow, and not as a tier, if it has less than this fraction of all ranks."""
+"""If fewer than this fraction of all ranks have slow links, they are reported as slow and not as a tier."""
 
 
 class NetworkTiers(NamedTuple):

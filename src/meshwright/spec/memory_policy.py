@@ -34,7 +34,7 @@ def offloads_block(plan: Plan, index: int) -> bool:
 def defers_wgrad(plan: Plan, index: int) -> bool:
     """Returns whether the block at `index` computes its weight gradients in W, if its stage has W.
 
-    A block that recomputes or offloads computes them in B. Otherwise its recomputed or fetched activations would be
-    stored until W.
+    A block with recompute or offload computes its weight gradients in B. Otherwise its recomputed or fetched
+    activations would be stored until W.
     """
     return recompute_at(plan, index) not in PER_BLOCK_RECOMPUTE and not offloads_block(plan, index)

@@ -1,8 +1,8 @@
 """Describes a model for the planner: its layers in forward order, with their parameters, FLOPs and saved activations.
 
 A `ModelSpec` is made from sizes, from a Hugging Face configuration or from an nn.Module. The planner does not need the
-model itself. Values are per token and scale with batch, sequence and parallel degrees. If the precision determines the
-bytes, values are in elements.
+model itself. Values are per token and scale with batch, sequence and parallel degrees. Values whose bytes depend on the
+precision are in elements.
 
 A `TpRule` is a hint of the user for a model whose layers could not be analysed. It names the layers of a block that
 tensor parallelism shards.
@@ -50,7 +50,7 @@ class ParameterSpec(StrictModel):
         return math.prod(self.shape)
 
     def overlaps(self, tp: int) -> bool:
-        """Returns whether several of `tp` tensor ranks use the same part of the tensor. Every rank then has the full
+        """Returns whether several of `tp` tensor ranks use the same part of the tensor. If so, every rank has the full
         tensor."""
         return any(0 < way < tp for way in self.ways)
 
@@ -77,9 +77,9 @@ class ParameterSpec(StrictModel):
 class SavedActivations(StrictModel):
     """The activations that a layer saves for backward, per token.
 
-    The fields `derived_*` are the part that cheap operations can recompute from other saved tensors, minus what must be
-    saved for the recompute. The fields `fused_*` are the part that a compiled block does not save, because no matrix
-    product or attention reads it.
+    The fields `derived_*` are the part that cheap operations can recompute from other saved tensors, minus the tensors
+    that must be saved for this recompute. The fields `fused_*` are the part that a compiled block does not save,
+    because no matrix product or attention reads it.
     """
 
     saved_split: float = Field(
@@ -223,7 +223,7 @@ class ModelSpec(StrictModel):
 
     @property
     def blocks(self) -> int:
-        """The number of layers between which a pipeline can cut."""
+        """The number of blocks: layers between which a pipeline can cut."""
         return sum(layer.repeat for layer in self.layers if layer.name == "block")
 
     @property
@@ -238,7 +238,8 @@ class ModelSpec(StrictModel):
         return max((parameter.experts for layer in self.layers for parameter in layer.parameters), default=0)
 
     def trained(self, tp: int = 1) -> float:
-        """Returns the trained fraction of the parameters on one of `tp` tensor ranks. The rest is frozen."""
+        """Returns the trained fraction of the parameters on one of `tp` tensor ranks. The other parameters are
+        frozen."""
         sizes = [
             (layer.repeat * each.local_numel(tp), each.frozen)
             for layer in self.layers

@@ -7,8 +7,8 @@ The world size is pp x dp_replicate x dp_shard x cp x tp. By default pp is the o
 [Note: batches] Replica r runs n_r micro-batches of m_r sequences. Its rows of the batch follow those of replica r - 1.
 The sum of n_r m_r over the replicas is the batch. The numbers n_r (`shares`) differ between replicas if devices differ
 in speed. The sizes m_r (`micro_batch_sizes`) differ if equal sizes would not fit on all devices or would waste memory.
-The loss is the sum over all labels divided by the number of labels, so neither n_r nor m_r changes it. Replicas with
-unequal m_r and equal n_r synchronize in every micro-batch, which ZeRO 2 and 3 need. Replicas with unequal n_r
+The loss is the sum over all labels divided by the number of labels, so neither n_r nor m_r changes the loss. Replicas
+with unequal m_r and equal n_r synchronize in every micro-batch, which ZeRO 2 and 3 need. Replicas with unequal n_r
 synchronize once per step.
 
 [Note: first blocks] A plan can limit recompute and activation offload to the first blocks of each virtual stage. If it
@@ -47,7 +47,7 @@ from meshwright.spec.schedules.schedule_registry import find_schedule
 class Plan(StrictModel):
     """The distribution of a job over ranks. `version` is the version of the schema.
 
-    The fields are those of a plan file. A plan validates itself: an invalid one raises `InputError` on construction.
+    The fields are those of a plan file. A plan validates itself: an invalid plan raises `InputError` on construction.
     """
 
     version: int = Field(default=1, ge=1, le=1)
@@ -147,14 +147,14 @@ class Plan(StrictModel):
 
     @property
     def shards(self) -> int:
-        """The number of ranks that shard the states of one replica: the shard group and its context ranks. It is 1 at
-        ZeRO 0."""
+        """The number of ranks that shard the states of one replica: the data ranks of the shard group with their
+        context ranks. The number is 1 at ZeRO 0."""
         return self.dp_shard * self.cp if self.zero else 1
 
     @property
     def state_replicas(self) -> int:
-        """The number of ranks with the same states. These are the replicas of the shard group, or at ZeRO 0 all data
-        and context ranks.
+        """The number of ranks with the same states. From ZeRO 1 on, this is the number of shard groups; at ZeRO 0, it
+        is that of all data and context ranks.
 
         >>> Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1).state_replicas, Plan(dp_replicate=2, cp=2).state_replicas
         (2, 4)
@@ -216,8 +216,7 @@ class Plan(StrictModel):
 
     @property
     def ulysses_ranks(self) -> int:
-        """The number of context ranks that exchange heads by Ulysses. Each ring has cp divided by this number of
-        ranks."""
+        """The number of context ranks that exchange heads by Ulysses. A ring has cp divided by this number of ranks."""
         return 1 if self.context == ContextParallelMethod.ring else self.ulysses or self.cp
 
     @property

@@ -37,15 +37,18 @@ def _check_micro_batch_sizes(plan: Any) -> None:
     if max(sizes) != plan.micro_batch or min(sizes) == plan.micro_batch:
         raise ValueError(
             Message(
-                "micro-batch sizes {list}: micro_batch({micro_batch}) is the largest of unlike sizes; where all are "
-                "equal write it alone",
+                "micro-batch sizes {list}: micro_batch({micro_batch}) must be the largest of "
+                "different sizes; if all sizes are equal, write only mb",
                 list=list(sizes),
                 micro_batch=plan.micro_batch,
             )
         )
     if plan.ep > 1:
         raise ValueError(
-            Message("micro-batch sizes: experts on unlike replicas would wait for unlike numbers of tokens; use ep1")
+            Message(
+                "micro-batch sizes: expert ranks of replicas with different micro-batches would "
+                "exchange different numbers of tokens; use ep1"
+            )
         )
 
 
@@ -54,8 +57,7 @@ def _check_recompute(plan: Any) -> None:
     if plan.recompute_layers and plan.recompute not in PER_BLOCK_RECOMPUTE:
         raise ValueError(
             Message(
-                "recompute_layers {recompute_layers} counts blocks that recompute as a whole or by operation: write "
-                "recompute layer or operations",
+                "recompute_layers {recompute_layers} needs full or selective recompute: add recompute full or sac",
                 recompute_layers=plan.recompute_layers,
             )
         )
@@ -63,8 +65,8 @@ def _check_recompute(plan: Any) -> None:
     if plan.recompute_rest not in ((Recompute.none, Recompute.sac) if whole else (Recompute.none,)):
         raise ValueError(
             Message(
-                "recompute_rest {recompute_rest} is of the blocks behind the first ones that recompute as a whole: "
-                "write rc-full8+sac",
+                "recompute_rest {recompute_rest} applies to the blocks after the first blocks with "
+                "full recompute: write rc-full8+sac",
                 recompute_rest=plan.recompute_rest,
             )
         )
@@ -95,24 +97,24 @@ def _check_offload(plan: Any) -> None:
     if Offload.gradients in plan.offload and (plan.zero < 2 or not offloads_states(plan.offload)):
         raise ValueError(
             Message(
-                "off-gradients: their sums wait where the update is, each rank's own: write z2 or z3 and "
-                "off-optimizer beside it (dp1.z2.off-optimizer.off-gradients)"
+                "off-gradients: the host accumulates gradient shards and updates them: add z2 or z3, "
+                "and off-optimizer (dp1.z2.off-optimizer.off-gradients)"
             )
         )
     sent = next((what for what in plan.offload if what in ACTIVATION_OFFLOADS), None)
     if plan.offload_layers and sent is None:
         raise ValueError(
             Message(
-                "offload_layers {offload_layers} counts blocks whose activations wait: write "
-                "off-activations{offload_layers}",
+                "offload_layers {offload_layers} needs offload of activations: write off-activations{offload_layers}",
                 offload_layers=plan.offload_layers,
             )
         )
     if plan.offload_layers and plan.recompute_layers not in (0, plan.offload_layers):
         raise ValueError(
             Message(
-                "off-{sent}{offload_layers}: of a stage the same first blocks recompute and send activations away, "
-                "not {recompute_layers} and {offload_layers}; recompute all alike, or as many",
+                "off-{sent}{offload_layers}: recompute must apply to all blocks of a stage, or to as "
+                "many first blocks as offload of activations; it applies to {recompute_layers}, "
+                "offload to {offload_layers}",
                 sent=sent,
                 offload_layers=plan.offload_layers,
                 recompute_layers=plan.recompute_layers,
@@ -125,15 +127,16 @@ def _check_offload_percent(plan: Any) -> None:
     if plan.offload_share < 100 and not offloads_states(plan.offload):
         raise ValueError(
             Message(
-                "offload_share {offload_share} is of the optimizer's states: write off-optimizer{offload_share}, or "
-                "with -disk",
+                "offload_share {offload_share} needs offload of optimizer states: write "
+                "off-optimizer{offload_share}, or with -disk",
                 offload_share=plan.offload_share,
             )
         )
     if plan.weights_share < 100 and not offloads_weights(plan.offload):
         raise ValueError(
             Message(
-                "weights_share {weights_share} is of the weights: write off-parameters{weights_share}, or with -disk",
+                "weights_share {weights_share} needs offload of weights: write "
+                "off-parameters{weights_share}, or with -disk",
                 weights_share=plan.weights_share,
             )
         )
@@ -229,9 +232,8 @@ def _check_axes(plan: Any) -> None:
 
 
 def _check_uneven_micro_batches(plan: Any) -> None:
-    """[Note: uneven accumulation] Checks replicas with unequal numbers of micro-batches. They synchronize once per
-    step, because a collective in each micro-batch would wait forever.
-    """
+    """[Note: uneven accumulation] Checks replicas with unequal numbers of micro-batches. Such replicas must synchronize
+    only once per step, because a collective in each micro-batch would wait forever."""
     if not plan.shares:
         return
     if len(plan.shares) != plan.dp or plan.dp < 2 or min(plan.shares) < 1:
@@ -245,14 +247,16 @@ def _check_uneven_micro_batches(plan: Any) -> None:
     if plan.zero > 1 or plan.ep > 1:
         raise ValueError(
             Message(
-                "shares: replicas of unlike numbers of micro-batches may meet once a step only: use z0 or z1, and ep1"
+                "shares: replicas with different numbers of micro-batches may synchronize only once "
+                "per step: use z0 or z1, and ep1"
             )
         )
     if not plan.schedule_rules.accepts_any:
         *first, last = (rules.name for rules in offered_schedules() if rules.accepts_any)
         raise ValueError(
             Message(
-                "shares: {schedule} orders one number of micro-batches; {first} and {last} order any",
+                "shares: schedule {schedule} needs equal numbers of micro-batches; {first} and {last}"
+                " support different numbers",
                 schedule=plan.schedule,
                 first=", ".join(first),
                 last=last,
@@ -273,7 +277,7 @@ def _check_shard_weights(plan: Any) -> None:
             )
         )
     if weights and plan.ep > 1:
-        raise ValueError(Message("shard weights: experts on unlike ranks have shard groups of their own; use ep1"))
+        raise ValueError(Message("shard weights: with expert parallelism, experts have separate shard groups; use ep1"))
 
 
 PLAN_CHECKS = (

@@ -170,7 +170,7 @@ def parse_plan_name(name: str) -> dict[str, Any]:
         elif part.startswith(CUSTOM_NAME_PREFIX):
             raise InputError(
                 Message(
-                    "plan {name!r}: the actions behind {part!r} stand in a plan's file, not in its name: give the file",
+                    "plan {name!r}: the actions of {part!r} are in a plan file, not in the name: give the file",
                     name=name,
                     part=part,
                 )
@@ -202,8 +202,8 @@ def _schedule_fields(part: str) -> dict[str, Any] | None:
 
 
 def _part_fields(part: str) -> dict[str, Any] | None:
-    """Returns the fields that one part of a name sets, or None for an unknown part. No other part may set the first of
-    these fields."""
+    """Returns the fields that one part of a name sets, or None for an unknown part. The first of these fields may not
+    be set by another part."""
     if (match := re.fullmatch(r"([a-z]+)(\d+)", part)) and match[1] in _NUMBER_TOKENS:
         return {_NUMBER_TOKENS[match[1]]: int(match[2])}
     if part in _FLAG_TOKENS:

@@ -20,7 +20,7 @@ every step.
 Sources: Rajbhandari et al., ZeRO, section 3.1 (2 + 2 + 12 bytes per parameter); Micikevicius et al., FP8 Formats for
 Deep Learning, 2022; Gupta et al., Deep Learning with Limited Numerical Precision, 2015 (stochastic rounding); Douillard
 et al., DiLoCo: Distributed Low-Communication Training of Language Models (arXiv 2311.08105). DiLoCo uses AdamW as the
-inner optimizer, and SGD with Nesterov momentum over the mean change of the replicas as the outer one. The paper's
+inner optimizer, and SGD with Nesterov momentum over the mean change of the replicas as the outer optimizer. The paper's
 settings (lr 0.7, momentum 0.9) are the defaults.
 
 >>> RECIPES["bf16"].bytes_per_parameter(states=2)
@@ -54,7 +54,7 @@ class GradientCompression(StrictModel):
 
     @property
     def bytes_per_element(self) -> float:
-        """The number of bytes per element of a large vector. For low-rank it is the value of tensors that are not
+        """The number of bytes per element of a large vector. For low-rank, this is the value for tensors that are not
         matrices."""
         return {"bf16": 2.0, "int8": 1.0 + 4.0 / INT8_BLOCK_NUMEL}.get(self.kind, 4.0)
 
@@ -72,8 +72,7 @@ class DilocoConfig(StrictModel):
 
 
 class Recipe(StrictModel):
-    """The number formats of training. `compute` is torch's name of the data type of weights, activations and
-    gradients."""
+    """The dtypes of training. `compute` is torch's name of the data type of weights, activations and gradients."""
 
     name: str
     compute: str
@@ -100,8 +99,8 @@ class Recipe(StrictModel):
 
     @property
     def state_size(self) -> int:
-        """Bytes of one element of an optimizer state: that of the main weights, or of the weights if there are no main
-        weights."""
+        """Bytes of one element of an optimizer state: as many as one of the main weights, or of the weights if there
+        are no main weights."""
         return self.master or self.size
 
     @property
@@ -139,8 +138,8 @@ REDUCE_DTYPE_BYTES = {"bf16": 2, "fp32": 4}
 
 
 def recipe(name: str, reduce: str | None = None, state: str | None = None) -> Recipe:
-    """Returns the recipe `name`. If given, `reduce` is the type of gradients and `state` (8bit) that of optimizer
-    states.
+    """Returns the recipe `name`. `reduce`, if given, replaces the dtype of gradients. `state` ('8bit'), if given,
+    replaces the dtype of optimizer states.
 
     >>> recipe("bf16", "fp32").gradient_size, recipe("bf16-pure").bytes_per_parameter(states=2)
     (4, 8)

@@ -1,4 +1,4 @@
-"""Describes the result of a proof run: a small batch under the plan on the real ranks, compared with one device
+"""Describes the result of a proof run, which compares a small batch under the plan on the real ranks with one device
 (train/proof/proof_run.py)."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.core.messages import Message
 
 ProofMode = Annotated[int, Field(ge=1)] | Literal["auto", "start", "never"]
 """When proofs run. `start`: before the first update, and on a sparse schedule after it. `auto`: like `start`, if a
-proof is cheap. A number n: also every n steps."""
+proof is cheap. A number n: like `start`, and also every n steps."""
 
 CHEAP_PROOF_SECONDS, CHEAP_PROOF_FRACTION, CHEAP_PROOF_STEPS = 5.0, 0.01, 1000
 """A proof is cheap if it takes at most CHEAP_PROOF_SECONDS, or at most CHEAP_PROOF_FRACTION of the time of
@@ -31,7 +31,7 @@ def is_proof_cheap(seconds: float, step: float) -> bool:
 
 
 class ProofCost(StrictModel):
-    """The planner's estimate of a proof. All values are 0 without an estimate."""
+    """The planner's estimate of a proof. If there is no estimate, all values are 0."""
 
     seconds: float = 0.0
     step: float = Field(default=0.0, description="seconds of a training step")
@@ -86,9 +86,8 @@ class ProofResult(StrictModel):
 
 
 class RecordedProof(NamedTuple):
-    """A proof as a training run records it, in one line of JSON. A resumed run reads it and needs no further proof.
-    `sizes` is the smallest and largest batch sizes of all proofs of the run, by key and dimension.
-    """
+    """A proof as a training run records it, in one line of JSON. A resumed run reads this line and needs no further
+    proof. `sizes` is the smallest and largest batch sizes of all proofs of the run, by key and dimension."""
 
     result: ProofResult
     sizes: dict[str, tuple[tuple[int, int], ...]]

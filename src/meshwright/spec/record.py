@@ -1,9 +1,10 @@
 """Describes the measurements of a step, with the same names as in `Estimate`, and the state of a training run.
 
-The digest of samples shows which samples a step has read. It is small, and the digests of ranks can be added. Samples
-are numbered in the order of the data; batch b of B rows has the samples from b B to b B + B - 1. The digest is the
-number of samples, and the sum of (n + 1)^2 modulo 2^64 over the sample numbers n. It changes if a sample is read twice,
-missed or replaced. The sum over a whole batch has a closed form, so that many steps can be verified at once.
+The digest of samples shows which samples a step has read. A digest is small, and the digests of ranks can be added.
+Samples are numbered in the order of the data; batch b of B rows has the samples from b B to b B + B - 1. The digest is
+the number of samples, and the sum of (n + 1)^2 modulo 2^64 over the sample numbers n. The digest changes if a sample is
+read twice, missed or replaced. The sum over a whole batch has a closed form, so that many steps can be verified at
+once.
 
 >>> digest_samples([(3, 2), (0, 3)]) == digest_samples([(0, 5)])
 True
@@ -48,8 +49,8 @@ class MoeStats(StrictModel):
 
 
 class StepRecord(StrictModel):
-    """One line of `records.jsonl`. Times are the seconds of the slowest rank, memory is the bytes of the peak-memory
-    rank."""
+    """One line of `records.jsonl`. Times are the seconds of the slowest rank, memory is in bytes of the rank with the
+    highest peak."""
 
     step: int
     loss: float
@@ -121,7 +122,7 @@ DIGEST_MODULUS = 2**64
 
 
 class SampleDigest(NamedTuple):
-    """The number of samples, and the sum of the squares of their numbers plus one."""
+    """The number of samples, and the sum of (n + 1)^2 over their numbers n, modulo 2^64."""
 
     number: int
     squares: int

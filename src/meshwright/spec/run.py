@@ -109,8 +109,8 @@ class RunConfig(StrictModel):
 
     @property
     def every(self) -> int:
-        """The number of steps between checkpoints. With `auto` the interval is in seconds, and this value is only a
-        default."""
+        """The number of steps between checkpoints. With `auto`, which chooses an interval in seconds, this number is
+        only a placeholder."""
         return 100 if self.checkpoint_every == "auto" else self.checkpoint_every
 
 
@@ -148,7 +148,7 @@ class LaunchSpec(StrictModel):
         """Returns the fields that determine the result as a flat mapping with keys such as 'workload.batch'. Two
         launches with equal fields run the same job, even with different plans.
 
-        With a constant learning rate, additional steps do not change earlier ones, so `steps` is omitted.
+        With a constant learning rate, the number of steps does not affect earlier steps, so `steps` is omitted.
         """
         flat: dict[str, Any] = {}
 

@@ -1,5 +1,5 @@
-"""Scales a plan down so that it runs on the CPU cores of one machine. Every kind of parallelism is preserved as long as
-possible.
+"""Scales a plan down so that it runs on the CPU cores of one machine. As far as possible, every kind of parallelism is
+kept.
 
 While there are too many ranks, the first of the degrees dp_replicate, dp_shard, cp, pp, tp that exceeds 2 is halved. If
 all degrees are 1 or 2, the first degree of 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism do not
@@ -28,7 +28,7 @@ SCALED_DOWN_AXES = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
 
 
 def scale_down_plan(plan: Plan, most: int = MAX_SCALED_DOWN_RANKS) -> Plan:
-    """Returns `plan` scaled down to at most `most` ranks. It sets a small bucket size, so that a small model has
+    """Returns `plan` scaled down to at most `most` ranks. The bucket size becomes small, so that a small model has
     several buckets."""
     sizes = {axis: getattr(plan, axis) for axis in SCALED_DOWN_AXES}
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Violation(NamedTuple):
-    """The reason why a plan cannot run. `reason` is the same for all plans that break a rule. `message` has the numbers
-    of one plan."""
+    """The reason why a plan cannot run. `reason` is identical for all plans that break the rule. `message` has the
+    numbers of this plan."""
 
     reason: str
     message: str

@@ -16,8 +16,8 @@ from meshwright.core.messages import Message
 from meshwright.spec.precision import DilocoConfig, GradientCompression, Recipe, recipe
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adafactor": 1}
-"""The number of state tensors per parameter, each with the shape of the weights. `OptimizerConfig.elements` handles
-optimizers whose states have other shapes."""
+"""The number of state tensors per parameter, if each has the shape of the weights. For states of other shapes see
+`OptimizerConfig.elements`."""
 
 USER_FUNCTION_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """Matches `package.module:function`."""
@@ -39,7 +39,7 @@ OPTIMIZERS_BY_FIELD = {
     "weight_decay": tuple(OPTIMIZER_STATES),
     "decay": tuple(OPTIMIZER_STATES),
 }
-"""Fields that only some optimizers have."""
+"""Fields that only some optimizers have, with the names of these optimizers."""
 
 
 class OptimizerConfig(StrictModel):
@@ -113,21 +113,23 @@ class OptimizerConfig(StrictModel):
                     )
                 )
         if "cooldown" in requested and self.schedule != "warmup-stable-decay":
-            raise ValueError(Message("cooldown is of the schedule warmup-stable-decay: leave it out, or choose that"))
+            raise ValueError(
+                Message("cooldown belongs to the schedule warmup-stable-decay: leave it out, or choose this schedule")
+            )
         if "final_lr" in requested and self.schedule == "constant":
             raise ValueError(
-                Message("final_lr is of schedules that fall, which constant does not: leave it out, or choose another")
+                Message("final_lr has no effect with schedule constant: leave it out, or choose another schedule")
             )
         return self
 
     @property
     def live(self) -> bool:
-        """Whether the optimizer is the user's own code."""
+        """Whether the optimizer is a user's function."""
         return self.name not in OPTIMIZER_STATES
 
     @property
     def states(self) -> int:
-        """State tensors per parameter. The user's own optimizer is counted like AdamW, because its number is
+        """State tensors per parameter. A user's optimizer counts like AdamW, because its number of states is
         unknown."""
         return OPTIMIZER_STATES.get(self.name, OPTIMIZER_STATES["adamw"])
 
@@ -298,8 +300,8 @@ class Workload(StrictModel):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The values of plan fields that exact sums or DiLoCo need, because the result depends on them. Pins of the
-        user take precedence.
+        """The values of plan fields that exact sums or DiLoCo require, because the result depends on these fields. Pins
+        of the user take precedence.
 
         >>> Workload(exact=2).fixed
         {'micro_batch': 2, 'tp': 1, 'pp': 1, 'cp': 1, 'ep': 1}

@@ -86,8 +86,7 @@ def offloaded_state_names(plan: Plan) -> tuple[str, ...]:
 
 class UpdateProperties(NamedTuple):
     """The properties of the optimizer update: the precision recipe, whether some tensors are updated as a whole, and
-    which expert tensors are. `on_cores` means that the devices are CPU cores, whose memory is the memory of the
-    host."""
+    which expert tensors are. `on_cores`: whether the devices are CPU cores, whose memory is host memory."""
 
     recipe: Recipe
     whole: bool = False
@@ -97,7 +96,7 @@ class UpdateProperties(NamedTuple):
     @property
     def there(self) -> bool:
         """Whether offloaded weights are updated on the host. This is the case on an accelerator if the recipe has no
-        main weights. The update then changes the weights themselves, which the device cannot reach while they are
+        main weights. Then the update changes the weights themselves, which are not on the device while they are
         offloaded."""
         return not (self.on_cores or self.recipe.master)
 
@@ -113,7 +112,7 @@ class UpdateProperties(NamedTuple):
 
 
 def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violation]:
-    """Checks the update against the precision recipe and against optimizers that update whole tensors."""
+    """Checks that the plan supports the optimizer update: its precision recipe, and whether it needs whole tensors."""
     recipe, offloaded = update.recipe, offloaded_state_names(plan)
     if recipe.products == "fp8" and (plan.tp > 1 or any(plan.splits_backward(stage) for stage in range(plan.stages))):
         yield Violation(
@@ -138,9 +137,9 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
         yield Violation(
             "offloaded weights are updated on the host",
             Message(
-                "in {recipe} what is updated is the weights themselves: of the states at least the share of the "
-                "weights must wait on the host ({weights_share}, not {offload_share}), so that those which wait are "
-                "updated there; or use bf16",
+                "{recipe} updates the weights themselves: the offloaded percentage of states must be "
+                "at least that of the weights ({weights_share}, not {offload_share}), so that "
+                "offloaded weights are updated on the host; or use bf16",
                 recipe=recipe.name,
                 weights_share=plan.weights_share,
                 offload_share=plan.offload_share,

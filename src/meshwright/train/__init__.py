@@ -1,1 +1,1 @@
-"""The optimizer step, the training loop around it, and the processes that run it. This import does not import torch."""
+"""The optimizer step, the training loop, and the processes of ranks. Importing this package does not import torch."""

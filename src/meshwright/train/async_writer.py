@@ -1,8 +1,9 @@
 """The checkpoint writer: a separate process that writes the in-memory checkpoints to disk while training continues.
 
-Guarantees: the process writes the same bytes that the ranks themselves would have saved. It reads the checkpoint back
-and renames it to its final name last, as every save does. At most one save is in progress. A save takes no memory of
-its own: the ranks do not overwrite the slot that it reads. A rank that dies during the save does not disturb it.
+Guarantees: the process writes the same bytes that the ranks themselves would have saved. As in every save, it reads the
+files back before it renames the folder to its final name. At most one save is in progress. A save needs no extra
+memory, since the ranks do not overwrite the snapshot slot that the writer reads. The death of a rank during the save
+does not disturb the writer.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from meshwright.train.rank_main import RankControl
 from meshwright.train.trainer_checkpoint import merge_scalar_states
 
 WRITER_NICENESS = 10
-"""The niceness of the writer process: the ranks get the CPU first."""
+"""The niceness of the writer process. It is positive, so the ranks get the CPU before the writer."""
 
 
 def write(channel: RankControl, payload: dict[str, Any]) -> int:
-    """Writes the checkpoint of `payload['step']` from the in-memory checkpoints of `channel.memory.sources`. `payload`
-    also has the launch. Returns the exit status."""
+    """Writes the checkpoint of step `payload['step']` from the in-memory checkpoints in `channel.memory.sources`.
+    `payload` also contains the launch spec. Returns the exit status."""
     os.nice(WRITER_NICENESS)
     began, step, launch = time.perf_counter(), int(payload["step"]), validate_data(LaunchSpec, payload["launch"])
     folder = Path(launch.run.folder) / "checkpoints"

@@ -1,5 +1,5 @@
-"""The console output of a run, on standard error. On a terminal it is one progress line. Otherwise it is plain lines
-without carriage returns or escapes.
+"""The console output of a run, on standard error. On a terminal it shows one progress line. Otherwise it prints plain
+lines without carriage returns or escapes.
 
 The console receives the messages of rank 0: `begin`, `record`, `saved`, `note`, `sample` and `done`. It runs in the
 supervisor's process, or in rank 0 if there is no supervisor.
@@ -23,14 +23,14 @@ from meshwright.spec.record import StepRecord
 
 LINE_INTERVAL_SECONDS = 10.0  # between plain lines
 SILENT_KINDS = ("slow", "verdict", "rebalanced", "rebalance_result", "unsaved", "write", "failed")
-"""Kinds of messages for the supervisor alone. What a person needs to know of them also arrives as a `note`."""
+"""Kinds of messages that only the supervisor handles. What the user needs to know of them also arrives as a `note`."""
 WARMUP_STEPS = 3
-"""Steps of a launch after which step times are stable."""
+"""The first steps after a start, whose step times are not yet stable."""
 
 
 class RunConsole:
-    """Prints the messages of rank 0, which `hear` receives. `quiet` prints nothing. `words` translates a line into the
-    user's language."""
+    """Prints the messages of rank 0, which `hear` receives. With `quiet` it prints nothing. `words` translates a line
+    into the user's language."""
 
     def __init__(self, quiet: bool = False, words: Callable[[str], str] = str) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -62,12 +62,12 @@ class RunConsole:
         self.show(self.words(line))
 
     def show(self, text: str) -> None:
-        """Prints text as it is: a report, or a sample of the model. It never interprets markup."""
+        """Prints text unchanged: a report, or text that the model generated. Markup in the text is not interpreted."""
         if self.quiet:
             return
         try:
             self.console.print(escape_terminal_controls(text), markup=False)
-        except OSError:  # the reader has closed the stream; the run continues
+        except OSError:  # whoever read the stream has closed it; the run continues
             self.quiet = True
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class RunConsole:
         elif self.first:
             self.note(Message("goes on from the checkpoint of step {first}", first=self.first))
         if self.console.is_terminal and not self.quiet and self.first < self.steps:
-            # A narrow screen cuts the later columns.
+            # On a narrow terminal, the later columns are cut off first.
             whole = Column(no_wrap=True, min_width=len(f"step {self.steps}/{self.steps}"))
             step = TextColumn(
                 self.words(Message("step {step}/{steps}", step="{task.completed}", steps="{task.total}")),
@@ -141,7 +141,8 @@ class RunConsole:
             words.append(
                 Message("{tokens_per_second} tokens/s", tokens_per_second=show_count(record.tokens_per_second))
             )
-            # Ranks of one host that use shared memory count it together.
+            # With several CPU ranks per host there is no `reserved`: the RSS of each rank includes the memory that they
+            # share.
             kind = "reserved" if "reserved" in record.memory else "resident"
             words.append(Message("{memory} on the peak rank", memory=show_bytes(record.memory.get(kind, 0.0))))
         done = record.step - self.first
@@ -175,7 +176,7 @@ class RunConsole:
         self.close()
 
     def summary(self) -> dict[str, Any]:
-        """Returns the state of the run for `--json`."""
+        """Returns the summary of the run that `--json` prints."""
         losses = [{"step": step, "loss": loss} for step, loss in self.held_out]
         return {
             "steps": self.last.step if self.last else self.first,

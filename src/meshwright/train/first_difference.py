@@ -1,12 +1,12 @@
-"""Locates the first module that differs between a step under the plan and the same step on one device, in forward and
-then in backward.
+"""Locates the first module whose values differ between a step under the plan and the same step on one device.
 
-Rule: every rank records its own pass under the plan and has a record of the pass on one device. Outputs of modules are
-compared in the order in which the modules end forward. Then the gradients of these outputs and of the parameters are
-compared in the opposite order. The first difference beyond the tolerance is reported. A rank compares its rows of the
-batch, its features of a column-parallel layer, and its slice of the sequence. Outputs without a counterpart on one
-device, such as the heads inside an attention, are skipped. A fault there shows in the next row-parallel layer. So the
-reported module is the faulty one, or the first comparable module after it.
+Rule: every rank records its own forward and backward passes under the plan and has a record of the pass on one device.
+First the outputs of modules are compared, in the order in which their forward calls end. Then the gradients of these
+outputs and of the parameters are compared in the opposite order. The first difference beyond the tolerance is reported.
+Each rank compares the elements that it has: its rows of the batch, its features of a column-parallel layer, its slice
+of the sequence. Outputs without a counterpart on one device, such as the attention heads of one rank, are skipped. A
+fault in a skipped module shows in the next row-parallel layer. So the reported module is either the faulty module or
+the first comparable module after it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from meshwright.spec.batch_layout import first_row
 from meshwright.train.trainer import Trainer
 
 ModuleCall = tuple[str, int]
-"""The path of a module and the index of its call in one pass."""
+"""The path of a module, and the index of one of its calls within a pass."""
 OUTPUT_LABEL, GRADIENT_LABEL = "output", "gradient of the output"
 
 
 @dataclass
 class RecordedPass:
-    """The outputs of modules in one pass, in order, and their gradients."""
+    """The outputs of modules in one forward pass, in the order of the calls, and the gradients of these outputs."""
 
     outputs: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
     gradients: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     owned: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Tensors that a module has output, by id. An outer module may return the output of an inner module unchanged. The
+    """Module outputs by `id()` of the tensor. An outer module may return the output of an inner module unchanged. The
     references keep the ids unique."""
 
     def add(self, path: str, output: Any) -> None:
@@ -60,7 +60,7 @@ class RecordedPass:
 
 
 class ModuleRecorder:
-    """Hooks on every module of a model. While `now` is set, it records their outputs."""
+    """Forward hooks on every module of a model. While `now` is set, they record the outputs of modules in it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.now: RecordedPass | None = None
@@ -83,7 +83,8 @@ class ModuleRecorder:
 
 
 class ModuleDifference(NamedTuple):
-    """The first difference of `what` (output or gradient) of the module `path` on `rank`, relative to one device."""
+    """The first difference on `rank`. `what` is the output or the gradient of the module `path`; the difference is
+    relative to the value on one device."""
 
     time: int
     amount: float
@@ -102,8 +103,8 @@ def find_first_difference(
     gradients: Mapping[str, torch.Tensor],
     tolerance: float,
 ) -> ModuleDifference | None:
-    """Returns the first difference or None; all ranks return the same. `one` is a pass of the whole batch on one
-    device, and `gradients` has the gradients of that pass by parameter."""
+    """Returns the first difference, or None if there is none. All ranks return the same result. `one` is the record of
+    a pass of the whole batch on one device. `gradients` has the parameter gradients of that pass by name."""
     passes, ours = _record_plan_passes(trainer, batch)
     times = {key: time for time, key in enumerate(one.outputs)}
     found = _forward_differences(trainer, passes, one, times, tolerance)
@@ -115,7 +116,8 @@ def find_first_difference(
 def _record_plan_passes(
     trainer: Trainer, batch: Mapping[str, Any]
 ) -> tuple[list[tuple[int, RecordedPass]], dict[str, torch.Tensor] | None]:
-    """Returns each pass of this rank with the index of its first row, and the full gradients (rank 0)."""
+    """Returns the recorded pass of each micro-batch with the index of its first row in the batch, and the full
+    parameter gradients (None except on rank 0)."""
     plan, pipeline, place = trainer.plan, trainer.engine.pipeline, trainer.mesh.replica
     recorder, inner = ModuleRecorder(trainer.engine.model), pipeline.forward
     counts: dict[int, int] = defaultdict(int)
@@ -131,7 +133,7 @@ def _record_plan_passes(
         finally:
             recorder.now = None  # a recompute in backward is not recorded again
 
-    trainer.engine.preflight.skip(stages=False)  # only the passes of the step itself are recorded
+    trainer.engine.preflight.skip(stages=False)  # so that the preflight passes are not recorded
     try:
         with pipeline.replace_forward(forward):
             ours = trainer.gradients(dict(batch))[2]
@@ -166,8 +168,9 @@ def _backward_differences(
     times: Mapping[ModuleCall, int],
     tolerance: float,
 ) -> list[ModuleDifference]:
-    """Returns the differing output gradients, ordered after all outputs, from the last module to the first. Full
-    tensors inside a tensor-parallel region are skipped, since each rank has only a partial sum of their gradient."""
+    """Returns the module outputs whose gradients differ. They are ordered after all differing outputs, from the last
+    module to the first. Full tensors inside a tensor-parallel region are skipped, since each rank has only a partial
+    sum of their gradient."""
     anatomy = trainer.engine.anatomy
     incomplete = _incomplete_modules(trainer.engine.model)
     parts = {name.rpartition(".")[0] for name in anatomy.partial} | {
@@ -194,7 +197,8 @@ def _parameter_differences(
     times: Mapping[ModuleCall, int],
     tolerance: float,
 ) -> list[ModuleDifference]:
-    """Returns the differing parameter gradients. Each is ordered just after its module's output gradient."""
+    """Returns the parameters whose gradients differ. Each is ordered directly after the output gradient of its
+    module."""
     whole = sum(float(value.double().square().sum()) for value in gradients.values()) ** 0.5
     found = []
     for name, value in gradients.items():

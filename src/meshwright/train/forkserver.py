@@ -1,18 +1,18 @@
-"""The fork server of ranks: it imports torch once, so that a rank starts in hundredths of a second and shares its
-pages.
+"""The fork server of ranks: it imports torch once and forks the ranks. So a rank starts in hundredths of a second and
+shares the imported memory pages.
 
-Guarantees: the fork server has one thread and no process group when it forks. Ranks die with the fork server
-(PR_SET_PDEATHSIG, end of their pipe), and the fork server dies with its supervisor. The rendezvous store listens only
-on 127.0.0.1, or only on the address at which other machines of the job reach this machine. The fork server binds the
-socket of the store before any fork. The store has its own process, so no rank is special. The protocol is JSON lines:
-commands on standard input, events on the original standard output.
+Guarantees: when the fork server forks, it has one thread and no process group. If the fork server dies, its ranks die
+(PR_SET_PDEATHSIG, end of their pipe). If the supervisor dies, the fork server dies. The rendezvous store listens on
+127.0.0.1 only; in a job of several machines it listens only on the address at which the others reach this machine. The
+fork server binds the socket of the store before any fork. The store runs in a separate process, not in a rank. The
+protocol is JSON lines: commands on standard input, events on the original standard output.
 
 | command | event |
 |---|---|
 | start: rank, world, generation, target, payload, log | started: rank, generation, pid |
 | tell: rank, message | said: rank, generation, message |
 | signal: rank, signal | ended: rank, generation, status (negative: the signal) |
-| clear: end every rank | clear: no rank is left |
+| clear: end every rank | clear: all ranks have ended |
 | | refused: rank, generation, pid: a start while a process of that rank still runs |
 | | refused: rank, generation, why: a start for which the system has no descriptor or process; ended follows |
 | | ready: pid, port, secret: of the store |
@@ -61,13 +61,13 @@ LISTEN_BACKLOG = 4096
 """The number of ranks that may connect at the same moment."""
 
 CUDA_DEVICE_FILE = "/dev/nvidia-uvm"
-"""The file that a process has open once it has started CUDA. A query of device names opens other files only."""
+"""The file that a process has open once it has started CUDA. A query of device names does not open it."""
 
 
 def preload_modules(modules: list[str]) -> None:
     """Imports the modules that take every rank seconds to import. With a CPU build of torch it also runs a first
     backward and a first optimizer step ([Note: before the fork])."""
-    gc.disable()  # collections took a sixth of the import time and found no garbage
+    gc.disable()  # garbage collection took a sixth of the import time and found no garbage
     import torch
     import torch._dynamo
     import torch.distributed.device_mesh
@@ -85,7 +85,8 @@ def preload_modules(modules: list[str]) -> None:
 
 
 def supported_accelerators() -> list[str]:
-    """Returns the accelerators that this torch was built for. It does not look for devices, which may start them."""
+    """Returns the accelerators that this torch was built for. It does not search for devices, since a search may
+    initialize them."""
     import torch
 
     built = {
@@ -97,6 +98,7 @@ def supported_accelerators() -> list[str]:
 
 def fork_obstacle(opened: Iterable[str], initialized: bool) -> str:
     """Returns why a forked child could not use accelerators, or ''. `opened`: the paths of this process's open files.
+    `initialized`: whether torch has initialized CUDA.
 
     >>> fork_obstacle(["/dev/null", "/dev/nvidiactl", "/dev/nvidia0"], False)
     ''
@@ -119,7 +121,7 @@ def open_file_paths() -> list[str]:
 
 @dataclass
 class ForkedRank:
-    """A forked rank, as the fork server sees it."""
+    """A forked rank, as the fork server tracks it."""
 
     rank: int
     generation: int
@@ -232,8 +234,8 @@ class ForkServer:
         write_message(self.events, {"event": "started", "rank": child.rank, "generation": child.generation, "pid": pid})
 
     def _refuse(self, message: IpcMessage, pipes: list[int], error: OSError) -> None:
-        """Reports that the system has started no process for this rank. The supervisor counts it as a failure of that
-        rank and tries again under its restart policy."""
+        """Reports that the system could not start a process for this rank. The supervisor counts this as a failure of
+        the rank and applies its restart policy."""
         for handle in pipes:
             os.close(handle)
         rank = {"rank": message["rank"], "generation": message["generation"]}
@@ -242,7 +244,8 @@ class ForkServer:
         write_message(self.events, {"event": "ended", **rank, "status": 1})
 
     def _forget(self) -> None:
-        """Closes the fork server's file handles in a child, so that the end of a pipe is seen."""
+        """Closes the inherited file handles of the fork server in a child, so that readers of its pipes see their
+        end."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.waiting.close()

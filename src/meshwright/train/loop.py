@@ -1,8 +1,8 @@
-"""The training loop around `trainer.step`: data, learning rate, records, validation loss and checkpoints. A run that
-stops loses no step.
+"""The training loop: it calls `trainer.step` and handles data, learning rate, records, validation loss and checkpoints.
+A run that is stopped on request loses no completed step.
 
 Guarantees: the batch and the learning rate of a step depend only on its index, not on restarts. So a run that was
-killed and restarted under one plan ends in the same weights, bit for bit, as an undisturbed run. A request to stop
+killed and restarted under the same plan ends with the weights of an undisturbed run, bit for bit. A request to stop
 takes effect at the end of a step, and all ranks stop after the same step.
 """
 
@@ -51,7 +51,7 @@ from meshwright.train.straggler import PhaseSeconds, StragglerMonitor
 from meshwright.train.trainer import ParallelizeOptions, parallelize
 
 VALIDATION_BATCH_ROWS = 64
-MEMORY_TRACE_STEP = 2  # the step of a launch that the profiler traces for memory: the first two warm up
+MEMORY_TRACE_STEP = 2  # the step after a start whose memory is traced by the profiler; the two steps before it warm up
 
 
 def train(channel: RankControl, payload: IpcMessage) -> int:
@@ -193,11 +193,11 @@ class TrainLoop:
                 if guard.is_spike:
                     break
                 if phases is not None and (plan := watch.heed(phases, done, self.launch.run.balance)) is not None:
-                    self.trainer.plan = plan  # the rows of later batches change here
+                    self.trainer.plan = plan  # changes which rows of later batches this rank reads
                     break
 
     def _stretch(self, began: int, launched: int) -> Iterator[tuple[StepRecord, PhaseSeconds | None]]:
-        """Yields the steps from `began` on, as long as the plan does not change."""
+        """Yields the records and phases of steps from step `began` on, until the plan changes."""
         plan, rule = self.trainer.plan, self.launch.workload.optimizer
         rows, every = (
             self.launch.workload.batch,
@@ -209,7 +209,8 @@ class TrainLoop:
                 start = time.perf_counter() - batches.wait_seconds
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
                 watched = step - launched == min(MEMORY_TRACE_STEP, self.steps - launched - 1)
-                watched = watched and self.recovery.source != "memory"  # no new trace after a restart: tracing is slow
+                # after a restart from memory no step is traced, since tracing is slow
+                watched = watched and self.recovery.source != "memory"
                 with trace_memory(self.trainer.engine.model, self.device.type) if watched else nullcontext() as watch:
                     record = self.trainer.step(LocalBatch(batch, self.loader.labels_per_step))
                 memory, number = self.memories.of(record, watch), batch_index(step, self.loader.skipped_batches)
@@ -228,7 +229,7 @@ class TrainLoop:
                 yield record, phases
 
     def _awaited(self, batches: Iterator[list[TensorBatch]], began: int) -> Iterator[list[TensorBatch]]:
-        """Yields the batches, with a heartbeat before each wait."""
+        """Yields the batches. Sends a heartbeat before each wait for data."""
         for step in range(began, self.steps):
             self.pulse.at(RankPhase.data, step + 1)
             yield next(batches)

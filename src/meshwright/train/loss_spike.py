@@ -1,19 +1,21 @@
-"""Loss spikes: detection within three steps, rollback, and permanent exclusion of the batches that came with them.
+"""Loss spikes: detection within three steps, rollback, and permanent exclusion of the batches that may have caused
+them.
 
 Rule: a step is high in either of two cases:
 - Its loss is not finite, or exceeds the median m of the last MEDIAN_WINDOW_STEPS ordinary steps by more than
   max(MIN_SPREAD_RATIO * s, MIN_RELATIVE_RISE * |m|). Here s = 1.4826 times the median distance from m.
 - Its gradient is not finite, unless a dynamic loss scale may still overflow.
 
-SPIKE_STEPS high steps in a row are a spike. A single bad batch makes one high step and is not a spike. Damaged weights
-keep the loss high. After a spike the run rolls back to the newest valid checkpoint on disk that was saved before the
-update that led to the first high step. It continues without the batches of that update and of the high steps. The
-excluded batches are part of the saved state, so they stay excluded. If the run rolls back to one checkpoint more than
-MAX_ROLLBACKS times, it ends. Where no checkpoint is old enough, a note says so and training continues.
+SPIKE_STEPS high steps in a row are a spike. A bad batch alone makes one high step, so it is not a spike. If the weights
+are damaged, the loss stays high. After a spike the run rolls back to the newest valid checkpoint on disk that was saved
+before the update that led to the first high step. Then it continues without the batches of this update and of the high
+steps. The excluded batches are part of the saved state, so they stay excluded. If the run rolls back to the same
+checkpoint more than MAX_ROLLBACKS times, it ends. If no checkpoint is old enough, training continues with a note.
 
 All ranks see the same losses and make the same decision. Since only the losses decide, a run that dies before it rolls
 back makes the same decision after its restart. Source: Chowdhery et al., PaLM, 2022, section 5.1. The authors roll back
-about 100 steps and skip batches. Those batches were harmless at other times.
+about 100 steps and skip batches. The skipped batches caused no spike when they were used at another point of the
+training.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ MEDIAN_WINDOW_STEPS = 32
 MIN_SPREAD_RATIO, MIN_RELATIVE_RISE = 8.0, 0.2
 SPIKE_STEPS = 3
 MAX_ROLLBACKS = 3
-"""The largest number of rollbacks to one checkpoint."""
+"""The largest number of rollbacks to the same checkpoint."""
 
 
 class LossSpikeDetector:
-    """Observes each step. Its state is stored in `state["guard"]`, which every checkpoint contains."""
+    """Observes the loss of each step. Its state is `state["guard"]`, a part of every checkpoint."""
 
     def __init__(self, state: dict[str, Any], watches: bool, scaled: bool) -> None:
         """`watches`: whether spikes are detected. `scaled`: whether the loss scale is dynamic. A dynamic loss scale
@@ -45,7 +47,7 @@ class LossSpikeDetector:
         self.read({})
 
     def read(self, saved: dict[str, Any]) -> None:
-        """Restores the state that was saved with a step."""
+        """Restores the detector's state that was saved with a step."""
         self._losses = deque[float](saved.get("losses", ()), maxlen=MEDIAN_WINDOW_STEPS)
         self._high = int(saved.get("high", 0))
         self.left_out: list[tuple[int, int]] = [(first, stop) for first, stop in saved.get("left_out", ())]
@@ -82,7 +84,7 @@ class LossSpikeDetector:
         return record.loss - middle > max(MIN_SPREAD_RATIO * spread, MIN_RELATIVE_RISE * abs(middle))
 
     def before(self, step: int) -> int:
-        """Returns the last step before the update that led to a spike seen after `step`."""
+        """Returns the last step before the update that led to the spike detected after `step`."""
         return step - self._high - 1
 
     def forget(self) -> None:
@@ -92,9 +94,9 @@ class LossSpikeDetector:
         self._write()
 
     def goes_back(self, to: int, step: int, left_out: list[tuple[int, int]], batches: tuple[int, int]) -> str:
-        """Excludes batches after a rollback from `step` to step `to`: `batches`, and `left_out`, which had already been
-        excluded at `step`. Returns the line for the user. Raises MeshwrightError after more than MAX_ROLLBACKS
-        rollbacks to one step."""
+        """Excludes batches after a rollback from `step` to step `to`. `batches` is the range [first, stop) of the
+        batches to exclude. `left_out` are the ranges that were already excluded at `step`. Returns the line for the
+        user. Raises MeshwrightError after more than MAX_ROLLBACKS rollbacks to the same step."""
         self.back[to] = self.back.get(to, 0) + 1
         if self.back[to] > MAX_ROLLBACKS:
             raise MeshwrightError(

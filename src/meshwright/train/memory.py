@@ -1,17 +1,17 @@
-"""Measured memory in bytes, in the categories of the estimate: parameters, gradients, optimizer, total (allocated at
-the peak of a step), resident (RSS).
+"""Measured memory in bytes, in the categories of the planner's estimate: parameters, gradients, optimizer, total
+(allocated at the memory peak of a step), resident (RSS).
 
 CUDA's allocator tracks the peak of its allocations, and the operating system tracks the peak of a process. Neither
-knows what the memory was used for, and when. So the profiler traces one step. The sum of the device's memory events up
-to a point in time is the change of live bytes since the step began. A traced step is slower but has the same results.
-The trainer counts the bytes that remain after the step. So peak = bytes after the step - bytes that the step added
-permanently + the highest sum of the step's events. Memory that ranks of one host share is outside the allocator. The
-trainer counts the flat buffers there, and `passing` counts the data in transit.
+records what the memory was used for. So torch's profiler traces one step. The sum of the device's memory events up to a
+point in time is the change of live bytes since the step began. A traced step is slower but has the same results. The
+trainer counts the bytes that remain after the step. So peak = bytes after the step - bytes that the step added
+permanently + the highest sum of the step's events. Shared memory between ranks of one host does not come from the
+allocator. The trainer counts the flat buffers in it, and `Trainer.passing` counts the staging buffers.
 
 Categories: allocations of forward and backward operations count as activations until they are freed. All others
-(gathered weights, temporaries of the update) count as buffers. The module at the peak is the innermost module whose
-forward or backward runs. Autograd gives an operation in backward the sequence number of its forward operation, and thus
-its module. Operations outside of all modules belong to the loss.
+(gathered weights, temporaries of the update) count as buffers. The module at the memory peak is the innermost module
+whose forward or backward runs at that point. Autograd gives an operation in backward the sequence number of its forward
+operation, and thus its module. Operations outside of all modules belong to the loss.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
 MAX_TIMELINE_POINTS = 240
-"""The number of points of a timeline. A step is divided into as many equal intervals, and a point is the highest sum of
-its interval."""
+"""The largest number of points of a timeline. A step is divided into as many intervals of equal length. Each point is
+the highest byte count of its interval."""
 MIN_RELATIVE_CHANGE = 0.01
-"""The relative change of a category above which a new row is written."""
+"""The relative change of a category above which the recorder writes a new row."""
 MODULE_LABEL, BACKWARD_LABEL = "module ", "autograd::engine::evaluate_function"
 
 
 @dataclass
 class StepMemoryTrace:
-    """The memory trace of one step: the highest sum of allocated bytes on `device` relative to the start, and the sum
-    at its end."""
+    """The memory trace of one step: the highest number of bytes allocated on `device`, and the number at the end, both
+    relative to the start of the step."""
 
     device: str = "cpu"
     peak: int = 0
@@ -58,13 +58,13 @@ class StepMemoryTrace:
     highest: AllocationEvent = field(default_factory=lambda: AllocationEvent(at=0, activations=0, buffers=0))
 
     def timeline(self, trainer: Trainer) -> MemoryTimeline:
-        """Returns the timeline of `trainer`'s last step, which was traced."""
+        """Returns the memory timeline of the last step of `trainer`, which was traced."""
         stored = trainer.resident_memory()
         # Data in transit to or from an accelerator is in host memory.
         left = self.remaining - (trainer.passing if backend_of(self.device).memory_is_host else 0)
         stored["passing"] = float(max(-left, 0))
-        # Only the first step creates optimizer states; later, `left` is memory that other threads free
-        # untraced.
+        # Only the first step creates optimizer states. In later steps, `left` is memory that other threads free without
+        # a trace.
         if left > 0 and trainer.steps == 1:
             stored["optimizer"] = max(stored["optimizer"] - left, 0.0)
         return MemoryTimeline(
@@ -88,8 +88,8 @@ class StepMemoryTrace:
 
 @contextmanager
 def trace_memory(model: nn.Module | None = None, device: str = "cpu") -> Iterator[StepMemoryTrace]:
-    """Traces the memory of `device` inside the context. It fills the yielded trace when the context ends. With `model`,
-    the trace names the module at the peak."""
+    """Traces the memory of `device` inside the context. The yielded trace is filled when the context ends. With
+    `model`, the trace names the module at the peak."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints when it starts and ends
     watch, handles = StepMemoryTrace(device), []
     for name, module in model.named_modules() if model is not None else ():
@@ -106,7 +106,7 @@ def trace_memory(model: nn.Module | None = None, device: str = "cpu") -> Iterato
 
 
 def _label_forward(module: nn.Module, name: str) -> list[Any]:
-    """Marks the forward of `module` as a range of the profile."""
+    """Records each forward call of `module` as a named range of the profile."""
     ranges: list[record_function] = []
 
     def begin(module: nn.Module, given: Any) -> None:
@@ -124,8 +124,8 @@ def _label_forward(module: nn.Module, name: str) -> list[Any]:
 
 @dataclass
 class _AllocationChange:
-    """An allocation (or, if negative, a release) of bytes. `within`: whether an operation of forward or backward made
-    it. `place`: the module of that operation."""
+    """A change of the allocated bytes; a release is negative. `within`: whether an operation of forward or backward
+    made the change. `place`: the module of that operation."""
 
     at: int
     address: int
@@ -164,8 +164,8 @@ def _fill_trace(watch: StepMemoryTrace, roots: Any) -> None:
 
 
 def _allocation_changes(roots: Any, device: str) -> Iterator[_AllocationChange]:
-    """Yields the memory events of the whole tree on `device`. When an operation of backward occurs, the module of its
-    forward operation is already known."""
+    """Yields the allocations and releases on `device` in the whole event tree. When it reaches an operation of
+    backward, it already knows the module of the matching forward operation."""
     modules: dict[int, str] = {}
     waiting = [(root, "", "", False) for root in sorted(roots, key=lambda root: root.start_time_ns, reverse=True)]
     while waiting:
@@ -192,20 +192,21 @@ def _allocation_changes(roots: Any, device: str) -> Iterator[_AllocationChange]:
 
 class MemoryRecorder:
     """Records the memory of one rank step by step, for the step record and for RUN/memory/rank-N.jsonl (N: the rank). A
-    step record has only the peak rank; every rank has its own file. Memory rarely changes between steps, so a row of
-    the file is valid until the next row."""
+    step record describes only the rank with the highest peak, while every rank has its own file. Memory rarely changes
+    between steps, so a row of the file is valid until the next row."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self.trainer, self.folder = trainer, folder
         self.device, hosts = trainer.mesh.device, [host for host in trainer.mesh.topology.shm_host_ids if host]
         self.is_rank_per_host = len(set(hosts)) == len(hosts)
-        """Whether every rank has a host of its own. Then no shared memory of another rank counts in a rank's RSS."""
+        """Whether each rank runs on a different host. If so, the RSS of a rank includes no shared memory of other
+        ranks."""
         self._written: dict[str, float] = {}
         peak_resident_bytes()
 
     def of(self, record: StepRecord, watch: StepMemoryTrace | None) -> dict[str, float]:
-        """Returns this rank's bytes in the step of `record`, and its RSS. It adds the bytes at the peak if the step was
-        traced or if the device counts its peak."""
+        """Returns this rank's bytes by category in the step of `record`, and its RSS. If the step was traced or the
+        device tracks its peak, the bytes at the peak are included."""
         found = {**record.memory, "resident": resident_bytes()}
         found |= watch.keep(self.trainer, self.folder) if watch is not None else {}
         if peak := backend_of(self.device).peak_memory(self.device):

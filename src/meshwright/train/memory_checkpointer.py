@@ -1,18 +1,18 @@
-"""In-memory checkpoints of every step, in memory that outlives the rank, and how to restore them.
+"""In-memory checkpoints of every step. Their memory outlives the rank, and a restarted rank restores from it.
 
 Guarantees: whenever ranks die, there is a complete, intact checkpoint of the last reported step for every rank. A run
 that continues from it is bit-identical to a run that never stopped.
 
-On a CPU, an overlapped copy would take cores from the next step. So the copy runs at the end of its step, before the
-ranks agree on the record of that step. A step is thus saved before it is reported. On an accelerator, the copy overlaps
-with the next step and must end before the last reduction of that step. Until then nothing writes to the tensors that
-are copied. A forward may update buffers, so the copy reads clones of them. After the reduction every rank knows that
-every rank's copy is complete ([Note: two slots] in checkpoint/memory_checkpoint.py). After a fault on an accelerator,
-the last reported step may have to be run again.
+On a CPU, an overlapped copy would take cores from the next step. So the copy runs at the end of the step that it saves,
+before the ranks agree on the record of this step. A step is thus saved before it is reported. On an accelerator, the
+copy overlaps with the next step and must end before the last reduction of that step. Until then nothing writes to the
+tensors that are copied. A forward may update buffers, so the copy reads clones of them. After the reduction every rank
+knows that every rank's copy is complete ([Note: two slots] in checkpoint/memory_checkpoint.py). After a fault on an
+accelerator, the last reported step may have to be run again.
 
 The bytes leave the device on a separate stream, through two pinned chunks: one chunk fills while the other is read. A
-plain copy in a thread would run on the training stream. It would wait for earlier kernels, and later kernels would wait
-for it. To memory that is not pinned, the driver copies in small pieces.
+plain copy from a thread would run on the training stream: it would wait for earlier kernels and delay later kernels.
+The driver copies to unpinned memory in small, slow pieces.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
 PINNED_CHUNK_BYTES = 1 << 25
-"""Bytes of one pinned chunk."""
+"""The size in bytes of one pinned chunk."""
 
 
 class D2HStaging:
@@ -70,7 +70,7 @@ class D2HStaging:
         self.stream.wait_stream(self.backend.current_stream(self.device))
 
     def parts(self, source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the bytes of `source` on the host, each with its offset. A part is valid until the next one is
+        """Yields parts of `source` on the host as (byte offset, bytes). A part is valid until the next one is
         requested."""
 
         def start(chunk: int, at: int, size: int) -> None:
@@ -112,11 +112,12 @@ def double_buffered(
 
 
 MAX_FREE_MEMORY_FRACTION = 0.5
-"""The largest fraction of the free memory of the machine, or of this run's cgroup, for the checkpoints of all ranks."""
+"""The largest fraction of the free memory that the in-memory checkpoints of all ranks may take. Free memory is that of
+the machine or of this run's cgroup."""
 
 MAX_WAIT_FRACTION, MIN_MEASURED_STEPS = 0.1, 10
-"""The largest fraction of the training time that waits for overlapped copies may take without a warning, and the number
-of steps over which it is measured."""
+"""If waits for overlapped copies take more than MAX_WAIT_FRACTION of the training time, a warning is printed. The
+fraction is measured over MIN_MEASURED_STEPS steps."""
 
 PEER_OUT_OF_MEMORY_TEXT = Message(
     "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last "
@@ -146,7 +147,7 @@ class MemoryCheckpointer:
         self._failed: BaseException | None = None
 
     def begin(self, record: dict[str, Any]) -> None:
-        """Starts the copy of the step that has just ended, with its record."""
+        """Starts the copy of the state after the step that has just ended. `record` is stored with it."""
         self.finish()
         layout = self._lay()
         if layout is None:
@@ -190,13 +191,13 @@ class MemoryCheckpointer:
         self.seconds = time.thread_time() - began
 
     def _lay(self) -> SnapshotLayout | None:
-        """Returns the layout of the copy, or None where the memory is too small. The layout is built again only after
-        the address of a buffer has changed."""
+        """Returns the layout of the checkpoint in memory, or None where the memory is too small. The layout is rebuilt
+        only if the address of a buffer has changed."""
         engine = self.trainer.engine
         places = storage_addresses(engine, self.trainer.optimizer) + [
             buffer.data_ptr() for buffer in engine.model.buffers()
         ]
-        if engine.recipe.eight:  # the values of 8-bit states are decoded for each copy
+        if engine.recipe.eight:  # 8-bit optimizer states are decoded for each copy
             places.append(self.trainer.steps)
         if self._layout is None or places != self._places:
             self._places = places
@@ -217,7 +218,8 @@ class MemoryCheckpointer:
                 "no copies in memory of what the plan keeps in files; a rank that fails costs the steps since the "
                 "last checkpoint"
             )
-        # For the ranks of another node (elastic/snapshot_replication.py).
+        # With extra slots, the ranks of another node also store replicas of these checkpoints
+        # (elastic/snapshot_replication.py).
         mirrored = 2 if self._slots > SNAPSHOT_SLOTS else 0
         needs = self.memory.allocation_bytes(layout, self._slots + mirrored) * self.trainer.plan.world
         free = min(psutil.virtual_memory().available, cgroup_memory_available())
@@ -259,8 +261,8 @@ def _clone_buffers(
 
 
 def newest_memory_checkpoint(paths: Sequence[str], ranks: RankExchange) -> MemoryCheckpoint | None:
-    """Returns the newest step of which every file of `paths` has an intact checkpoint, or None. All ranks call it; each
-    rank checks some of the files."""
+    """Returns the in-memory checkpoint of the newest step for which every file in `paths` is intact, or None. All ranks
+    call it, and each checks some of the files."""
     if not paths:
         return None
     try:

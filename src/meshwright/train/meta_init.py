@@ -7,14 +7,14 @@
 
 Guarantees: the result equals training after `from_pretrained` on one device. A parameter that was never loaded is NaN,
 not zero, and a step before `load_weights` is refused. Buffers in the file (running means, router corrections) are
-loaded. All others (rotary frequencies, masks) come from the model's own code.
+loaded. Other buffers (rotary frequencies, masks) are computed by the model's own code.
 
 In some Hugging Face families, tensors have other names or shapes in files than in the modules. For these families the
 conversion rules of transformers are turned into `WeightSource`s.
 
-Rule: all renaming rules of the family apply to a file key that the model does not have. Then at most one rule merges
-the tensor of this key with others. It concatenates them along the first dimension, or stacks experts along a new first
-dimension. Any other conversion is refused in one line, never guessed. Source: huggingface/transformers,
+Rule: if the model does not have a key of the file, all renaming rules of the family are applied to the key. Then at
+most one rule merges the tensor of this key with others: it concatenates them along the first dimension, or stacks
+experts along a new first dimension. Any other conversion raises an error. Source: huggingface/transformers,
 `conversion_mapping.py` and `core_model_loading.rename_source_key`.
 """
 
@@ -41,8 +41,8 @@ from meshwright.runtime.engine import Engine
 
 
 class KeyMapping(NamedTuple):
-    """The name of a file key in the model, the rule that merges its tensor with those of other keys, and its position
-    in that rule."""
+    """How a file key maps to the model: the name there, the rule that merges its tensor with those of other keys, and
+    the position of the tensor in that rule."""
 
     name: str
     rule: Any = None
@@ -50,7 +50,8 @@ class KeyMapping(NamedTuple):
 
 
 def weight_sources(weights: HfWeights, model: nn.Module, known: Collection[str]) -> dict[str, WeightSource]:
-    """Returns how to build those tensors of `model` (`known` has their names) that no file key names directly."""
+    """Returns sources for the tensors of `model` that have no file key of the same name. `known` has the names of the
+    model's tensors."""
     rules = _conversion_rules(model)
     groups: dict[str, dict[str, list[str]]] = {}
     joined: dict[str, Any] = {}
@@ -93,8 +94,8 @@ def _map_key(key: str, rules: list[Any]) -> KeyMapping:
 
 
 def _match_prefix(name: str, prefix: str, known: Collection[str]) -> str:
-    """Adds or removes the prefix of the base model in a key. The prefix differs if only the file, or only the model,
-    has a head."""
+    """Adds or removes the prefix of the base model (such as `model.`) in a key. The prefixes differ if only the file,
+    or only the model, has an output head."""
     if name in known or not prefix:
         return name
     return next((other for other in (name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if other in known), name)
@@ -140,7 +141,7 @@ IGNORED_BUFFER_PATTERNS = (
     r"\.attn\.(masked_)?bias$",
     r"num_batches_tracked$",
 )
-"""Buffers that files of earlier versions contain, and that models compute themselves."""
+"""Buffers that files of earlier versions of transformers contain. Models compute these buffers themselves."""
 
 
 @contextmanager

@@ -1,16 +1,17 @@
-"""The metrics of a step: one record for all ranks, with the seconds of the slowest rank and the bytes of the peak rank.
+"""The metrics of a step: one record for all ranks, with the seconds of the slowest rank and the bytes of the rank with
+the highest memory peak.
 
 One small reduction per step carries all values, including the request to stop. So all ranks stop after the same step.
 
-Sample accounting: the record of a step states the samples that all ranks have read together (spec/record.py).
+Sample accounting: the record of a step states which samples all ranks together have read (spec/record.py).
 
 Guarantees: the ranks of a replica read identical bytes; otherwise the run ends with an error that names a deviating
-rank. So training never uses data that a damaged file or memory changed on some ranks only. The field `content` is a sum
-over all rows, modulo 2^64. It adds the xxh3 hash of the bytes of each row, with the row's index as seed. `content` is
-identical under every plan and in every run that reads the same data.
+rank. So training never uses data that differs between ranks because of a damaged file or memory. The field `content` is
+the sum of the hashes of all rows, modulo 2^64. The hash of a row is xxh3 of its bytes with the row's index as seed.
+`content` is identical under every plan and in every run that reads the same data.
 
-Proof runs of `meshwright train`: RUN/proofs.jsonl contains all of them. The user sees the first one, and a resumed run
-does not repeat it.
+Proof runs of `meshwright train`: RUN/proofs.jsonl contains all proofs. The first proof is printed; a resumed run does
+not repeat it.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ HALF_WORD = 2**32
 
 
 class SampleAccount(NamedTuple):
-    """The samples and the content digest that one rank, or all ranks, read in a step."""
+    """The number of samples and the content digest of one step, for one rank or for all ranks."""
 
     samples: SampleDigest
     content: int
 
     @property
     def numbers(self) -> list[float]:
-        """Returns the account as floats; float64 represents each of them exactly."""
+        """Returns the account as floats. Each number fits exactly in a float64."""
         return [
             float(self.samples.number),
             *(float(half) for word in (self.samples.squares, self.content) for half in divmod(word, HALF_WORD)),
@@ -70,13 +71,13 @@ class SampleAccount(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of a step record."""
+        """Returns the account as fields of a step record."""
         return {"samples": self.samples.text, "content": f"{self.content:016x}"}
 
 
 def account_batches(batches: Sequence[TensorBatch], ranges: Sequence[SampleRange], start: int) -> SampleAccount:
-    """Returns the account of `batches`, which are the rows `ranges` of a batch. `start`: the index of the first sample
-    of that batch."""
+    """Returns the account of `batches`, which contain the rows `ranges` of the global batch. `start`: the sample index
+    of the first row of the global batch."""
     content = 0
     for batch, (first, count) in zip(batches, ranges, strict=True):
         arrays = [np.ascontiguousarray(batch[name].numpy()) for name in sorted(batch)]
@@ -96,8 +97,8 @@ def decode_account(numbers: Sequence[float]) -> SampleAccount:
 
 
 def combine_accounts(by_rank: Sequence[Sequence[float]], grid: RankGrid, step: int) -> SampleAccount:
-    """Returns what all ranks read together. Raises MeshwrightError on all ranks if two ranks of one replica read
-    different bytes."""
+    """Returns the sum of the accounts of all ranks. If two ranks of one replica have read different bytes, it raises
+    MeshwrightError on all ranks."""
     lines = [decode_account(numbers) for numbers in by_rank]
     replicas: dict[int, list[int]] = {}
     for rank in range(len(lines)):
@@ -129,7 +130,7 @@ PROOFS_FILE = "proofs.jsonl"
 
 
 def configured_proof_mode(launch: LaunchSpec) -> ProofMode | None:
-    """Returns `run.prove`, or None for the default, which the environment may change."""
+    """Returns `run.prove`, or None for the default, which an environment variable may change."""
     return None if launch.run.prove == "auto" else launch.run.prove
 
 
@@ -137,8 +138,8 @@ def record_proofs(trainer: Trainer, launch: LaunchSpec, folder: Path, say: Calla
     """Makes `trainer` write its proofs to `folder` and print them. All ranks call it after a checkpoint was loaded.
     Only rank 0 reads and writes.
 
-    If the run is resumed and an earlier process has proven this plan equal, the proof before the first update is not
-    repeated. So proofs do not delay recovery.
+    If a resumed run has already proven this plan equal, the proof before the first update is not repeated. So proofs do
+    not delay recovery.
     """
     prover, path, first = trainer.prover, folder / PROOFS_FILE, trainer.mesh.rank == 0
     earlier = gather_objects(_last_equal(path, trainer.plan.name) if first and trainer.steps else None)[0]
@@ -163,7 +164,7 @@ def _append_proof(path: Path, proof: RecordedProof, say: Callable[[str], None]) 
 
 
 def _last_equal(path: Path, plan: str) -> RecordedProof | None:
-    """Returns the last proof of `plan` if it found the plan equal, else None."""
+    """Returns the last recorded proof of `plan` if it passed, else None."""
     for line in reversed((read_text(path) or "").splitlines()):
         try:
             proof = RecordedProof.from_json(line)
@@ -195,7 +196,7 @@ LogFunction = Callable[[str], None]
 
 
 class StepAgreement(NamedTuple):
-    """The values of a step that all ranks agree on. `by_rank`: the `own` numbers of each rank."""
+    """The values of a step after the exchange between all ranks. `by_rank`: the `own` numbers of each rank."""
 
     record: StepRecord
     flags: Sequence[float]
@@ -206,9 +207,9 @@ class StepAgreement(NamedTuple):
 def agree_on_step(
     record: StepRecord, flags: Sequence[float], group: CommGroup | None, own: Sequence[float] = ()
 ) -> StepAgreement:
-    """Agrees on the step of `record` over all ranks. It takes the maximum of each time, of each size and of each of
-    `flags`, such as the request to stop. It also gathers the phases and the `own` numbers of each rank; these must not
-    be negative. All ranks call it."""
+    """Combines the values of `record`'s step over all ranks. It takes the maximum of each time, of each size and of
+    each of `flags`, such as the request to stop. It also gathers the phases and the `own` numbers of each rank; these
+    must not be negative. All ranks call it."""
     phases: PhaseSeconds | None = None
     by_rank: Sequence[Sequence[float]] = [list(own)]
     if group is not None:
@@ -246,7 +247,7 @@ class RecordWriter:
     def __init__(self, folder: Path, tensorboard: bool, say: LogFunction) -> None:
         self.say = say
         self._waits_since = 0
-        """The first step whose record is still buffered in memory, or 0 if there is none."""
+        """The first step whose record is still buffered in memory, or 0."""
         self.last = last_reported_step(folder)
         self._lines = AppendOnlyFile(folder / RECORDS_FILE_NAME)
         self._writer: Any = None
@@ -302,8 +303,8 @@ class RecordWriter:
 
 
 def last_reported_step(folder: Path) -> int:
-    """Returns the last step in the records of a run folder, or -1 without records. Raises StorageFailed where the file
-    cannot be read."""
+    """Returns the last step in the records of a run folder, or -1 if there are none. Raises StorageFailed where the
+    file cannot be read."""
     try:
         return last_recorded_step(read_file(folder / RECORDS_FILE_NAME, -RECORD_TAIL_BYTES, links=True))
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """The model of a launch: a reference model from its sizes, a Hugging Face folder, or the result of a user's function.
 
-Guarantees: a seed gives the same weights on every rank and under every plan. Nothing is downloaded, and no code of a
-model folder runs. A user's function is named `package.module:function` and is imported from the current folder or from
-an installed package.
+Guarantees: the same seed gives the same weights on every rank and under every plan. Nothing is downloaded, and no code
+of a model folder runs. A user's function is named `package.module:function` and is imported from the current folder or
+from an installed package.
 
 LoRA fine-tuning: peft wraps the target layers. Only the low-rank matrices A and B are trained; all else is frozen.
 
@@ -49,8 +49,8 @@ from meshwright.train.meta_init import init_on_meta
 
 
 def load_user_function(name: str, what: str) -> Callable[..., Any]:
-    """Imports and returns the user's function `name`. Raises InputError if it does not exist; the error mentions `what`
-    the function is for."""
+    """Imports and returns the user's function `name`. Raises InputError if it does not exist; the error mentions
+    `what`, the purpose of the function."""
     module_name, _, function = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -125,15 +125,15 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
                 adapter.to_empty(device="cpu")
                 with torch.no_grad():
                     weight = adapter.get_parameter("weight")
-                    drawn = torch.zeros(weight.shape)  # in float32, so that the values do not depend on the dtype
+                    drawn = torch.zeros(weight.shape)  # float32, so that the values do not depend on the weight's dtype
                     weight.copy_(
                         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=random) if one == "lora_A" else drawn
                     )
 
 
 def _has_stacked_experts(model: nn.Module) -> bool:
-    """Returns whether a module has stacked matrices, as experts do. peft would treat these as linear layers and nest
-    one wrapper inside another."""
+    """Returns whether a module has stacked weight matrices, as experts do. peft would treat them as linear layers and
+    nest one wrapper inside another."""
     return any(parameter.ndim == 3 for parameter in model.parameters()) and any(
         "expert" in name.lower() for name, _ in model.named_modules()
     )
@@ -153,11 +153,12 @@ def build_model(
     capacity: float | None = None,
     bias_rate: float | None = None,
 ) -> nn.Module:
-    """Builds the whole model in float32 on the meta device. It is materialized when it is sharded, from its folder's
-    weights (meta_init.py) or by its own initialization (runtime/deferred_init.py).
+    """Builds the whole model in float32 on the meta device. Sharding materializes it, from the weights in its folder
+    (meta_init.py) or by its own initialization (runtime/deferred_init.py).
 
-    Without `weights`, it is built on the host by its own initialization, whatever its folder contains. With `lora`,
-    everything but the adapters is frozen. `capacity` and `bias_rate` apply to its experts.
+    Without `weights`, the model is built on the host and initialized by its own code, even if its folder has weights.
+    With `lora`, everything but the adapters is frozen. `capacity` (factor) and `bias_rate` configure the router of its
+    experts.
     """
     filled = weights and bool(source.folder) and has_weights(Path(source.folder))
     if source.sizes:
@@ -182,8 +183,8 @@ def build_model(
 
 
 def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
-    """Returns the function that builds the model of the folder's configuration. `filled`: whether weights will be read
-    into it."""
+    """Returns the function that builds the model of the folder's configuration. `filled`: whether weights will be
+    loaded into the model."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers
@@ -272,7 +273,7 @@ def open_training_data(
 ) -> Dataset:
     """Opens the dataset of a launch. `note` gets lines for the user, `report_corruption` lines about damaged data.
 
-    Raises: InputError if the model cannot read it.
+    Raises: InputError if the model cannot use the dataset.
     """
     positions = accepts_packed_documents(model)
     if launch.data.documents == "apart" and not positions:
@@ -304,8 +305,9 @@ def accepts_packed_documents(model: nn.Module) -> bool:
     attention must not cross the boundary.
 
     Rule: the model's forward takes position ids, and tokens before a restart do not affect tokens after it. For a model
-    on the meta device, the second condition is read from its code: it must pass positions to a mask function. Otherwise
-    the model runs with temporary random weights, unless it is too large. Other models get one conversation per row.
+    on the meta device, the second condition is read from its code: it must pass positions to a mask function. For other
+    models it is tested with temporary random weights, unless the model is too large. Models that fail the rule get one
+    conversation per row.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
@@ -333,8 +335,8 @@ def _masks_by_positions(kind: type) -> bool:
 
 @torch.no_grad()
 def _isolates_documents(model: nn.Module) -> bool:
-    """Returns whether documents in a row are independent. It runs two rows that differ only in the first document. Only
-    the logits of the first document may differ, and they must."""
+    """Returns whether documents in a row are independent. The test runs two rows that differ only in the first
+    document. The logits of this document must differ, and no others may."""
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3, 4, 5], [3, 1, 2, 4, 5]], device=device)
     places = torch.tensor([[0, 1, 2, 0, 1]], device=device).expand(2, -1)

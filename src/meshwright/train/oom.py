@@ -1,5 +1,5 @@
-"""Out-of-memory errors in one line: the requested bytes, the resident bytes of each kind, and the kind that exceeds its
-prediction the most.
+"""Out-of-memory errors in one line: the requested bytes, the bytes in use by kind, and the kind of memory that exceeds
+its prediction the most.
 
 A rank has no planner, and no memory to run one. The process that started the rank reports which plan would fit
 (cli/replanning.py). If this report fails, the error still says that memory ran out.
@@ -23,9 +23,9 @@ from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import Plan
 
 RESHARDED_ERRORS = ("its data is not allocated yet", "are out of bounds for storage of size 0")
-"""Parts of torch's error message for a tensor whose storage is empty."""
+"""Parts of torch's error messages about a tensor whose storage is empty."""
 INPLACE_ERROR_PATTERN = r"modified by an inplace operation: \[\S+ (\[[\d, ]*\])\], which is (output \d+ of \w+)"
-"""A pattern of torch's error message for a tensor that was overwritten although backward needs it."""
+"""A pattern of torch's error message about a tensor that backward needs and that was overwritten in place."""
 OOM_ERRORS = ("can't allocate memory", "out of memory")
 """Parts of the messages of OOM errors that have no exception type: torch's on a CPU, the driver's for pinned memory."""
 
@@ -35,8 +35,8 @@ class OutOfMemory(MeshwrightError):
 
 
 class MemoryReport(NamedTuple):
-    """The data of an OOM report. `resident`: the known resident bytes by kind. `predicted`: the estimate of the plan,
-    if there is one."""
+    """The data of an OOM report. `resident`: bytes in use, by kind. `predicted`: the planner's estimate, if there is
+    one."""
 
     rank: int
     plan: Plan
@@ -48,7 +48,7 @@ class MemoryReport(NamedTuple):
 @contextmanager
 def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
     """Turns an OOM error inside the context into one line. It also explains two other errors: a read of a weight that
-    ZeRO 3 has resharded, and a tensor that was overwritten before its backward."""
+    ZeRO 3 has resharded, and an in-place change of a tensor that backward needs."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -77,7 +77,7 @@ def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
 
 
 def oom_message(holder: MemoryReport, doing: str, error: str) -> str:
-    """Returns the line for `error`."""
+    """Returns the error line. `doing`: what the rank was doing; `error`: the original message."""
     try:
         return _memory_breakdown(holder, doing, error)
     except Exception:  # the report itself can run out of memory
@@ -122,10 +122,10 @@ def _memory_breakdown(holder: MemoryReport, doing: str, error: str) -> str:
 
 
 def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str) -> str:
-    """Describes the kind in `wanted` that exceeds its prediction the most."""
+    """Describes the kind of memory in `wanted` whose bytes exceed the prediction the most."""
     if (predicted := holder.predicted) is None:
         return Message("ZeRO (z1 to z3), rc-full and off-optimizer hold less, and `meshwright plan` finds what fits")
-    # The code and libraries of a process take memory in addition to its allocations.
+    # In host memory, the code and libraries of a process take space in addition to its allocations.
     whole = predicted.reserved if backend_of(holder.device).memory_is_host else predicted.total
     said = {kind: float(getattr(predicted, kind)) for kind in wanted if kind != rest}
     said[rest] = whole - sum(said.values())

@@ -2,12 +2,12 @@
 
 The trainer passes flat ranges of matrices and of vectors to the optimizer. If the update rule needs full tensors, it
 passes these (runtime/optim/rule_probe.py). By default weight decay applies to matrices only; the config may extend it
-to all parameters. The fused kernels of torch are used: on a CPU they take a quarter of the time of torch's loop over
-parameters.
+to all parameters. The fused kernels of torch are used. On a CPU they take a quarter of the time of torch's for-loop
+implementation.
 
 Muon is torch's implementation and updates the matrices of blocks. AdamW updates embeddings, heads, vectors and stacked
-experts. By default Muon's updates are as large as AdamW's, so that `lr` suits both. (`match_rms_adamw`: they are
-multiplied by 0.2 times the square root of the larger side.) With a `matrix_lr`, they are scaled as in Jordan et al.
+experts. By default Muon's updates have the RMS of AdamW's updates, so that `lr` suits both (`match_rms_adamw`: a factor
+of 0.2 times the square root of the matrix's larger side). With a `matrix_lr`, they are scaled as in Jordan et al.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from meshwright.train.model import load_user_function
 
 def precision_recipe(workload: Workload, plan: Plan) -> Recipe:
     """Returns the precision recipe of `workload`. An exact workload fixes the micro-batches whose gradients are summed.
-    Raises InputError where `plan` has other ones."""
+    If `plan` has different micro-batches, it raises InputError."""
     for fault in chain(exact_sum_violations(plan, workload.exact), diloco_violations(plan, workload.local)):
         raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=fault.message))
     return workload.recipe
 
 
 def optimizer_factory(rule: OptimizerConfig) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
-    """Returns the function that makes the optimizer of `rule` from parameters. If the rule is a user's function, it
-    receives only the parameters. The job sets the learning rate; the ratios between the rates of groups do not change.
-    """
+    """Returns the function that makes the optimizer of `rule` from parameters. If `rule` names a user's function, that
+    function receives only the parameters. The job sets the learning rate and keeps the ratios between the rates of
+    parameter groups."""
     if rule.live:
         return load_user_function(rule.name, "optimizer")
 
@@ -90,7 +90,7 @@ def _muon_factory(rule: OptimizerConfig, groups: list[Any]) -> torch.optim.Optim
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers with disjoint parameters, combined into one that has all their groups and states."""
+    """Several optimizers over disjoint parameters, combined into one optimizer with all their groups and states."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], lr: float) -> None:
         super().__init__([group for each in optimizers for group in each.param_groups], {"lr": lr})

@@ -1,7 +1,7 @@
-"""The functions that ranks run for `meshwright probe`. `probe` joins all ranks and measures the cluster; rank 0 reports
-the `ClusterProfile`.
+"""The functions that ranks run for `meshwright probe`. `probe` joins the process group and measures the cluster; rank 0
+reports the `ClusterProfile`.
 
-`speed` times a few matrix products on a device that a run has excluded.
+`speed` times matrix products on a device that a training run has excluded.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def probe(channel: RankControl, payload: IpcMessage) -> int:
 
 
 def speed(channel: RankControl, payload: IpcMessage) -> int:
-    """Reports the median wall-clock seconds of a matrix product on the device of `slot`. It joins no process group.
-    Returns the exit status."""
+    """Reports the median wall-clock seconds of a matrix product on the device with index `slot`. It joins no process
+    group. Returns the exit status."""
     torch.set_num_threads(1)
     device = init_local_device()
     size = backend_of(device).profiling.health_matmul

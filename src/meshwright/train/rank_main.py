@@ -1,5 +1,5 @@
-"""The process of one rank. It dies with its parent, obeys its supervisor, reports failures, and joins the process
-group.
+"""The process of one rank. It dies with its parent, follows the commands of its supervisor, reports failures, and joins
+the process group.
 
 A rank is either forked by the fork server of `meshwright train`, or started by torchrun, Slurm or Kubernetes. In the
 second case there is no supervisor, and the rank handles signals itself. In both cases the function that the rank runs
@@ -40,8 +40,8 @@ HEAP_THRESHOLD_BYTES = 2**30
 
 
 def retain_heap() -> None:
-    """Makes malloc take large blocks from the heap and never return them to the system. The first use of a fresh page
-    costs ten times as much as the reuse of a page.
+    """Makes malloc take large blocks from the heap and never return memory to the system. The first access to a new
+    page costs ten times as much as reusing a page.
 
     It must run before torch allocates. It does nothing where the C library has no mallopt.
     """
@@ -62,8 +62,8 @@ def die_with_parent(parent: int, name: str) -> None:
 
 
 def local_address() -> str:
-    """Returns the address at which the ranks of this machine are reached: loopback, or an address for the other
-    machines of the job."""
+    """Returns the address of the ranks of this machine: loopback, or the address at which the other machines of the job
+    reach them."""
     return os.environ.get("MESHWRIGHT_ADDRESS", "127.0.0.1")
 
 
@@ -71,13 +71,13 @@ def local_address() -> str:
 class SharedFiles:
     """Memory files that the supervisor keeps open. Without a supervisor all fields are empty. `pulse`: the heartbeat
     rows of all ranks (core/heartbeat.py). `own`: this rank's in-memory checkpoints. `sources`: the in-memory
-    checkpoints of all ranks of the generation to resume from."""
+    checkpoints, of all ranks, from which the run resumes."""
 
     pulse: str = ""
     own: str = ""
     sources: tuple[str, ...] = ()
     single_node: bool = True
-    """Whether all in-memory checkpoints are on this machine, where one process can write them to disk."""
+    """Whether all in-memory checkpoints are on this machine, so that one writer process can read them."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class RankControl:
 
     @property
     def row(self) -> tuple[memoryview, int]:
-        """Returns the heartbeat buffer and this rank's row in it (core/heartbeat.py)."""
+        """Returns the heartbeat buffer and the row of this rank in it (core/heartbeat.py)."""
         return open_heartbeats(self.memory.pulse, self.world), self.rank if self.memory.pulse else 0
 
     def say(self, kind: str, **message: Any) -> None:
@@ -101,10 +101,10 @@ class RankControl:
         self.hear({"kind": kind, **message})
 
     def heed_signals(self, keyboard: bool = False) -> None:
-        """Makes SIGTERM request the end after the current step. With `keyboard`, Ctrl-C and the end of the terminal do
-        so too; this is for ranks without a supervisor.
+        """Makes SIGTERM request the end after the current step. With `keyboard`, which ranks without a supervisor use,
+        Ctrl-C and SIGHUP do the same.
 
-        A second signal ends the process.
+        A second signal ends the process at once.
         """
         if keyboard:
             install_stop_handler(self._at_keyboard)
@@ -131,7 +131,7 @@ class RankControl:
         self.stop = self.stop or reason
 
     def heed(self, inbox: MessageReader) -> None:
-        """Receives messages in a background thread. The end of the pipe ends this process."""
+        """Receives messages in a background thread. When the pipe ends, the thread ends this process."""
         start_background_thread("inbox", lambda: self._listen(inbox), lambda line: self.say("degraded", line=line))
 
     def _listen(self, inbox: MessageReader) -> None:
@@ -164,7 +164,7 @@ class RankLog(FileIO):
 
 
 def _open_log(path: Path) -> int:
-    """Opens the log of a rank. If that fails, the rank writes to the log of the process that forked it."""
+    """Opens the log of a rank. If this fails, the rank continues to write to the log of its parent process."""
     try:
         return storage.open_for_append(path)
     except OSError as error:
@@ -216,8 +216,8 @@ def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], i
 
 
 def run_target(target: str, channel: RankControl, payload: IpcMessage) -> int:
-    """Runs `module:function` and returns its exit code. A failure is reported to the supervisor with its error, its
-    location and the exit code of its class."""
+    """Runs `module:function` and returns its exit code. If it fails, the supervisor gets the error, its location and
+    the exit code of the error class."""
     module, _, name = target.partition(":")
     try:
         return int(getattr(importlib.import_module(module), name)(channel, payload) or 0)
@@ -235,11 +235,12 @@ def run_target(target: str, channel: RankControl, payload: IpcMessage) -> int:
 
 
 ATTEMPT_VARIABLE, STORE_PREFIX_VARIABLE = "MESHWRIGHT_GENERATION", "MESHWRIGHT_STORE"
-"""The index of a generation of ranks, and the prefix of its keys in the store (core/rendezvous_store.py)."""
+"""The environment variables with the index of the start of the ranks, and with the prefix of its keys in the store
+(core/rendezvous_store.py)."""
 
 
 class ExternalLaunch(NamedTuple):
-    """The rank that another launcher assigned to this process."""
+    """The rank and the world size that another launcher assigned to this process."""
 
     rank: int
     world: int
@@ -249,7 +250,7 @@ class ExternalLaunch(NamedTuple):
 def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | None:
     """Returns the rank that torchrun, Kubernetes or Slurm assigned to this process, or None.
 
-    A Slurm job of several tasks without MASTER_ADDR is an error: otherwise each task would silently be a world of one.
+    A Slurm job of several tasks without MASTER_ADDR is an error: otherwise each task would silently train alone.
 
     >>> read_external_launch({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     ExternalLaunch(rank=1, world=4, by='RANK and WORLD_SIZE')
@@ -287,12 +288,12 @@ def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | Non
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The process groups of a rank, until `close`. The group `control` carries small host tensors, such as stop
-    requests, seconds and bytes.
+    """The process groups of a rank, until `close`. The group `control` exchanges small host tensors, such as stop
+    requests and measured times.
 
     As a context manager it closes the groups only after success. After an exception they stay open, and the process
-    ends. Destroying NCCL groups would need the other ranks, which wait for this rank. The failure would then never be
-    reported.
+    ends. Destroying an NCCL group waits for the other ranks, and these wait for the failed rank. So the failure would
+    never be reported.
     """
 
     rank: int

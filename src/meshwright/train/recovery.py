@@ -1,13 +1,13 @@
-"""Recovery: what a run saves, and what it resumes from.
+"""Recovery: what a run saves, and from where it resumes.
 
 A run resumes from the first of these sources that exists:
-- The newest step of which all ranks have an intact in-memory checkpoint, unless a checkpoint on disk is of a later
-  step.
+- In-memory checkpoints: the newest step of which all ranks have an intact one. They are skipped if a checkpoint on disk
+  is of a later step.
 - The newest valid checkpoint of the run folder.
-- The model's own weights.
+- The model's initial or pretrained weights.
 
-If the event log of a run has a durable checkpoint, the run never restarts silently at step 0. If no checkpoint can be
-read then, the run ends with an error.
+If the event log of a run records a durable checkpoint, the run never restarts silently at step 0. If none of its
+checkpoints can be read, the run ends with an error.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from meshwright.train.trainer import Trainer
 from meshwright.train.trainer_checkpoint import rank_exchange
 
 FIRST_AUTO_SAVE_STEP = 10
-"""The step after which `checkpoint_every: auto` saves for the first time, in order to measure the time of a save."""
+"""The step after which `checkpoint_every: auto` saves for the first time, to measure how long a save takes."""
 
 MAX_WRITER_WAIT_SECONDS = 10.0
-"""The longest wait for the previous save when the next one is due, in seconds. After this wait training continues, and
-the next save starts as soon as the previous one has ended."""
+"""When a save is due and the previous save is still in progress, training waits at most this long, in seconds. Then it
+continues, and the due save starts when the previous save has ended."""
 
 SAVE_RETRY_SECONDS = 1.0
-"""Seconds before the save of the last checkpoint is tried again. Each further try doubles the wait."""
+"""Seconds before a failed save of the last checkpoint is tried again. The wait doubles with each further try."""
 
 MAX_SAVE_FRACTION = 0.1
 """The largest fraction of the training time during which saves may be in progress."""
 
 
 class Recovery:
-    """Saves and restores the run on one rank. `identity` is what a checkpoint of this run must state about data and
-    model."""
+    """Saves and restores the run on one rank. `identity` describes data and model; a checkpoint of this run must
+    contain an equal description."""
 
     def __init__(
         self, launch: LaunchSpec, channel: RankControl, trainer: Trainer, pulse: Heartbeat, identity: dict[str, Any]
@@ -75,7 +75,7 @@ class Recovery:
         self._said = self._busy = self._owed = False
         self._since = self._save_seconds = self._waited = 0.0
         self._steps = (0, 0.0, 0.0)
-        """The number of steps measured so far, their seconds, and the seconds for which they waited for a copy."""
+        """The number of measured steps, their duration, and how long they waited for copies, both in seconds."""
         self.guard = LossSpikeDetector(self.identity, launch.workload.spikes == "skip", trainer.scale.dynamic)
         memory, slots = channel.memory, SNAPSHOT_SLOTS if channel.memory.single_node else SNAPSHOT_SLOTS_MULTI_NODE
         self.copies = (
@@ -87,7 +87,8 @@ class Recovery:
     # --- resuming ---------------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """Restores the newest state and returns the completed steps. `source` becomes 'memory', 'disk' or ''."""
+        """Restores the newest state and returns the number of completed steps. It sets `source` to 'memory', 'disk' or
+        ''."""
         saved = memory_checkpointer.newest_memory_checkpoint(
             self.channel.memory.sources, rank_exchange(self.trainer.mesh)
         )
@@ -110,8 +111,8 @@ class Recovery:
         return self.trainer.steps
 
     def _is_passed(self, step: int) -> bool:
-        """Returns whether the newest valid checkpoint on disk is of a later step than `step`. This happens if later
-        in-memory checkpoints did not fit. All ranks call it."""
+        """Returns whether the newest valid checkpoint on disk is later than `step`, the step of the in-memory
+        checkpoints. This is so if later in-memory checkpoints did not fit. All ranks call it."""
         passed = False
         if self.channel.rank == 0 and any((parse_step(path) or 0) > step for path in list_checkpoints(self.folder)):
             with contextlib.suppress(CorruptCheckpoint):
@@ -120,7 +121,7 @@ class Recovery:
         return rank_exchange(self.trainer.mesh).all_gather(str(passed))[0] == "True"
 
     def _forget(self) -> None:
-        """Discards in-memory checkpoints of later steps, which will be run again."""
+        """Discards in-memory checkpoints of later steps, since these steps will be run again."""
         if self.copies is not None:
             self.copies.memory.head.forget(after=self.trainer.steps)
 
@@ -140,16 +141,16 @@ class Recovery:
             )
 
     def unreported(self, reported: int) -> StepRecord | None:
-        """Returns the record of the step that this rank has just resumed from, if a fault prevented its report.
+        """Returns the record of the step that this rank has resumed from if a fault prevented its report, else None.
         `reported`: the last reported step; the value of rank 0 counts. All ranks call it."""
         if self.record is None:
             return None
         last = int(rank_exchange(self.trainer.mesh).all_gather(str(reported))[0])
-        # If later steps were already reported, the run was rolled back in between.
+        # If later steps were already reported, the run was rolled back to this step.
         return StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None
 
     def catch_up(self) -> None:
-        """Saves now if a save was due at the resumed step and a fault interrupted it. All ranks call it."""
+        """Saves now if a save was due at the resumed step and a fault prevented it. All ranks call it."""
         if self.source == "memory" and self.due(self.trainer.steps):
             there = str(
                 bool(self.pulse.read(HeartbeatField.busy))
@@ -160,7 +161,7 @@ class Recovery:
                 self.save(must=self.trainer.steps == self.launch.workload.steps)
 
     def _copy_first(self) -> None:
-        """Makes this rank's own in-memory checkpoint if the rank resumed from in-memory checkpoints of another plan. An
+        """If the rank resumed from in-memory checkpoints of another plan, makes its own one under this plan. An
         overlapped save reads it. All ranks call it."""
         if self.copies is not None:
             if self.trainer.steps not in self.copies.memory.steps:
@@ -169,8 +170,8 @@ class Recovery:
                 self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
 
     def go_back(self) -> int:
-        """Rolls back from a loss spike to the newest checkpoint before it, and returns the completed steps. All ranks
-        call it."""
+        """Rolls back from a loss spike to the newest checkpoint before the spike. Returns the number of completed
+        steps. All ranks call it."""
         self._await_writer()
         ranks, guard, step = rank_exchange(self.trainer.mesh), self.guard, self.trainer.steps
         untouched, left_out, first = guard.before(step), guard.left_out, self.channel.rank == 0
@@ -212,7 +213,7 @@ class Recovery:
                 self._note(self.copies.refused)
 
     def _time(self, seconds: float, waited: float) -> None:
-        """Measures how long the first steps wait for copies, and prints one warning if that is long."""
+        """Measures how long training waits for copies over its first steps. If the wait is long, prints one warning."""
         steps, whole, stood = self._steps
         if steps < memory_checkpointer.MIN_MEASURED_STEPS:
             self._steps = (steps + 1, whole + seconds, stood + waited)
@@ -228,8 +229,8 @@ class Recovery:
 
     @property
     def flags(self) -> tuple[float, float, float]:
-        """Returns what the ranks must agree on: whether a checkpoint is being written, the seconds of the last save,
-        and whether in-memory checkpoints did not fit."""
+        """Returns three values for the exchange between ranks: whether a checkpoint is being written (1.0 or 0.0), the
+        seconds of the last save, and whether the in-memory checkpoints did not fit (1.0 or 0.0)."""
         return (
             float(self.pulse.read(HeartbeatField.busy)),
             self.pulse.read(HeartbeatField.saved) / 1e6,
@@ -237,7 +238,7 @@ class Recovery:
         )
 
     def agreed(self, record: StepRecord, flags: Sequence[float]) -> None:
-        """Applies the maximum of each flag over all ranks, with the record of the step that has ended."""
+        """Applies `flags`, the maximum of each flag over all ranks. `record`: the record of the step that has ended."""
         busy, self._save_seconds, refused = flags
         if refused and self.copies is not None:  # if the copy of one rank does not fit, no rank makes copies
             self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
@@ -260,15 +261,14 @@ class Recovery:
         return step == self.launch.workload.steps or (every > 0 and step % every == 0)
 
     def save(self, must: bool) -> None:
-        """Saves a checkpoint. `must`: this is the last chance to save, so a failure ends the run. Otherwise, if all
-        in-memory checkpoints are on this machine, a writer process overlaps the save with training (async_writer.py).
-        """
+        """Saves a checkpoint. `must`: this is the last chance to save, so a failure ends the run. Otherwise, a writer
+        process saves while training continues, if all in-memory checkpoints are on this machine (async_writer.py)."""
         step = self.trainer.steps
         if self.saved == step:
             return
         if self.copies is not None and not self.copies.refused and not must and self.channel.memory.single_node:
-            # The previous save may take longer than the steps between two saves. A save that is due meanwhile is not
-            # dropped: it starts as soon as the previous one has ended.
+            # The previous save may take longer than the interval between saves. A save that is due meanwhile is not
+            # dropped: it starts when the previous save has ended.
             if self._busy and (self._owed or not self._await_writer(MAX_WRITER_WAIT_SECONDS)):
                 self._owed = True
                 return
@@ -319,8 +319,8 @@ class Recovery:
         self._waited = 0.0
 
     def _await_writer(self, most: float = math.inf) -> bool:
-        """Waits at most `most` seconds until the overlapped save has ended, and returns whether it has ended on rank 0.
-        All ranks call it. The supervisor ends a writer that makes no progress, so this wait always ends."""
+        """Waits at most `most` seconds for the end of the overlapped save. Returns rank 0's answer whether it has
+        ended. All ranks call it. The supervisor ends a writer that makes no progress, so this wait always ends."""
         self.pulse.at(RankPhase.save)
         began = time.perf_counter()
         while self.pulse.read(HeartbeatField.busy) and time.perf_counter() < began + most:
@@ -337,9 +337,8 @@ class Recovery:
 
 
 def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable[[str], None]) -> None:
-    """Raises InputError if the event log of the run has a durable checkpoint, so that the run does not restart silently
-    at step 0. A run that was killed before its first checkpoint may restart. All ranks call it; only rank 0 reads the
-    log."""
+    """Raises InputError if the event log of the run records a durable checkpoint: such a run must not restart at step
+    0. A run that was killed before its first checkpoint may restart. All ranks call it; only rank 0 reads the log."""
     folder, found = Path(launch.run.folder), [False, 0]
     if ranks.rank == 0:
         text = storage.read_text(folder / EVENTS_FILE_NAME) or ""
@@ -359,8 +358,8 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
 
 
 def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callable[[str], None]) -> None:
-    """Frees disk space between two tries of the last possible save. It removes all checkpoints except the newest valid
-    one. Then it waits `pause` seconds, so that a person can free more space."""
+    """Frees disk space before the last possible save is tried again. It removes all checkpoints except the newest valid
+    one. Then it waits `pause` seconds, in which the user can free more space."""
     removed = prune_checkpoints(folder, 1, say=say)
     if removed:
         say(
@@ -377,7 +376,7 @@ def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callab
 
 
 def daly_interval(save: float, failures: float) -> float:
-    """Returns the interval between checkpoints, in seconds, for which saves and repeated steps lose the least time.
+    """Returns the interval between checkpoints, in seconds, that minimizes the time lost to saves and repeated steps.
     `save` is the time of a save, `failures` the mean time between failures, both in seconds. Saves are in progress at
     most MAX_SAVE_FRACTION of the time. Source: Daly, A higher order estimate of the optimum checkpoint interval, FGCS
     2006.

@@ -1,11 +1,11 @@
-"""Replica check: ranks compare the digests of replicated states. A flipped bit is found, outvoted by the majority, and
-repaired in place.
+"""Replica check: ranks compare the digests of replicated states. A replica with a flipped bit is outvoted by the
+majority and repaired in place.
 
-Rule: ranks that store replicas of the same states exchange one digest each. At ZeRO 1 and 2, ranks that store the same
-full weights do so too. If digests differ, the digest of more than half of the ranks is right. The other ranks get the
-tensors, byte for byte, from the first rank with the right digest. Without a majority, it is unknown which digest is
-right. Then the run ends, and resumes from the last checkpoint that was saved while the replicas agreed. States without
-a replica (ZeRO shards of a single replica) cannot be compared.
+Rule: ranks that store replicas of the same states exchange one digest each. At ZeRO 1 and 2, ranks with the same full
+weights also exchange digests of these. If digests differ, the digest of more than half of the ranks is taken as right.
+The other ranks receive the tensors from the first rank with this digest. Without a majority the run ends. It resumes
+from the last checkpoint that was saved while the replicas agreed. States without a replica (ZeRO shards of a single
+replica) cannot be compared.
 
 Source on the damage of silent corruption: Dixit et al., Silent Data Corruptions at Scale, 2021.
 """
@@ -31,11 +31,11 @@ from meshwright.train.trainer_checkpoint import rank_exchange
 
 INTEGER_DTYPE_BY_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ELEMENTS = 1 << 22
-"""The number of elements that a device processes at a time. They take about a hundred MiB of extra memory."""
+"""The number of elements that a device processes at a time. Processing them takes about 100 MiB of extra memory."""
 
 
 class ReplicaRepair(NamedTuple):
-    """A repair. The `ranks` had a wrong replica of `what`, which has been replaced by the right one."""
+    """A repair: the replica of `what` on the `ranks` was wrong and has been replaced."""
 
     what: str
     ranks: tuple[int, ...]
@@ -60,13 +60,13 @@ class _ReplicatedState(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Returns a name of the states that is unique over all ranks."""
+        """Returns a key of the states that is unique over all ranks."""
         return Message("{what} of ranks {ranks}", what=self.what, ranks=", ".join(map(str, self.group.ranks)))
 
 
 def compare_replicas(state: TrainState) -> list[ReplicaRepair]:
-    """Compares the replicas between two steps and repairs them by majority. Every rank calls it. Raises ReplicaMismatch
-    on all ranks without a majority."""
+    """Compares the replicas between two steps and repairs them by majority. Every rank calls it. If there is no
+    majority, it raises ReplicaMismatch on all ranks."""
     state.engine.zero.quiesce()
     stored = list(_replicated_states(state))
     ranks = rank_exchange(state.mesh)
@@ -101,7 +101,7 @@ def compare_replicas(state: TrainState) -> list[ReplicaRepair]:
     if mended:
         for unit in state.engine.zero.units:
             unit.copy_to_params()
-            unit.weights.all_gather().wait()  # a wrong shard may already have been gathered to other ranks
+            unit.weights.all_gather().wait()  # a wrong shard may already have reached other ranks by an all-gather
     return mended
 
 
@@ -114,8 +114,8 @@ def repair_replicas(state: TrainState, say: Callable[[str, int, int], None]) -> 
 
 
 def _replicated_states(state: TrainState) -> Iterator[_ReplicatedState]:
-    """Yields the states that other ranks also store: main weights and optimizer states for each replica group, and full
-    weights for each shard group."""
+    """Yields the states that other ranks also store: main weights and optimizer states (replica groups), and full
+    weights (shard groups)."""
     units = state.engine.zero.units
     for sharing in {id(unit.placement): unit.placement for unit in units}.values():
         own = [unit for unit in units if unit.placement is sharing]
@@ -128,8 +128,9 @@ def _replicated_states(state: TrainState) -> Iterator[_ReplicatedState]:
 
 
 def tensors_digest(tensors: list[torch.Tensor]) -> str:
-    """Returns the digest of the bytes of all tensors. Of a tensor on an accelerator it covers two sums that the
-    accelerator computes (`bit_sums`), since a transfer of 16 GB to the host takes seconds."""
+    """Returns one hexadecimal digest of all tensors. It covers the bytes of a tensor in host memory. For a tensor on an
+    accelerator, it covers the two `bit_sums`, which the accelerator computes; a transfer of 16 GB to the host would
+    take seconds."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         digest.update(tensor_bytes(tensor if backend_of(tensor.device).memory_is_host else bit_sums(tensor)))
@@ -151,8 +152,8 @@ def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _repair_tensors(state: _ReplicatedState, wrong: bool, source: bool) -> None:
-    """Overwrites the tensors of the wrong ranks with those of the source rank. Every rank of the group calls it. In the
-    sum over the group, all ranks but the source contribute zeros."""
+    """Overwrites the tensors of the wrong ranks with those of the source rank, by an all-reduce to which all other
+    ranks contribute zeros. Every rank of the group calls it."""
     for tensor in state.tensors:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         bytes_ = flat.clone() if source else torch.zeros_like(flat)

@@ -1,9 +1,9 @@
-"""The lock of a run folder: only one launch at a time writes into the folder. The kernel frees the lock when the
-process that has it ends, whatever the cause.
+"""The lock of a run folder: only one launch at a time writes into the folder. The kernel releases the lock when its
+process ends, whatever the cause.
 
-Guarantees: only a missing lock file or a free lock means that no process has the lock. If the file system fails,
-StorageFailed is raised. A lock that cannot be released does not fail a finished run: the end of the process releases
-it.
+Guarantees: the lock counts as free only if the lock file is missing or the kernel reports no lock. If the file system
+fails, StorageFailed is raised. A finished run does not fail if its lock cannot be released: the end of the process
+releases it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from meshwright.core.messages import Message
 
 LOCK_FILE = "lease"
 LOCK_TIMEOUT_SECONDS = 0.5
-"""Seconds for which taking the lock is retried. Another process that checks it (`is_locked`) has it for less time."""
+"""Taking the lock is retried for this long, in seconds. A process that only checks the lock (`is_locked`) has it for
+less time."""
 
 MAX_HOLDER_BYTES = 200
 
@@ -35,7 +36,7 @@ class RunLocked(InputError):
 def is_locked(folder: Path) -> bool:
     """Returns whether a process has the lock of this run folder now. Any number of processes may call it at once.
 
-    Raises: StorageFailed if the file system does not say.
+    Raises: StorageFailed if the file system cannot answer.
     """
     path = folder / LOCK_FILE
     with storage.failures_as_one_line(path):
@@ -50,10 +51,10 @@ def is_locked(folder: Path) -> bool:
 
 
 def locking_node(folder: Path) -> int | None:
-    """Returns the index of the node that has the lock. Returns None if no process has it, or if its process has no node
-    index.
+    """Returns the index of the node that has the lock. Returns None if no process has the lock, or if the run has no
+    node indices.
 
-    Raises: StorageFailed if the file system does not say.
+    Raises: StorageFailed if the file system cannot answer.
     """
     if not is_locked(folder):
         return None
@@ -64,7 +65,8 @@ def locking_node(folder: Path) -> int | None:
 
 
 def _take(handle: int, kind: int, path: Path) -> bool:
-    """Takes the lock if no other process has it. Raises OSError if the file system does not say."""
+    """Takes the lock and returns True, or returns False if another process has it. Raises OSError if the file system
+    fails."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -75,7 +77,7 @@ def _take(handle: int, kind: int, path: Path) -> bool:
 
 
 class RunLock:
-    """Locks the folder while the context is open. `number`: the index of this node, if there are several nodes. Raises
+    """Locks the folder while the context is open. `number`: the index of this node in a job of several nodes. Raises
     RunLocked if another process has the lock, and StorageFailed if the file system has no locks or fails."""
 
     def __init__(self, folder: Path, number: int | None = None) -> None:

@@ -1,9 +1,9 @@
 """Text samples of a trained model under any plan: rank 0 gathers the full weights and runs the plain model, token by
 token and without a cache.
 
-Rule: at temperature 0 the likeliest token is taken. Otherwise a token is drawn from softmax(logits / temperature) over
-the `top` likeliest tokens. In both cases REPETITION_PENALTY first makes the last PENALTY_WINDOW_TOKENS tokens less
-likely, since small models repeat themselves (Keskar et al., CTRL, arXiv 1909.05858).
+Rule: at temperature 0 the most likely token is taken. Otherwise a token is drawn from softmax(logits / temperature)
+over the `top` most likely tokens. In both cases REPETITION_PENALTY first makes the last PENALTY_WINDOW_TOKENS tokens
+less likely, since small models repeat themselves (Keskar et al., CTRL, arXiv 1909.05858).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def generate_tokens(
     seed: int = 1,
     context: int = 0,
 ) -> list[int]:
-    """Returns `prompt` and up to `count` tokens after it. `context` is the largest number of tokens that the model can
-    read, or 0 if there is no limit."""
+    """Returns `prompt` and up to `count` tokens after it. `context`: the model's largest number of input tokens, or 0
+    if there is no limit. `top`: the number of most likely tokens from which one is drawn."""
     random = torch.Generator().manual_seed(seed)
     ids = list(prompt)
     for _ in range(count):
@@ -69,7 +69,7 @@ def sample_text(
     seed: int,
 ) -> str:
     """Returns the prompt and its continuation by `model`, a plain module with the architecture of the trained model.
-    Its parameters are loaded from `weights`, in which tied weights occur once."""
+    Its parameters are loaded from `weights`, which contains tied weights only once."""
     missing, unexpected = model.load_state_dict(weights, strict=False)
     own = {name for name, _ in model.named_parameters()}
     assert not unexpected and not set(missing) & own, f"weights do not fit the model: {missing}, {unexpected}"
@@ -82,8 +82,8 @@ def sample_text(
 def sample_of_run(
     trainer: Trainer, launch: LaunchSpec, objective: DataObjective, tokenizer: Tokenizer | None, parameters: int
 ) -> dict[str, str] | None:
-    """Returns the fields of a message with the sample, or with the reason why there is none. It returns None on ranks
-    other than 0. All ranks call it. `parameters`: the number of parameters of the model."""
+    """Returns the fields of a message on rank 0, None on other ranks. The fields are the sample, or the reason why
+    there is none. All ranks call it. `parameters`: the number of parameters of the model."""
     why = no_sample_reason(objective, tokenizer, 4.0 * parameters)
     if why:
         return {"why": why}

@@ -1,14 +1,14 @@
 """Detection of silent data corruption: a suspicious gradient is recomputed before the update uses it.
 
 Rule: a gradient is suspicious if it is not finite, or if its norm exceeds SUSPICIOUS_NORM_RATIO times the median of
-recent norms. A step with a suspicious gradient computes the gradient once more, with the same rows and random states.
-So does every step whose index is a multiple of `every`. Computation is deterministic, so without corruption the two
-gradients are equal bit for bit, and the update follows. If they differ, a third gradient is computed, and the result
-that came out twice is used.
+recent norms. A step with a suspicious gradient computes the gradient again, with the same rows and random states. A
+step whose index is a multiple of `every` also does this. The computation is deterministic, so without corruption the
+two gradients are equal bit for bit, and the update follows. If they differ, the gradient is computed a third time, and
+the result that occurs twice is used.
 
-In a step that is computed twice, every bit flip that changes the gradient is found. In other steps, flips are found
-that make the gradient large. Errors that a device makes every time are not found. Only one gradient is stored at a
-time. Of earlier gradients of the step, only digests are stored.
+In a step that is computed twice, every bit flip that changes the gradient is detected. In other steps, only flips that
+make the gradient large are detected. Errors that a device repeats each time are not detected. Memory contains one
+gradient at a time, and digests of the earlier gradients of the step.
 
 Sources: Dixit et al., Silent Data Corruptions at Scale, 2021. On recomputing suspicious gradients: He et al.,
 Understanding and Mitigating Hardware Failures in Deep Learning Training Systems, ISCA 2023. In that study, most lasting
@@ -32,15 +32,15 @@ from meshwright.train.step.passes import GradientSums
 from meshwright.train.step.state import TrainState
 
 SUSPICIOUS_NORM_RATIO = 8.0
-"""The multiple of the usual norm above which a gradient is suspicious."""
+"""A gradient is suspicious if its norm exceeds the median of recent norms times this ratio."""
 
 NORM_HISTORY_STEPS, MIN_NORM_HISTORY_STEPS = 32, 8
-"""The number of norms in the median, and the smallest number for which it counts."""
+"""The number of norms in the median, and the smallest number of norms for which the median is used."""
 
 
 class SdcRecompute:
     """Recomputes suspicious gradients on one rank. All ranks see the same norm and make the same decision. `every`: the
-    number of steps between unconditional recomputes, 0 for none. `say` gets the step and a line."""
+    number of steps between unconditional recomputes; 0 means none. `say` receives the step and a line for the user."""
 
     def __init__(self, every: int, say: Callable[[int, str], None]) -> None:
         self.every, self.say = every, say
@@ -48,7 +48,8 @@ class SdcRecompute:
         self._off = False
 
     def settled(self, state: TrainState, compute: Callable[[], GradientSums]) -> GradientSums:
-        """Returns the result of `compute`. It leaves verified gradients in the flat buffers."""
+        """Returns the verified result of `compute`, the step's passes. The verified gradients are in the flat
+        buffers."""
         if self._off or recompute_obstacle(state):
             return compute()
         random = _random_states(state)
@@ -122,7 +123,7 @@ def _gradient_digest(state: TrainState) -> str:
 
 
 def _matches_earlier(tries: list[str], state: TrainState) -> bool:
-    """Returns whether the last try equals, on every rank, the same earlier try. All ranks call it."""
+    """Returns whether the last result equals the same earlier result on every rank. All ranks call it."""
     differs = torch.tensor([float(tries[-1] != earlier) for earlier in tries[:-1]], device=state.mesh.device)
     all_reduce(differs, state.mesh.world).wait()
     return bool((differs == 0).any())

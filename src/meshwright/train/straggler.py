@@ -1,9 +1,11 @@
-"""Straggler detection: a diagnosis from the phases that every rank measures, and the micro-batches per rank that
-compensate.
+"""Straggler detection: a diagnosis from the times that every rank measures, and new numbers of micro-batches per
+replica that compensate for a straggler.
 
-    computing      The time of a step without waits for data or other ranks. A straggler computes longer than its peers.
+    computing      The time of a step without waits for data or other ranks. A slow device computes longer than its
+    peers.
     data           The wait for the batch, due to a slow reader or disk. If all ranks wait, the shortest wait counts.
-    communication  All ranks wait longer for others but do not compute longer, so a link is slow. Hosts measure which.
+    communication  All ranks wait longer for others but do not compute longer, so a link is slow. A measurement then
+    finds the link.
 
 Rule: all values are medians over MEDIAN_WINDOW_STEPS steps. The peers of a rank are the ranks of its pipeline stage. A
 rank is a straggler if all of these hold:
@@ -11,33 +13,33 @@ rank is a straggler if all of these hold:
 - The excess is more than MIN_STEP_FRACTION of the step.
 - The excess is more than MIN_SPREAD_RATIO times the spread of its own steps and of its peers' steps. The spread is the
   median distance from the median.
-- At least MIN_SLOW_STEPS_FRACTION of the steps exceed the peers by half of that slowdown.
+- In at least MIN_SLOW_STEPS_FRACTION of the steps, it exceeds its peers by half of its median excess.
 
-If other programs take CPU cores from changing ranks, the steps of one rank differ as much as ranks do. Then there is no
-diagnosis.
+Other programs may take CPU cores from one rank after another. Then the steps of one rank differ as much as ranks do,
+and there is no diagnosis.
 
-Computing time is per sequence, since peers may have different numbers of micro-batches. A diagnosis is issued when one
-result holds for CONFIRMATION_STEPS steps in a row, and again when all ranks are healthy. If the plan has uneven
-gradient accumulation, its devices are heterogeneous. Then the times of the first window are the reference. All ranks
-see the same values and reach the same diagnosis without an extra message. If a stage has only one rank, its time is
-compared with its own earlier time, relative to the change of the other stages.
+Computing time is per sequence, since peers may have different numbers of micro-batches. A diagnosis is reported when
+the result is unchanged for CONFIRMATION_STEPS steps in a row, and again when all ranks are healthy. If the plan has
+uneven gradient accumulation, its devices are heterogeneous. Then the times of the first window are the reference. All
+ranks see the same values and reach the same diagnosis without an extra message. If a stage has only one rank, its time
+is compared with its own earlier time, relative to the change of the other stages.
 
 [Note: adjusted shares] If replicas synchronise once per step, the numbers of micro-batches per replica are adjusted to
 the speeds of the replicas, at a step boundary. Only the assignment of rows to ranks changes. The loss stays that of one
 device. The order of its sums changes, so such a run is not reproducible bit for bit. The user must request it.
 
-Whole micro-batches may be too coarse. For example, 16 micro-batches among four replicas, one of them 1.5 times as slow,
-become 5-4-4-3. The step is then 15 % longer than the speeds allow. If half micro-batches save more than
-MIN_GAIN_FRACTION, the plan distributes these. The new micro-batch size of a replica is the largest divisor of its
-number of sequences that does not exceed its micro-batch size in the first plan.
+Whole micro-batches may be too coarse. For example, four replicas have 16 micro-batches, and one replica takes 1.5 times
+as long. The best division is 5-4-4-3, and the step is 15 % longer than the speeds allow. If half micro-batches save
+more than MIN_GAIN_FRACTION, the new plan uses half micro-batches. The new micro-batch size of a replica is the largest
+divisor of its number of sequences that does not exceed its micro-batch size in the first plan.
 
-A rank with few sequences seems slow per sequence, since its update takes as long as that of a rank with many. So when
-no straggler is left, the first plan is predicted to reach the step time of the first window again. The exception is a
-rank whose current speed would clearly delay the others under the first plan.
+The update of a rank takes the same time for few and for many sequences. So a rank with few sequences seems slow per
+sequence. When no straggler is left, the first plan is therefore predicted to reach the step time of the first window
+again. This does not hold if a rank's current speed would clearly delay the others under the first plan.
 
 [Note: ranks that are left out] If no assignment helps, an `ExclusionRequest` is sent after EXCLUSION_DELAY_STEPS slow
-steps, and then once per window. It has the seconds of a step now, and the predicted seconds of a step in which the rank
-computes as fast as its peers. The supervisor decides (elastic/device_exclusion.py).
+steps, and then once per window. It contains the current step time, and the predicted step time if the rank computed as
+fast as its peers. The supervisor decides (elastic/device_exclusion.py).
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ MIN_GAIN_FRACTION = 0.05
 """The smallest saving, as a fraction of the step, that new micro-batches per replica must promise."""
 
 EXCLUSION_DELAY_STEPS = 20
-"""Steps after the diagnosis for which a rank must stay slow before an exclusion is requested."""
+"""The number of steps for which a rank must stay slow after the diagnosis before its exclusion is requested."""
 
 WARMUP_STEPS = 2
 """The first steps of a launch, which are not measured: they set up new shapes and fill caches."""
@@ -74,7 +76,7 @@ ALL_HEALTHY_TEXT = Message("nobody holds the others up any more")
 
 
 class SlowPhase(StrEnum):
-    """The phase in which a rank is slow."""
+    """The phase that is longer than normal."""
 
     computing = "computing"
     data = "data"
@@ -90,8 +92,8 @@ class PhaseSeconds(NamedTuple):
 
 
 class Straggler(NamedTuple):
-    """A slow rank (-1: all ranks). `times` is the ratio of its seconds to those of its peers, or of the first window.
-    For a data wait of all ranks, `times` is the fraction of a step."""
+    """A slow rank (-1: all ranks). `times` is the ratio of its time to that of its peers, or to its time in the first
+    window. For a data wait of all ranks, `times` is the fraction of a step."""
 
     rank: int
     phase: SlowPhase
@@ -131,7 +133,8 @@ class ExclusionRequest(NamedTuple):
 
 @dataclass
 class HealthyTimes:
-    """The reference times of this launch, with which later times are compared. They are empty until measured."""
+    """The reference times of this start, with which later times are compared. They are empty until they are
+    measured."""
 
     step: float = 0.0
     """The median step of the first window."""
@@ -144,8 +147,8 @@ class HealthyTimes:
 
 
 class StragglerMonitor:
-    """Receives the seconds of the phases of each step in one launch. `tell` gets the messages for programs, each a kind
-    with its fields."""
+    """Receives the seconds of the phases of each step in one launch. `say` receives lines for the user. `tell` receives
+    messages for programs: a kind and its fields."""
 
     def __init__(
         self,
@@ -156,9 +159,9 @@ class StragglerMonitor:
         halves: bool = True,
         links: Callable[[], Sequence[tuple[tuple[int, ...], str]]] = tuple,
     ) -> None:
-        """`halves`: micro-batches may become smaller. Exact sums, a load-balancing loss and compiled blocks do not
-        allow that. `links`: measures the links on all ranks together, and returns the ranks and a description of each
-        slow link."""
+        """`halves`: micro-batches may become smaller. Exact sums, a load-balancing loss and compiled blocks exclude
+        this. `links`: measures the links on all ranks together, and returns the ranks and a description of each slow
+        link."""
         self.batch, self.say, self.tell, self.slow = batch, say, tell, frozenset[tuple[int, SlowPhase]]()
         self.first, self.halves, self.links = plan, halves and not plan.compile, links
         self.grid = RankGrid(plan)
@@ -176,7 +179,7 @@ class StragglerMonitor:
         self.counts = [rows[self.grid.replica(rank)] for rank in range(plan.world)]
 
     def heed(self, phases: PhaseSeconds, step: int, balance: bool) -> Plan | None:
-        """Reports what changed. With `balance`, returns a better plan to continue with, or None."""
+        """Reports a change of the diagnosis. With `balance`, returns a better plan to continue with, or None."""
         found = self.hear(phases)
         self._compare(step)
         if found is not None:
@@ -188,7 +191,7 @@ class StragglerMonitor:
                 self.say(Message("step {step}: {words}", step=step, words=words))
                 self.tell("verdict", step=step, ranks=ranks, words=words)
         changed = bool(self.slow) or self.plan != self.first
-        # Also adjust to a straggler whose speed has changed.
+        # Also computes a new division if the speed of a known straggler has changed.
         again = found is None and changed and self._seen % MEDIAN_WINDOW_STEPS == 0
         better = self.better() if balance and (found is not None or again) else None
         if better is None or (again and better[1] < 1.0 + 2 * MIN_GAIN_FRACTION):
@@ -204,7 +207,8 @@ class StragglerMonitor:
         return plan
 
     def _compare(self, step: int) -> None:
-        """Compares the measured gain of a new plan with the prediction, once a full window has passed under it."""
+        """Compares the measured gain of a new plan with the predicted gain, after a full window of steps under the new
+        plan."""
         if self._promised is not None and len(self._window) == MEDIAN_WINDOW_STEPS:
             before, times = self._promised
             self._promised, found = None, before / self._seconds()
@@ -234,7 +238,8 @@ class StragglerMonitor:
         return found
 
     def asks(self) -> ExclusionRequest | None:
-        """Returns the ranks that have computed slowly for long, or None ([Note: ranks that are left out])."""
+        """Returns a request to exclude the ranks that have computed slowly for long, or None ([Note: ranks that are
+        left out])."""
         slow = {rank for rank, phase in self.slow if phase == SlowPhase.computing}
         now = {each.rank: each.times for each in self._slow() if each.phase == SlowPhase.computing}
         others = [rank for rank in range(self.plan.world) if rank not in slow]
@@ -292,15 +297,15 @@ class StragglerMonitor:
         return [sum(size for _, size in micro_batch_rows(plan, self.batch, replica)) for replica in range(plan.dp)]
 
     def _shared(self, seconds: Sequence[float], parts: int) -> list[int]:
-        """Divides the sequences among the replicas by their seconds per sequence. The unit is a micro-batch of the
-        first plan, or its half where that is whole."""
+        """Returns the number of sequences per replica, divided by the replicas' seconds per sequence. Each number is a
+        multiple of the first plan's micro-batch size divided by `parts`, if that is an integer."""
         unit = gcd(self.first.micro_batch, *self.first.micro_batch_sizes)
         unit = unit // parts if unit % parts == 0 else unit
         return [unit * count for count in micro_batches_by_speed([1.0 / each for each in seconds], self.batch // unit)]
 
     def _of(self, rows: Sequence[int]) -> Plan | None:
-        """Returns the plan under which each replica reads `rows` sequences, or None where it is not legal. It has as
-        few micro-batches as possible, none larger than in the first plan."""
+        """Returns the plan under which each replica reads `rows` sequences, or None where this plan is not legal. The
+        plan has as few micro-batches as possible; none is larger than in the first plan."""
         most = [self.first.micro_batch_of(replica) for replica in range(self.first.dp)]
         sizes = [
             max(size for size in range(1, limit + 1) if stored % size == 0)
@@ -316,11 +321,11 @@ class StragglerMonitor:
             return None
 
     def _middle(self, phase: str) -> list[float]:
-        """Returns the median over the window, by rank."""
+        """Returns the median of a phase over the window, in seconds, by rank."""
         return [median(getattr(each, phase)[rank] for each in self._window) for rank in range(self.plan.world)]
 
     def _spread(self, phase: str, rank: int) -> float:
-        """Returns the median distance of a rank's steps from their median."""
+        """Returns the median distance of a rank's times from their median, in seconds."""
         steps = [getattr(each, phase)[rank] for each in self._window]
         middle = median(steps)
         return median(abs(step - middle) for step in steps)
@@ -346,7 +351,7 @@ class StragglerMonitor:
         ]
 
     def _usually(self) -> list[float]:
-        """Returns the expected seconds of a sequence on each rank, or 1.0 for all ranks on homogeneous devices."""
+        """Returns the expected seconds per sequence on each rank, or 1.0 for all ranks on homogeneous devices."""
         return (
             self._healthy.computing if self._is_heterogeneous and self._healthy.computing else [1.0] * self.plan.world
         )
@@ -399,8 +404,9 @@ class StragglerMonitor:
         return found
 
     def _wait_longer(self, least: float, step: float, longer: float) -> bool:
-        """Returns whether all ranks wait longer for others than before, and by more than they compute `longer`. The
-        time over a slow link varies, so only the spread of waits while all ranks were healthy counts."""
+        """Returns whether all ranks wait longer for others than while all were healthy, and the increase exceeds
+        `longer`, the increase of their computing time. Only the spread of the healthy waits is considered, since the
+        waits on a slow link vary."""
         usual = (self._healthy.waiting or 0.0) * longer
         often = sum(
             min(each.waiting) > (1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * usual for each in self._window
@@ -412,8 +418,8 @@ class StragglerMonitor:
         )
 
     def _slowdown_without_peers(self, each: list[float]) -> dict[int, float]:
-        """Returns the slowdown of ranks since the first window, relative to the change of the other ranks. It is used
-        for ranks without peers. Only ranks that are slow in most steps are included."""
+        """Returns the slowdown of ranks since the first window, relative to the change of the other ranks. This value
+        is used for ranks without peers. Only ranks that are slow in most steps are included."""
         changed = [now / before for now, before in zip(each, self._healthy.computing, strict=True)]
         usual = sorted(changed)[(len(changed) - 1) // 2]
         half = [

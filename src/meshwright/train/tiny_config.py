@@ -1,7 +1,7 @@
 """Reduced configurations of transformers models. The structure of the model does not change.
 
-Rule: families name their sizes differently, so every integer attribute with a known size name is replaced. The number
-of query heads per key-value head does not change, and dropout rates become 0. No attributes are added.
+Rule: families name their sizes differently, so every integer attribute with a known size name is replaced. The ratio of
+query heads to key-value heads does not change, and dropout rates become 0. No attributes are added.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_POSITION_KEYS = (
 )
 WINDOW_SIZE_KEYS = ("sliding_window", "window_size", "attention_window")
 DERIVED_SIZE_ERRORS = (AttributeError, NotImplementedError)
-"""The errors that a configuration raises for a size that follows from others and cannot be set."""
+"""The errors that a configuration raises if a size cannot be set because it is derived from other sizes."""
 TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -76,7 +76,7 @@ def shrink_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> N
     }
     for name, value in small.items():
         if _integer_attribute(config, name):
-            with suppress(*DERIVED_SIZE_ERRORS):  # sizes that follow from others cannot be set
+            with suppress(*DERIVED_SIZE_ERRORS):  # sizes that are derived from others cannot be set
                 setattr(config, name, value)
     room = max(2 * sizes["sequence"], 64)
     for name in MAX_POSITION_KEYS:
@@ -110,8 +110,8 @@ def reduced_expert_count(given: int, ep: int) -> int:
 
 
 def _shrink_experts(config: Any, layers: int, sizes: dict[str, int]) -> None:
-    """Reduces the number and the width of experts. Every reduced model keeps some experts. They use the eager
-    implementation, which works in any dtype."""
+    """Reduces the number and the width of experts. At least one expert remains. Experts use the eager implementation,
+    which supports every dtype."""
     found = next((value for name in EXPERT_COUNT_KEYS if (value := _integer_attribute(config, name))), None)
     if found is None:
         return

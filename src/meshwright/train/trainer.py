@@ -1,4 +1,4 @@
-"""The trainer: one optimizer step over the whole mesh behind `step(batch)`, whatever the plan.
+"""The trainer: `step(batch)` makes one optimizer step on all ranks, under any plan.
 
 Guarantees: the loss and the update are those of one device on the same global batch, up to the order of floating-point
 sums. The loss is the sum over all valid labels of the batch divided by their number. So unequal numbers of labels per
@@ -60,11 +60,11 @@ class ParallelizeOptions(ModelHints, total=False):
 
     offload_to: str | Path | None
     prove: ProofMode | None
-    """When a proof run compares the plan with one device (train/proof/proof_schedule.py). The default 'auto' means: at
-    the start, if that is cheap. Other values are 'start', 'never', and a number of steps between proofs."""
+    """When a proof run compares the plan with one device (train/proof/proof_schedule.py). The default 'auto' runs a
+    proof at the start if it is cheap. Other values are 'start', 'never', and a number of steps between proofs."""
     predicted: Sequence[MemoryBreakdown]
-    """The predicted memory of each pipeline rank, if the planner has estimated it. An OOM error reports which kind of
-    memory exceeds the prediction."""
+    """The planner's memory estimate of each pipeline rank, if there is one. An OOM error reports which kind of memory
+    exceeds the estimate."""
 
 
 def parallelize(
@@ -79,16 +79,16 @@ def parallelize(
 ) -> Trainer:
     """Shards `model` over the ranks of the default process group as `plan` says, and returns its trainer.
 
-    `model` is an ordinary module, whole and identical on every rank. `optimizer` makes a torch optimizer from the
-    parameters that it receives, or from the model's own, in one group or several. The attributes `path`, `is_matrix`
-    (no bias, no norm) and `in_block` (of a repeated block) describe each parameter.
+    `model` is an ordinary module with all layers, identical on every rank. `optimizer` makes a torch optimizer with one
+    or more groups, from the parameters that it receives or from those of the model. Each parameter has the attributes
+    `path`, `is_matrix` (neither bias nor norm) and `in_block` (part of a repeated block).
 
-    The groups are made once, from full tensors (runtime/optim/param_groups.py). If the rule is elementwise (AdamW, SGD,
-    ...), the optimizer updates flat buffers. If the rule needs full tensors (Muon, Adafactor, ...), it gets these. A
-    probe decides (runtime/optim/rule_probe.py).
+    The groups are made once, from full tensors (runtime/optim/param_groups.py). If the update rule is elementwise
+    (AdamW, SGD, ...), the optimizer updates flat buffers. If the rule needs full tensors (Muon, Adafactor, ...), it
+    receives full tensors. A probe finds out which kind it is (runtime/optim/rule_probe.py).
 
     `precision` is a name or a recipe of `meshwright.recipe`. `clip` is the largest norm of the whole gradient.
-    `loss(output, batch)` is needed only where the model returns no logits. It returns a mean over the rows of the
+    `loss(output, batch)` is needed only if the model returns no logits. It must return a mean over the rows of the
     batch. `anatomy` describes the structure of the model, from `meshwright.analysis.analyze` or written by hand; by
     default it is analysed here. `offload_to` is a folder on a local disk for states that the plan offloads to disk; the
     default is the system's temporary folder. `example` is a batch of a few rows, as `step` takes it. Models whose
@@ -119,7 +119,8 @@ def parallelize(
             malloc_trim()
             torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.coords.cp) * plan.pp + mesh.coords.pp)
             made = groups.build_optimizer(engine.updater.optimizer_params())
-            engine.updater.set_stateless(() if made.state else engine.zero.param_names)  # Adagrad has states at once
+            # Adagrad creates its states at once
+            engine.updater.set_stateless(() if made.state else engine.zero.param_names)
             enable_fused_kernels(made)
             prover.begin(engine)
             return Trainer(engine, made, clip, seed, prover, predicted)
@@ -137,7 +138,7 @@ class Trainer(TrainState):
         prover: ProofSchedule,
         predicted: MemoryBreakdown | None,
     ) -> None:
-        """`prover`: compares the plan with one device before some updates. `predicted`: the predicted memory of this
+        """`prover`: runs the proofs, which compare the plan with one device. `predicted`: the predicted memory of this
         rank, if the plan was estimated."""
         super().__init__(engine, optimizer, seed)
         self.clip, self.prover, self.predicted = clip, prover, predicted
@@ -233,7 +234,7 @@ class Trainer(TrainState):
             load_sharded_weights(self.engine, path)
 
     def evaluate(self, batch: Batch | LocalBatch) -> float:
-        """Returns the mean loss over the valid labels of the whole batch, without gradients and with dropout off."""
+        """Returns the mean loss over the valid labels of the whole batch, without gradients and without dropout."""
         with (
             _explain_errors(self, Message("in an evaluation after step {steps}", steps=self.steps)),
             in_eval_mode(self.engine.model),
@@ -244,8 +245,8 @@ class Trainer(TrainState):
         return float(total) / max(tokens, 1)
 
     def gradients(self, batch: Batch | LocalBatch) -> tuple[float, int, dict[str, torch.Tensor] | None]:
-        """Returns the mean loss, the valid labels, and on rank 0 every full gradient by name, except those that no loss
-        has reached. It updates nothing."""
+        """Returns the mean loss, the valid labels, and on rank 0 every full gradient by parameter name, except for
+        parameters that the loss does not reach. It updates nothing."""
         with _explain_errors(self, Message("for the gradients of step {steps}", steps=self.steps + 1)):
             loss, tokens, _ = self.passes.backward(self, batch)
             full = state_dict.gather_full_tensors(self.engine, state_dict.gradient_pieces(self.engine))
@@ -255,8 +256,8 @@ class Trainer(TrainState):
         return loss, tokens, {name: value / self.scale.factor for name, value in full.items() if name not in left}
 
     def close(self) -> None:
-        """Waits until no other rank reads this rank's shared memory, so that its process may end. A script that simply
-        ends need not call it."""
+        """Waits until no other rank reads this rank's shared memory, so that its process may end. A script that ends
+        normally need not call it."""
         self.engine.zero.shutdown()
 
     # --- state ------------------------------------------------------------------------------------
@@ -281,8 +282,8 @@ class Trainer(TrainState):
             return state_dict.gather_state_dict(self.engine)
 
     def bytes(self) -> dict[str, int]:
-        """Returns this rank's bytes of weights, gradients and optimizer (states and main weights). `offloaded`: what is
-        offloaded of these, plus the peak of saved activations offloaded to disk."""
+        """Returns this rank's bytes of weights, gradients and optimizer (states and main weights). `offloaded`: the
+        offloaded bytes of these, plus the peak of saved activations offloaded to disk."""
         stored = [(unit.weights.device_bytes(), unit.gradients.device_bytes()) for unit in self.engine.zero.units]
         optimizer = sum(unit.optim_shard.bytes() for unit in self.engine.zero.units if unit.has_main_params)
         optimizer += sum(unit.optim_shard.state_bytes() for unit in self.engine.zero.trainable)
@@ -307,12 +308,12 @@ class Trainer(TrainState):
         }
 
     def resident_memory(self) -> dict[str, float]:
-        """Returns the same for this rank's device alone."""
+        """Returns this rank's bytes as `bytes` does, but only those on its device."""
         return {kind: float(size) for kind, size in self.bytes().items() if kind != "offloaded"}
 
     @property
     def passing(self) -> int:
-        """Returns the bytes of staging buffers to other ranks of the same host, and to and from offload files."""
+        """Returns the bytes of the staging buffers for transfers to other ranks of the host and to offload files."""
         shared = self.mesh.shared_memory.staging_bytes if self.mesh.shared_memory is not None else 0
         return shared + sum(
             each.buffer_bytes for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None
@@ -335,7 +336,7 @@ class Trainer(TrainState):
 
 def _explain_errors(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
     """Wraps a call that all ranks make. It propagates an exception to the other ranks, and turns an out-of-memory error
-    into one line. Writes to weights during the call do not count as the user's."""
+    into one line. Writes to weights during the call are not attributed to the user."""
     holder = MemoryReport(
         trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.resident_memory, trainer.predicted
     )

@@ -1,7 +1,7 @@
 """Saving and restoring a trainer: weights, optimizer states, loss scale, position and random states.
 
 Guarantees: a run that resumes under its plan is bit-identical to a run that never stopped. A run that resumes under
-another plan is equal up to the order of sums. Random states then restart from the seed, which matters only with
+another plan is equal up to the order of sums. In that case random states restart from the seed, which matters only with
 dropout.
 """
 
@@ -31,11 +31,11 @@ from meshwright.train.step.state import TrainState
 
 
 def rank_exchange(mesh: ParallelContext) -> RankExchange:
-    """Returns the object with which ranks exchange texts for checkpoints, one text per rank. Texts are sent as bytes in
-    tensors; nothing is pickled."""
+    """Returns the object with which ranks exchange texts about checkpoints. Texts are sent as bytes in tensors; nothing
+    is pickled."""
 
     def share(text: str) -> list[str]:
-        """Returns the texts of all ranks."""
+        """Returns the texts of all ranks, by rank."""
         if mesh.world is None:
             return [text]
         mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=mesh.device)
@@ -99,7 +99,8 @@ def scalar_state(state: TrainState, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def merge_scalar_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the states of all ranks: rank 0's state, plus what only other ranks have of optimizer or modules."""
+    """Merges the states of all ranks: rank 0's state, plus the optimizer and module entries that only other ranks
+    have."""
     modules = {name: value for each in reversed(states) for name, value in each.get("modules", {}).items()}
     return states[0] | {
         "optimizer": state_dict.merge_optimizer_scalars([each["optimizer"] for each in states]),
@@ -109,14 +110,15 @@ def merge_scalar_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _encode_stateless(state: TrainState) -> str:
     """Returns a hexadecimal number with one bit per trained parameter. A bit is set if every update has skipped the
-    parameter, because no loss has reached it."""
+    parameter because the loss does not reach it."""
     zero = state.engine.zero
     left = state.engine.updater.stateless
     return f"{int(''.join('01'[name in left] for name in zero.param_names), 2):x}" if left else "0"
 
 
 def _decode_stateless(names: Sequence[str], saved: dict[str, Any]) -> frozenset[str]:
-    """Returns the names for which a checkpoint has no optimizer states. If it has only weights, these are all names."""
+    """Returns the names for which a checkpoint has no optimizer states. If the checkpoint has only weights, all names
+    are returned."""
     bits = bin(int(saved["unreached"], 16))[2:].zfill(len(names)) if "unreached" in saved else ""
     if len(bits) == len(names):
         return frozenset(name for name, bit in zip(names, bits, strict=True) if bit == "1")
@@ -149,8 +151,8 @@ def compression_residuals(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def load_trainer(state: TrainState, path: Path | MemoryCheckpoint) -> dict[str, Any]:
-    """Fills `state` from the checkpoint at `path`, or from the in-memory checkpoints of all ranks. Returns the saved
-    `extra`."""
+    """Fills `state` from the checkpoint at `path`, or from the in-memory checkpoints of all ranks. Returns the `extra`
+    that was passed to `save_trainer`."""
     engine, optimizer = state.engine, state.optimizer
     engine.zero.quiesce()
     manifest = path.manifest if isinstance(path, MemoryCheckpoint) else read_manifest(path)
@@ -181,7 +183,7 @@ def load_trainer(state: TrainState, path: Path | MemoryCheckpoint) -> dict[str, 
     load_extra_states(engine.model, engine.extra_state.module_keys, saved.get("modules", {}))
     engine.mark_initialized()
     if isinstance(path, MemoryCheckpoint) and manifest.plan_digest == state.plan.digest:
-        engine.preflight.skip()  # the ranks that made these in-memory checkpoints have passed preflight
+        engine.preflight.skip()  # the ranks that made these in-memory checkpoints have already passed preflight
     run = validate_data(RunState, saved["run"], str(path))
     state.steps, state.samples = run.step, run.samples
     state.scale.factor, state.scale.good_steps = run.loss_scale, run.good_steps

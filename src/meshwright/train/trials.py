@@ -1,8 +1,8 @@
 """Trials: a few timed steps of a plan on the available ranks, with the job's own model and data. Nothing is saved.
 
-Guarantees: plans run one after another in the processes of the ranks. If the runtime refuses a plan, that is a result
-and not an exception, and all ranks get it. The seconds of a trial are the lower median, over its steps, of the slowest
-rank's time. The first steps are excluded, since they open files, fill caches and set up new shapes.
+Guarantees: plans run one after another in the processes of the ranks. If the runtime refuses a plan, all ranks get this
+as a result, not as an exception. The step time of a trial is the lower median, over its steps, of the slowest rank's
+time. The first steps are excluded, since they open files, fill caches and set up new shapes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ WARMUP_STEPS, MEASURED_STEPS = 2, 4
 
 
 class TrialResult(NamedTuple):
-    """The seconds of a step, or None if the plan was refused; `why` is then the reason. `busy`: the CPUs of this
-    machine that other programs used during the trial."""
+    """The time of a step in seconds, or None if the plan was refused; `why` is the reason. `busy`: the number of this
+    machine's CPUs that other programs used during the trial."""
 
     seconds: float | None
     why: str = ""
@@ -43,7 +43,7 @@ class TrialResult(NamedTuple):
 
 
 class TrialRunner:
-    """Runs trials of plans with one model and its data. All ranks make a runner and make the same calls of it."""
+    """Runs trials of plans with one model and its data. All ranks construct a runner and make the same calls."""
 
     def __init__(self, launch: LaunchSpec, steps: int = MEASURED_STEPS) -> None:
         self.launch, self.steps = launch, steps
@@ -76,8 +76,8 @@ class TrialRunner:
             found = self._steps(trainer)
         except PlanRefused as error:
             found = TrialResult(None, str(error))
-        # Any other error ends all trials. It may come in the middle of a collective, so the groups are not destroyed
-        # under their threads.
+        # Any other error ends all trials. It may occur during a collective, so the process groups are not destroyed
+        # while their threads run.
         trainer.close()
         groups = [
             one for group in trainer.mesh.groups.values() for one in group.process_groups if one is not dist.group.WORLD
@@ -113,8 +113,8 @@ class TrialRunner:
 
 
 def measure_seconds(work: Callable[[], object], through: Callable[[], None]) -> float:
-    """Returns the seconds of `work` and of its asynchronous part: the update and the all-gather of weights. `through`
-    waits for this part."""
+    """Returns the seconds of `work`, including its asynchronous part (the update and the all-gather of weights).
+    `through` waits for this part."""
     began = time.perf_counter()
     work()
     through()

@@ -6,10 +6,10 @@ compares the loss of every step, the gradients of the first step, the final weig
 labels. Rows have unequal numbers of valid labels, which reveals a mean of means. Dropout is 0 on both sides, since the
 two sides would draw different random numbers.
 
-A relative difference is the norm of the difference divided by the norm on one device. A gradient whose norm is below 10
-eps of the norm of the whole gradient is only rounding. An example is the gradient of a key bias: the bias shifts all
-scores of a query equally and so changes no attention weight. Such a gradient has no meaningful relative difference, so
-it is counted but not compared. Its weight is not compared either, since AdamW turns the rounding into full steps.
+A relative difference is the norm of the difference divided by the norm on one device. If the norm of a parameter's
+gradient is below 10 eps times the norm of all gradients, it is only rounding. An example is the gradient of a key bias:
+the bias shifts all scores of a query equally and so changes no attention weight. Such gradients are counted but not
+compared. The weights of these parameters are not compared either, since AdamW turns the rounding into full steps.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ VERIFY_STEPS, SEQUENCE_LENGTH, HIDDEN_SIZE, HEAD_COUNT, FFN_SIZE, VOCABULARY_SIZ
     16,
 )
 VERIFY_TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-8), "fp32": (1e-6, 1e-5, 1e-3)}
-"""The largest relative differences of losses, of first gradients, and of the weights after the steps."""
+"""The largest relative differences of losses, of the gradients of the first step, and of the final weights."""
 DTYPE_BY_PRECISION = {"fp64": torch.float64, "fp32": torch.float32}
 InjectFault = Callable[[nn.Module], None]
 
 
 class VerifyRequest(StrictModel):
-    """What the ranks verify. `plan` is already reduced to the reduced model."""
+    """What the ranks verify. `plan` has already been adapted to the reduced model."""
 
     model: ModelSource
     plan: Plan
@@ -132,7 +132,7 @@ def verify(channel: RankControl, payload: IpcMessage) -> int:
 
 def shrink_source(source: ModelSource, plan: Plan) -> ModelSource:
     """Returns a source with reduced sizes and an unchanged structure. It has as many blocks as the stages need, an odd
-    vocabulary size, and an unchanged number of query heads per key-value head."""
+    vocabulary size, and an unchanged ratio of query heads to key-value heads."""
     if not source.sizes:
         return source
     given = source.sizes
@@ -156,7 +156,8 @@ def shrink_source(source: ModelSource, plan: Plan) -> ModelSource:
 
 
 def build_small_model(question: VerifyRequest) -> nn.Module:
-    """Builds the reduced model of the request, without dropout. A model from user code keeps its sizes."""
+    """Builds the reduced model of the request, without dropout. A model that a user's function builds keeps its
+    sizes."""
     source = question.model
     model = (
         _build_small_hf_model(source, question)
@@ -205,7 +206,7 @@ def _build_small_hf_model(source: ModelSource, question: VerifyRequest) -> nn.Mo
 
 
 def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str = "images", channels: int = 3) -> Batch:
-    """Makes a random batch of `rows` rows. Rows, and so replicas, have unequal numbers of valid labels. `main`: the
+    """Makes a random batch of `rows` rows. Rows have unequal numbers of valid labels, and so have replicas. `main`: the
     name of the model's image input."""
     random = torch.Generator().manual_seed(1000 + step)
     if objective == "images":
@@ -225,8 +226,8 @@ def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str 
 
 
 def make_batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> Batch:
-    """Makes a random batch for a model with other inputs than `make_batch` makes: noise in the shapes of its example,
-    and labels in the shape of its logits. Integer inputs of the user's example keep their values."""
+    """Makes a random batch for a model whose inputs `make_batch` does not support: noise in the shapes of the model's
+    example, and labels in the shape of its logits. Integer inputs of the user's example keep their values."""
     random = torch.Generator().manual_seed(1000 + step)
     kind = next(model.parameters()).dtype
 
@@ -303,8 +304,8 @@ def _build_trainer(question: VerifyRequest, precision: str) -> tuple[Trainer, li
 
 
 def _run_under_plan(question: VerifyRequest, precision: str, spoil: InjectFault | None = None) -> dict[str, Any]:
-    """Returns the losses of the steps, the labels, the first gradients and the final weights (rank 0). `spoil` injects
-    a fault into the parallel model first."""
+    """Returns the losses of the steps, the labels, the first gradients and the final weights (rank 0). `spoil`, if
+    given, first injects a fault into the parallel model."""
     trainer, batches = _build_trainer(question, precision)
     if spoil is not None:
         spoil(trainer.engine.model)
@@ -432,7 +433,7 @@ def _reference_optimizer(model: nn.Module, rule: OptimizerConfig) -> torch.optim
 
 
 def compare_results(question: VerifyRequest, precision: str, ours: dict[str, Any]) -> VerifyResult:
-    """Returns the result with the largest differences between one device and the plan, and their parameters."""
+    """Returns the largest differences between one device and the plan, with the parameters where they occur."""
     theirs = run_single_device(question, precision)
     eps = torch.finfo(DTYPE_BY_PRECISION[precision]).eps
     whole = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in theirs["gradients"].values()))
@@ -466,7 +467,8 @@ def compare_results(question: VerifyRequest, precision: str, ours: dict[str, Any
 
 
 def relative_difference(mine: torch.Tensor | None, other: torch.Tensor) -> float:
-    """Returns the norm of the difference divided by the norm. It is infinite for a missing tensor or other shapes."""
+    """Returns the norm of the difference divided by the norm of `other`. It is infinite if `mine` is missing or the
+    shapes differ."""
     if mine is None or mine.shape != other.shape:
         return math.inf
     mine, other = mine.double(), other.double()

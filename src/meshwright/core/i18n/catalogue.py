@@ -1,7 +1,7 @@
 """Reads the gettext catalogues, `LANGUAGE.po` in this folder, with Python's `gettext`.
 
-The module reads the text form and not a compiled `.mo` file. A wheel therefore needs no build step, and a changed
-message is one line of a diff. If the output is in English, nothing in this module runs.
+The module reads the text form and not a compiled `.mo` file. So a wheel needs no build step, and a changed message is
+one line of a diff. For English output, this module is not used.
 """
 
 from __future__ import annotations

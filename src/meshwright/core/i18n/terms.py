@@ -1,7 +1,7 @@
 """Defines the names that tables and sentences show: kinds of memory, parts of a step, columns.
 
-A key is the word in the code, and its value is the English name. Each group is a gettext context, because a word can
-have several translations.
+In each group, a key is the word in the code, and its value is the English name. Each group is a gettext context,
+because a word can have several translations.
 """
 
 from __future__ import annotations

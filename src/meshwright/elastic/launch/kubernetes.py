@@ -1,9 +1,9 @@
-"""Objects for Kubernetes: a JobSet with one indexed job for each set of equal nodes and one pod for each node. The
-objects include the job file and the token that authenticates nodes.
+"""Kubernetes objects: a JobSet with one indexed job for each set of equal nodes, and one pod for each node. The objects
+include the job file and the token with which nodes authenticate.
 
-A pod that ends is recreated with the same index and rejoins. Until then the other pods continue without it, if the run
-allows that. Recreating a pod counts as a failure, except for pods that were disrupted or that can continue (exit code
-75). /dev/shm is a memory volume, through which the ranks of a pod communicate. Source:
+A pod that ends is recreated with the same index and rejoins. Until then the other pods continue without it, if the job
+allows fewer nodes. A recreated pod counts as a failure, unless it was disrupted or ended with exit code 75 (the run can
+continue). /dev/shm is a memory volume, since the ranks of a pod communicate through it. Source:
 https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
 https://kubernetes.io/docs/concepts/workloads/controllers/job/
 """
@@ -32,11 +32,11 @@ from meshwright.elastic.launch.submission import (
 
 REPLICATED_JOB_NAME, RUN_MOUNT_PATH, CONFIG_MOUNT_PATH = "nodes", "/run/meshwright", "/etc/meshwright"
 BACKOFF_LIMIT = 100
-"""Number of pods that may fail before the job fails."""
+"""The number of pods that may fail before the job fails."""
 
 GRACE_MARGIN_SECONDS = 30
 MEMORY_REQUEST_FRACTION = 0.8
-"""The fraction of a node's host memory that is requested by default. The system and its daemons use the rest."""
+"""The default memory request, as a fraction of a node's host memory. The system and its daemons use the rest."""
 
 IMAGE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
 CLAIM_NAME_PATTERN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -87,7 +87,7 @@ class PodTemplate:
             )
 
     def resources(self, nodes: NodeSet) -> dict[str, str]:
-        """Returns the requests and limits of a pod of `nodes`, by the name of the resource."""
+        """Returns the resource requests and limits of a pod of `nodes`: quantities by resource name."""
         found: dict[str, str] = {}
         if not nodes.accelerator:
             found["cpu"] = str(nodes.devices)
@@ -123,8 +123,8 @@ class PodTemplate:
         return DEVICE_PLUGIN_RESOURCES[nodes.vendor]
 
     def tolerations(self, nodes: NodeSet) -> list[dict[str, str]]:
-        """Returns the tolerations of a pod: that of the taint that keeps pods without such devices off these nodes, and
-        the requested ones."""
+        """Returns the tolerations of a pod: the one for the taint of nodes with accelerators, and those that the user
+        requests."""
         found = (
             [{"key": self.device_resource(nodes), "operator": "Exists", "effect": "NoSchedule"}]
             if nodes.accelerator
@@ -230,7 +230,7 @@ def _pod_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[s
             {"name": "shared", "mountPath": pods.mount},
         ],
         "resources": {"requests": resources, "limits": resources},
-        # Network adapters need pinned memory.
+        # RDMA network adapters need pinned memory.
         **({"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if pods.rdma else {}),
     }
     tolerations = pods.tolerations(nodes)
@@ -267,8 +267,8 @@ def _environment(start: JobSubmission, nodes: NodeSet) -> list[dict[str, Any]]:
 
 
 def _escape_variables(text: str) -> str:
-    """Returns `text` with doubled dollar signs, since Kubernetes expands $(NAME) in commands and values. Kubernetes
-    turns the result back into `text`."""
+    """Returns `text` with doubled dollar signs, which Kubernetes turns into single ones. Otherwise it would expand
+    $(NAME) in commands and values."""
     return text.replace("$", "$$")
 
 
@@ -286,7 +286,7 @@ def _labels(nodes: NodeSet) -> dict[str, str]:
 
 
 def _pod_anti_affinity(name: str) -> dict[str, Any]:
-    """Returns the term that places two pods of one run on different machines."""
+    """Returns the affinity term that places any two pods of a run on different machines."""
     return {
         "labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}},
         "topologyKey": "kubernetes.io/hostname",

@@ -1,9 +1,9 @@
-"""Writes text into generated files. There is one function for each context, and every text passes through one of them.
+"""Writes text into generated files. Each context has a quoting function, and every text passes through one.
 
 Guarantees, for any text:
-- A shell reads `shell_word` as one word and executes nothing of it.
-- `comment_line` is one comment line for a shell, for sbatch and for YAML.
-- `to_yaml` is one YAML document that reads back as the same data, in both YAML 1.1 and 1.2.
+- A shell reads the result of `shell_word` as one word and executes no part of it.
+- The result of `comment_line` is one comment line for a shell, for sbatch and for YAML.
+- The result of `to_yaml` is one YAML document, which both YAML 1.1 and 1.2 parse to the same data.
 
 Sources: POSIX.1-2024, Shell Command Language, 2.2 Quoting; YAML 1.2.2, chapters 5.7 (escapes) and 7.3 (double-quoted
 scalars).
@@ -22,12 +22,12 @@ from meshwright.core.messages import Message
 from meshwright.core.printable_text import check_one_line, escape_unprintable
 
 SBATCH_OPTION_PATTERN = re.compile(r"hetjob|--[a-z-]+(=[A-Za-z0-9_.,:@%/+-]+)?")
-"""An option that sbatch reads without quotes. sbatch has its own quoting rules, so options that need quotes are not
-written."""
+"""The pattern of an option that sbatch reads without quotes. Other options are refused, since sbatch has its own
+quoting rules."""
 
 TOKEN_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*")
 UNQUOTED_KEY_PATTERN = re.compile(r"[a-z][A-Za-z]{3,}|env|key")
-"""Keys that mean the same with and without quotes."""
+"""The pattern of keys that have the same meaning with and without quotes in YAML 1.1 and 1.2."""
 
 
 def shell_word(text: str) -> str:
@@ -41,8 +41,8 @@ def shell_command(words: Sequence[str]) -> str:
 
 
 def comment_line(text: str) -> str:
-    """Returns `text` as one comment line. The blank after the `#` prevents sbatch from reading an option in the
-    line."""
+    """Returns `text` as one comment line. The space after the `#` prevents sbatch from taking the line as an option
+    (#SBATCH)."""
     return f"# {escape_unprintable(text)}"
 
 
@@ -82,18 +82,18 @@ def check_single_line(option: str, text: str) -> str:
 
 
 def path_argument(path: str) -> str:
-    """Returns `path` in a form that no command takes for an option."""
+    """Returns `path` in a form that no command mistakes for an option."""
     return f"./{path}" if path.startswith("-") else path
 
 
 def to_yaml(data: Any) -> str:
-    """Returns `data` (dictionaries, lists, strings, whole numbers, truth values) as a YAML document without its
-    separator."""
+    """Returns `data` (dictionaries, lists, strings, integers, booleans) as a YAML document without the separator
+    `---`."""
     return "\n".join(_block_lines(data, "")) + "\n"
 
 
 def _block_lines(data: Any, indent: str) -> Iterator[str]:
-    """Yields the lines of a non-empty dictionary or list."""
+    """Yields the lines of a dictionary or list that is not empty."""
     for key, value in data.items() if isinstance(data, dict) else ((None, value) for value in data):
         head = f"{indent}-" if key is None else f"{indent}{_yaml_key(key)}:"
         if isinstance(value, dict | list) and value:
@@ -112,8 +112,8 @@ def _block_lines(data: Any, indent: str) -> Iterator[str]:
 
 
 def _is_literal_block(text: str) -> bool:
-    """Returns whether a literal block reads back as `text`: it is printable ASCII, begins with no blank, and ends with
-    exactly one line end."""
+    """Returns whether a literal block reads back as `text`: it is printable ASCII, does not begin with a space, and
+    ends with exactly one line break."""
     return (
         text.endswith("\n")
         and not text.endswith("\n\n")
@@ -132,8 +132,8 @@ def _yaml_key(key: str) -> str:
 
 
 def _yaml_scalar(value: Any) -> str:
-    """Returns `value` as JSON, which YAML accepts, except for characters beyond the basic plane. JSON escapes such a
-    character as two UTF-16 units, YAML as one escape."""
+    """Returns `value` as JSON, which YAML accepts, except for characters beyond the basic plane. For such a character,
+    JSON has two escapes (a surrogate pair) and YAML has one."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return "".join(letter if letter.isprintable() else _escape_character(letter) for letter in text)
 

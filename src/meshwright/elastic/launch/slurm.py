@@ -1,8 +1,9 @@
-"""A batch script for Slurm: one task on each node, optionally more nodes if available, and a requeue after preemption.
+"""A batch script for Slurm: it runs one task per node, may use more nodes than the minimum if available, and requeues
+the job after preemption.
 
-The script requests that on preemption every task gets SIGTERM `grace` seconds before the end, so that the step ends and
-is saved. Exit code 75 means that a new run of the script continues where this run stopped. A failed node does not end
-the others (--kill-on-bad-exit=0, --no-kill).
+The script requests that on preemption every task gets SIGTERM `grace` seconds before the end. In this time the current
+step ends and the state is saved. Exit code 75 means that the next start of the script resumes the run. A failed node
+does not end the others (--kill-on-bad-exit=0, --no-kill).
 
 [Note: heterogeneous nodes] Each set of equal nodes is one component of a heterogeneous job. Each component has its own
 step, in which Slurm numbers tasks from 0. The index of a node among all nodes is the first index of its set plus its
@@ -25,16 +26,16 @@ from meshwright.elastic.launch.submission import NODE_RANK_COMMAND, JobSubmissio
 
 MAX_HOURS = 365 * 24
 GRACE_MARGIN_SECONDS = 30
-"""Seconds that are added to the grace period of the run, since Slurm checks its clock only this often."""
+"""Seconds that are added to the grace period of the run, since Slurm checks the time only at such intervals."""
 
 _IMAGE_PATTERN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9._:/@#+~-]{0,1023}")
-"""An image in the notation of enroot: REGISTRY#IMAGE:TAG, or a path."""
+"""The pattern of an image in the notation of enroot: REGISTRY#IMAGE:TAG, or a path."""
 
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """The request to Slurm. `hours` is the time limit; 0 means the limit of the partition. `image` and `mounts`
-    describe a container (pyxis)."""
+    """The request to Slurm. `hours` is the time limit; 0 means the limit of the partition. `image` and `mounts` are the
+    image and the mounted folders of a container (pyxis)."""
 
     partition: str = ""
     hours: float = 0.0
@@ -141,7 +142,7 @@ def _sbatch_options(start: JobSubmission, each: NodeSet, queue: SlurmRequest) ->
 
 
 def _srun_lines(start: JobSubmission, job: str, queue: SlurmRequest) -> list[str]:
-    """Returns the lines that run the command on every node and store its exit code in `code`."""
+    """Returns the lines that run the command on every node and store the exit code in the shell variable `code`."""
     container = ""
     if queue.image:  # always mount the working folder, since relative paths start in it
         mounts = f'"$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR"{"," + shell_word(queue.mounts) if queue.mounts else ""}'

@@ -5,13 +5,12 @@ contains other devices only for planning. A job for such devices is refused here
 CPUs of those machines. Sources: the Kubernetes device plugins of each vendor (k8s-device-plugin, k8s-device-plugin of
 ROCm).
 
-`network_settings` derives variables of NCCL and gloo from the links of a cluster, so that ranks use the right network.
-Each variable has a reason. For a variable that is left unset, the reason names who sets it instead.
+`network_settings` derives environment variables of NCCL and gloo from the links of a cluster, so that ranks use the
+right network. Each variable has a reason. If a variable is left unset, the reason says what sets it instead.
 
-[Note: rate without kind] `@ethernet-100` means that nodes are connected by Ethernet with TCP; `@100Gb` states only the
-rate. Variables that only sockets read are set for both. NCCL_IB_DISABLE is set only for `@ethernet-100`. On a link of
-unknown kind that is InfiniBand or RoCE, this variable would cost most of the rate. If there is neither, NCCL finds none
-and uses sockets anyway.
+[Note: rate without kind] The link `@ethernet-100` is Ethernet with TCP; `@100Gb` states only the rate. Variables that
+affect only sockets are set for both. NCCL_IB_DISABLE is set only for `@ethernet-100`. If a link of unknown kind is
+InfiniBand or RoCE, this variable would cost most of its rate. If it is neither, NCCL uses sockets without the variable.
 
 Sources: NCCL's documentation of its environment variables (interfaces; sockets: 4 threads of 4 sockets from 100 Gbit/s
 Ethernet on), PyTorch's page on torch.distributed (choosing the network interface).
@@ -33,19 +32,19 @@ from meshwright.elastic.launch.quoting import check_single_line, comment_line, p
 from meshwright.spec.cluster import Cluster, Device, NodeGroup
 
 DEVICE_PLUGIN_RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
-"""The Kubernetes resource of the device plugin of each vendor whose devices can train."""
+"""The Kubernetes resource of the device plugin, for each vendor whose devices can train."""
 
 _NODE_SELECTOR_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(=[A-Za-z0-9._-]*)?")
 _RESOURCE_NAME_PATTERN = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-"""A qualified name of a Kubernetes resource."""
+"""The pattern of a qualified name of a Kubernetes resource."""
 
 
 class NodeSet(NamedTuple):
-    """A set of equal nodes. `first` is the index of its first node among all nodes. `vendor` is "cpu" for CPUs, and
-    empty if unknown.
+    """A set of equal nodes. `first` is the index of its first node among all nodes. `vendor` is "cpu" for CPUs, and ''
+    if it is unknown.
 
-    `memory`: requested bytes of host memory per node; 0: no request. `host_memory`: bytes of a node in the cluster
-    description; 0: unknown. `select`: the selector of these nodes, in the syntax of the launcher.
+    `memory`: the requested bytes of host memory per node; 0: no request. `host_memory`: the bytes of host memory per
+    node in the cluster description; 0: unknown. `select`: the selector of these nodes, in the launcher's syntax.
     """
 
     first: int
@@ -70,15 +69,15 @@ class NodeSet(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What the user requests of every node. `memory` has a unit; if it is empty, the launcher's default applies.
-    `select` has one entry for each set, joined by +."""
+    """What the user requests of every node. `memory` is a size with a unit; if it is empty, the launcher's default
+    applies. `select` has one selector for each node set, joined by +."""
 
     memory: str = ""
     select: str = ""
 
 
 def device_vendor(device: Device) -> str:
-    """Returns the vendor of `device` by its name: "cpu" for a CPU, and an empty string if it is not in the catalogue.
+    """Returns the vendor of `device`, looked up by its name: "cpu" for a CPU, '' if the device is not in the catalogue.
 
     Raises: InputError for a device that supports planning but not training.
     """
@@ -221,12 +220,12 @@ def check_resource_name(option: str, text: str, example: str) -> str:
 
 _INTERFACE_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}")
 FAST_ETHERNET_BYTES_PER_SECOND = 10e9
-"""The Ethernet bandwidth of a node, in bytes/s, from which one socket does not saturate the link."""
+"""The network bandwidth of a node, in bytes/s, from which one socket cannot saturate the Ethernet link."""
 
 
 class EnvironmentSetting(NamedTuple):
-    """An environment variable, its value and the reason. Without a value the variable is left unset, and the reason
-    names who sets it."""
+    """An environment variable, its value and the reason for the value. Without a value the variable is left unset, and
+    the reason says what sets it."""
 
     name: str
     value: str
@@ -234,15 +233,15 @@ class EnvironmentSetting(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The line of a shell script."""
+        """The setting as a line of a shell script."""
         if not self.value:
             return comment_line(f"{self.name}: {self.reason}")
         return f"export {self.name}={shell_word(self.value)}  {comment_line(self.reason)}"
 
 
 def network_settings(cluster: Cluster, interface: str = "") -> tuple[EnvironmentSetting, ...]:
-    """Returns the environment of the ranks of `cluster`. `interface` is the network device between nodes, if its name
-    is known (`ip route get ADDRESS` prints it).
+    """Returns the environment of the ranks of `cluster`. `interface` is the name of the network interface between
+    nodes, if known (`ip route get ADDRESS` prints it).
 
     >>> from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
     >>> device = Device(name="cpu", memory=1e9, bandwidth=1e9, peak={"fp32": 1e9})
@@ -346,8 +345,8 @@ with RANK set to the index of the node among all nodes."""
 
 @dataclass(frozen=True)
 class JobSubmission:
-    """The nodes of a run, as sets of equal nodes. The run may continue with `min_nodes` nodes. `grace` is the time in
-    seconds from the stop request to the end, for the last save.
+    """The nodes of a run, as sets of equal nodes. The run continues with as few as `min_nodes` nodes. `grace` is the
+    time in seconds between a stop request and the end, for the last save.
 
     `folder` is the run folder, which has the same path on every node. `settings` contains environment variables with
     their reasons, including unset ones. `about` contains comment lines that describe the job.
@@ -388,13 +387,12 @@ class JobSubmission:
 
     @property
     def is_several(self) -> bool:
-        """Whether there are several nodes, which have to find each other. A single node starts its ranks as `meshwright
-        train` does."""
+        """Whether there are several nodes. A single node starts its ranks as `meshwright train` does."""
         return self.nodes > 1
 
     @property
     def label(self) -> str:
-        """The name in a form that is valid for host names and labels: at most 40 small letters, digits and dashes.
+        """The run's name as a host name or label: at most 40 lower-case letters, digits and dashes.
 
         >>> JobSubmission("Llama_7B v2", (NodeSet(0, 2, 8, "h100", "nvidia"),), 1, "runs/x", 30.0).label
         'llama-7b-v2'
@@ -402,27 +400,26 @@ class JobSubmission:
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-") or "run"
 
     def command(self, job: str) -> list[str]:
-        """Returns the words of the command that each node runs. A folder without a slash gets the prefix ./, because it
-        would otherwise name a folder under runs/."""
+        """Returns the words of the command that each node runs. A run folder without a slash gets the prefix ./,
+        because `meshwright train` would otherwise place it under runs/."""
         folder = self.folder if "/" in self.folder else f"./{self.folder}"
         return ["meshwright", "train", path_argument(job), "--folder", path_argument(folder), *self.ranks]
 
     @property
     def ranks(self) -> list[str]:
-        """The option for the minimum number of ranks, if fewer nodes are allowed."""
+        """The command-line option for the minimum number of ranks, if fewer nodes are allowed."""
         return (
             ["--set", f"run.min_ranks={self.min_nodes * self.sets[0].devices}"] if self.min_nodes < self.nodes else []
         )
 
     def comments(self) -> list[str]:
-        """Returns the lines of `about` as comments."""
+        """Returns the lines of `about` as comment lines."""
         return [comment_line(each) for each in self.about]
 
     def reasons(self) -> list[str]:
-        """Returns the reason of every setting as comment lines, for formats that have no room for it next to the
-        setting."""
+        """Returns the reason of every setting as comment lines, for formats that cannot have it next to the setting."""
         return [comment_line(f"{it.name}{it.value and '=' + it.value}: {it.reason}") for it in self.settings]
 
     def exports(self) -> list[str]:
-        """Returns the settings as lines of a shell script."""
+        """Returns the settings as `export` lines of a shell script."""
         return [setting.line for setting in self.settings]

@@ -1,9 +1,7 @@
-"""A script that starts one node with torchrun. It runs the same command on every machine, except for the index of the
-node.
+"""A script that starts one node with torchrun. The command is the same on every machine except for the node index.
 
-torchrun starts and watches only the supervisor of the node. The restarts of torchrun are off, because they would end
-every node for the fault of one rank. A run on one node needs no torchrun. Source:
-https://docs.pytorch.org/docs/stable/elastic/run.html
+torchrun starts and watches only the supervisor of the node. Its restarts are off, because it would end all nodes when
+one rank fails. A run on one node does not need torchrun. Source: https://docs.pytorch.org/docs/stable/elastic/run.html
 """
 
 from __future__ import annotations

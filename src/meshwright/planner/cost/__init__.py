@@ -1,2 +1,2 @@
-"""Computes memory and seconds of plans with sourced formulas, vectorised over plans. The package uses NumPy and does
-not import torch."""
+"""The cost model: memory and step time of plans, by formulas with sources. The arrays cover many plans at once. The
+package uses NumPy and does not import torch."""

@@ -1,8 +1,8 @@
 """Computes the peak of saved activations on each class of pipeline ranks, with recompute and offload.
 
-The schedule of a rank determines the points in the step at which its memory can peak, and the layers with saved
-activations at each point (rank_contents.py). Their bytes come from activations.py. The peak is the point with the most
-bytes. The code calls these points moments.
+The schedule of a rank determines the points of a step at which its memory can peak, called moments, and the layers with
+saved activations at each moment (rank_contents.py). The bytes of a layer come from activations.py. The peak is the
+moment with the most bytes.
 
 Source: Korthikanti et al., arXiv 2205.05198, for activations under tensor and sequence parallelism.
 """
@@ -23,12 +23,12 @@ from meshwright.planner.cost.rank_contents import PeakMoments, RankContents, sta
 from meshwright.spec.enums import PER_BLOCK_RECOMPUTE, Recompute
 
 ABSENT_MOMENT_BYTES = -1e30
-"""Bytes at a moment that a rank does not have. The value is so negative that no sum with it becomes the peak."""
+"""Bytes at a moment that a rank does not have. The value is so negative that such a moment is never the peak."""
 
 
 class ActivationPeak(NamedTuple):
-    """The peak bytes of activations: during the backward of the head (negative on ranks without a head), during any
-    other backward, in host memory, and in files."""
+    """The peak bytes of saved activations on the device: during the backward of the head (negative on ranks without a
+    head), and during any other backward. Also the bytes in host memory and in files."""
 
     at_head: Array
     elsewhere: Array
@@ -37,13 +37,13 @@ class ActivationPeak(NamedTuple):
 
 
 class MomentBytes(NamedTuple):
-    """The moments at which the memory of ranks can peak.
+    """The saved bytes at the moments (points of a step) at which the memory of ranks can peak.
 
     `saved` is the bytes of saved activations (b, o, r, moments, s x c). `layers` is the number of layers of each column
     (b, o, r, moments, columns). The columns are the saved layers, the running layer, and, if the schedule defers weight
     gradients, the layers that wait for W. `weights` is the bytes of one layer (b, columns, s x c). `at_head` marks the
-    moments at which the head runs backward. For each saved column, `blocks` marks whether it is offloaded if
-    activations are offloaded, and `waiting` whether it waits for W.
+    moments at which the head runs backward. For each column of saved layers, `blocks` marks whether offload of
+    activations applies to it. `waiting` marks whether it is stored until W, the action that computes weight gradients.
     """
 
     saved: Array
@@ -55,11 +55,12 @@ class MomentBytes(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Returns the number of columns of saved layers."""
+        """Returns the number of columns for saved layers."""
         return len(self.blocks)
 
     def bytes_of(self, layers: Array, first: int = 0) -> Array:
-        """Returns the total bytes of `layers`, whose columns begin at column `first`."""
+        """Returns the bytes of `layers` at each moment. `first` is the column at which the columns of `layers`
+        begin."""
         weights = self.weights[:, first : first + layers.shape[4]]
         return (layers.reshape(len(weights), -1, layers.shape[4]) @ weights).reshape(self.saved.shape)
 
@@ -67,11 +68,11 @@ class MomentBytes(NamedTuple):
 def activation_peak(
     setting: CostContext, box: PlanGrid, tokens: Array, ranks: Sequence[RankContents]
 ) -> ActivationPeak:
-    """Returns the activation peak of each rank class, over GRID_AXES without z. Recompute choices that treat all blocks
-    equally are computed together, all other choices separately."""
+    """Returns the activation peak of each rank class, over GRID_AXES (the axis z has length 1). Recompute choices that
+    treat all blocks equally are computed together, other choices one by one."""
     layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
     whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
-    # Recomputed blocks then save nothing until W (runtime/wgrad/deferred.py).
+    # With a split backward, recomputed blocks save nothing until W (runtime/wgrad/deferred.py).
     split_backward = any_split_backward(box.orders)
     until_b = [at for at in whole_choices if split_backward and box.recompute[at].kind in PER_BLOCK_RECOMPUTE]
     groups = [group for group in ([at for at in whole_choices if at not in until_b], until_b) if group] + [
@@ -104,7 +105,7 @@ def _uniform_activation_peak(
     ranks: Sequence[RankContents],
 ) -> ActivationPeak:
     """Computes the peak for several recompute choices that treat all blocks equally, or for one choice that does not.
-    For such a choice each layer entry has two columns: the first blocks of a stage, and the other blocks."""
+    In the second case each run of layers has two columns: the first blocks of a stage, and the other blocks."""
     moments = _moment_bytes(setting, box, layers, chosen, ranks)
     parts = len(box.sequence_parallel), len(chosen)
     every = moments.saved + deferred_wgrad_bytes(box, layers, moments.layers, moments.waiting, len(chosen))
@@ -172,14 +173,14 @@ def _offloaded_activation_peak(
     resident: Array,
     parts: tuple[int, int],
 ) -> ActivationPeak:
-    """Computes the peak if saved activations are offloaded. `resident` is the bytes at each moment without offload."""
+    """Computes the peak with offload of saved activations. `resident` is the bytes at each moment without offload."""
     columns, blocks, at_head = moments.columns, moments.blocks, moments.at_head
     stays = 1.0 + (moments.layers[..., columns : 2 * columns] * blocks).sum(axis=-1, keepdims=True)
     stored = moments.layers[..., :columns] * blocks
     resting, every = moments.bytes_of(np.maximum(stored - stays, 0.0)), moments.bytes_of(stored)
     where = offload_fractions(box)
     sent = where.activations + where.activations_files
-    fetched = moments.waiting & ~blocks  # fetched activations do not wait for W
+    fetched = moments.waiting & ~blocks  # fetched activations are not stored until W
     left = moments.saved + deferred_wgrad_bytes(box, layers, moments.layers, fetched, parts[1]) - resting
     if moments.layers.shape[4] > 2 * columns:
         left = left - moments.bytes_of(moments.layers[..., 2 * columns :] * blocks, 2 * columns)
@@ -192,7 +193,7 @@ def _offloaded_activation_peak(
     )
     # The last block of a forward pass is offloaded only if another action precedes its backward.
     removed = removed if box.pp == 1 else copied
-    # Data for a file passes through host memory, if the memory of the host is known.
+    # Data for a file passes through host memory. This is counted if the size of the host memory is known.
     by_host = not setting.on_host and setting.host_memory > 0
     pinned = where.activations_files * passing * by_host
     return ActivationPeak(head, others, where.activations * removed + pinned, where.activations_files * removed)

@@ -1,9 +1,9 @@
 """Computes the activations that a layer saves for backward, and the transient memory of its backward.
 
 [Note: in pieces] torch.compile does not trace into some layers of this project: tensor-parallel layers, expert layers,
-and layers with a deferred weight gradient. A compiled block is therefore compiled in several pieces between these
-layers. The activation function of a gated feed-forward falls between two pieces, so the matrix product in the second
-piece saves its result.
+and layers with a deferred weight gradient. So torch.compile produces several graphs per block, with these layers
+between them. The activation function of a gated feed-forward and the matrix product after it are then in different
+graphs, so the result of the activation function is saved.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from meshwright.spec.model import LayerSpec
 
 
 class ActivationBytes(NamedTuple):
-    """The bytes of one layer for one micro-batch, over (b, s).
+    """The activation bytes of one layer for one micro-batch, over axes (b, s) of GRID_AXES.
 
     `whole` is saved for backward without recompute, `entering` with full recompute. `core` is the part of `whole` that
-    belongs to the attention core. `derived` is the part of `whole` that selective recompute does not save, and
-    `at_once` its peak while it is recomputed. `passing` is the additional transient memory of backward. `gates` is
-    additionally saved if weight gradients are deferred. `put_off` is stored from backward until the weight gradient W.
+    belongs to the attention core. `derived` is the part of `whole` that selective recompute does not save; `at_once` is
+    the peak of this part during its recompute. `passing` is the additional transient memory of backward. `gates` is
+    saved in addition if weight gradients are deferred. `put_off` is stored from the backward of inputs (B) until the
+    weight gradient (W).
     """
 
     whole: Array
@@ -42,15 +43,16 @@ class ActivationBytes(NamedTuple):
     put_off: Array
 
     def until_w(self, kinds: Sequence[Recompute]) -> Array:
-        """Returns the bytes that a layer stores between B and W for each recompute kind in `kinds` (c), over (b, s, c).
-        They are the inputs of matrix products and the gradients of their outputs."""
+        """Returns the bytes that a layer stores between B (gradients of inputs) and W (gradients of weights), for each
+        recompute kind in `kinds` (axis c), over axes (b, s, c) of GRID_AXES. They are the inputs of matrix products and
+        the gradients of their outputs."""
         return np.stack(
             [0.0 * self.put_off if kind in PER_BLOCK_RECOMPUTE else self.put_off for kind in kinds], axis=-1
         )
 
     def when(self, kinds: Sequence[Recompute]) -> tuple[Array, Array]:
-        """Returns the saved bytes and the additional transient bytes of backward for each recompute kind in `kinds`
-        (c), over (b, s, c)."""
+        """Returns two arrays over axes (b, s, c) of GRID_AXES, where c are the recompute kinds `kinds`: the saved
+        bytes, and the additional transient bytes of backward."""
         none = 0.0 * self.whole
         of = {
             Recompute.none: (self.whole, none),
@@ -63,7 +65,8 @@ class ActivationBytes(NamedTuple):
 
 
 def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, tokens: Array) -> ActivationBytes:
-    """Returns the activation bytes of one layer."""
+    """Returns the activation bytes of one layer of the run `entry` for one micro-batch. `tokens`: the tokens of a
+    micro-batch."""
     layer, size = entry.layer, setting.recipe.size
     shape = (len(tokens), len(box.sequence_parallel))
     if entry.copy:
@@ -74,7 +77,7 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     routed = layer.routed_saved * (setting.imbalance - 1.0) if box.layout.ep > 1 else 0.0
     split = ((layer.saved_split + routed) * size + layer.fixed_split + layer.core_context * sequence) / box.tp
     split += layer.key_value_width * size * replicated_kv_fraction(layer, box.tp)
-    # Bytes of the feed-forward, with which backward begins.
+    # Recomputed bytes of the feed-forward, the part of a block with which backward begins.
     at_once = tokens[:, None] * ((layer.derived_split * size + layer.derived_fixed_split) / box.tp)
     derived = at_once + tokens[:, None] * ((layer.derived_whole * size + layer.derived_fixed_whole) / divided)
     fused = box.compile * tokens[:, None] * _fused_activation_bytes(layer, size, box.tp, divided)
@@ -83,17 +86,17 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
         derived, at_once = fused, 0.0 * at_once
     elif box.compile:  # one kernel fuses the element-wise operations of a function
         at_once = at_once - tokens[:, None] * ((layer.fused_split - layer.fused_gates) * size)
-    # Outputs, before and after the all-to-all exchange.
+    # The outputs of attention exist twice: before and after the all-to-all.
     copied = (tokens * (box.ulysses_ranks > 1) * (layer.query_width * size / box.tp))[:, None]
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None] + copied
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     alive = layer.transient
     if box.compile and layer.fused_split and not (pieces and (layer.fused_gates or layer.routed)):
-        # A kernel writes one of two gradients of the inner width over the other gradient.
+        # A kernel writes one of the two gradients with the inner width over the other.
         alive = (layer.transient + layer.output) / 2.0
     own = alive * size * local_fraction(layer, size, box.tp, sequence_parallel)
     across = (cp_backward_elements(setting, box, layer) * size / box.tp)[:, None]
-    # The activations of the feed-forward, twice this size, are already freed.
+    # The activations of the feed-forward (`2.0 * own`) are already freed.
     passing = tokens[:, None] * np.maximum(own, across - 2.0 * own)
     if layer.name == HEAD and box.loss_chunks > 1:
         return _chunked_loss_bytes(setting, entry, box, tokens, whole)
@@ -119,8 +122,8 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
 
 
 def _unread_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
-    """Returns the bytes per token that no matrix product reads and that are freed before W. The output of a product is
-    not read by a product either, but a gradient of equal size replaces it."""
+    """Returns the saved bytes per token that no matrix product reads, so that they are freed before W. Outputs of
+    matrix products are not included, since gradients of equal size replace them."""
     return (layer.fused_split * size + layer.fused_fixed_split) / tp + (
         layer.fused_whole * size + layer.fused_fixed_whole
     ) / divided
@@ -136,8 +139,8 @@ def _fused_activation_bytes(layer: LayerSpec, size: int, tp: int, divided: Array
 def deferred_wgrad_bytes(
     box: PlanGrid, layers: Sequence[ActivationBytes], table: Array, put_off: Array, each: int
 ) -> Array | float:
-    """Returns the additional bytes at each possible peak (moment) of `table` (b, o, r, moments, columns) if the
-    schedule defers weight gradients.
+    """Returns the additional bytes at each moment (possible peak) if the schedule defers weight gradients. `table` (b,
+    o, r, moments, columns) has the layers that are stored until W.
 
     Only columns that `put_off` marks count. The result is over (b, o, r, moments, s x c), where `each` is the length of
     c.
@@ -152,8 +155,8 @@ def deferred_wgrad_bytes(
 
 
 def replicated_kv_fraction(layer: LayerSpec, tp: int) -> float:
-    """Returns the fraction of keys and values that a tensor rank stores in addition to an even shard, if there are
-    fewer key-value heads than tensor ranks."""
+    """Returns the fraction of keys and values that a tensor rank stores beyond an even shard. It is above 0 if there
+    are fewer key-value heads than tensor ranks."""
     heads = layer.key_value_heads
     return 1.0 / heads - 1.0 / tp if 0 < heads < tp else 0.0
 
@@ -180,6 +183,7 @@ def _chunked_loss_bytes(
 
 
 def cpu_logits_bytes(setting: CostContext, layer: LayerSpec, tp: int, tokens: Array) -> Array:
-    """Returns the bytes of the float32 copy that torch makes of low-precision logits on a CPU, over (b, s)."""
+    """Returns the bytes of the float32 copy of low-precision logits that torch makes on a CPU, over axes (b, s) of
+    GRID_AXES."""
     copied = setting.on_host and setting.recipe.size < constants.LOSS_ELEMENT_BYTES
     return (tokens * (layer.fixed_split / tp if copied else 0.0))[:, None]

@@ -1,5 +1,5 @@
-"""Computes the lengths of the flat buffers of a stage ([Note: flat layout]), exact to the element. Consecutive equal
-layers are handled together. A unit is a flat parameter group, with one flat buffer."""
+"""Computes the exact number of elements of the flat buffers of a stage ([Note: flat layout]). Consecutive equal layers
+are handled together. Each parameter group has one flat buffer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from meshwright.planner.cost.cost_context import LayerRun
 from meshwright.planner.cost.plan_grid import TpEpShape
 
 StageCounts = tuple[tuple[tuple[int, ...], int], ...]
-"""The distinct virtual stages of a rank. Each is the number of layers of each entry, with the number of stages that
-have this content."""
+"""The distinct virtual stages of a rank. Each item: the number of layers of each layer run on the stage, and the number
+of stages with this content."""
 
 
 class BucketRun(NamedTuple):
-    """`times` consecutive equal units of `end` elements before padding to the shards. `gathered_ahead` is set if
-    the previous unit prefetches it."""
+    """`times` consecutive equal parameter groups of `end` elements each, before padding to the shards.
+    `gathered_ahead`: whether each group's all-gather is prefetched during the previous group."""
 
     end: int
     times: int
@@ -25,12 +25,12 @@ class BucketRun(NamedTuple):
 
 
 class StageBuckets(NamedTuple):
-    """The units of one virtual stage in forward order. All lengths are in elements before padding.
+    """The parameter groups of one virtual stage in forward order. All lengths are in elements before padding.
 
-    `first` and `last` are the outermost units. `opening` is the two units whose reductions are still in flight when a
-    backward ends. `closing` is the two units whose reductions a backward starts first. `filling` is the largest unit
-    between `first` and `last`, `largest` the largest of all units. `lone` is the units without prefetch. `staged` is
-    the staging buffers of one backward, of two backwards, and of more.
+    `first` and `last` are the first and the last group. `opening` is the two groups whose reductions are still in
+    flight when a backward ends. `closing` is the two groups whose reductions a backward starts first. `filling` is the
+    largest group between `first` and `last`, `largest` the largest of all groups. `lone` is the groups without
+    prefetch. `staged` is the length of the staging buffers for one backward, two backwards, and three or more.
     """
 
     runs: tuple[BucketRun, ...]
@@ -46,7 +46,7 @@ class StageBuckets(NamedTuple):
 
 
 class LayerNumel(NamedTuple):
-    """The elements of one layer of an entry on one tensor rank, with padding (`aligned`) and without (`raw`)."""
+    """The elements of one layer of a layer run on one tensor rank, with padding (`aligned`) and without (`raw`)."""
 
     aligned: int
     raw: int
@@ -55,13 +55,13 @@ class LayerNumel(NamedTuple):
 
 
 def layer_numel(entry: LayerRun, cut: TpEpShape) -> LayerNumel:
-    """Returns the elements of one layer and its properties in the layout."""
+    """Returns the number of elements of one layer, and its properties for the flat layout."""
     return LayerNumel(entry.aligned(cut), entry.raw(cut), entry.own_bucket, entry.is_block)
 
 
 def bucket_runs(layers: Sequence[tuple[LayerNumel, int]], bucket: int) -> list[BucketRun]:
-    """Returns the units below ZeRO 3, in forward order. Starting from the last layer, a unit takes whole layers until
-    it has `bucket` elements.
+    """Returns the parameter groups below ZeRO 3, in forward order. Starting from the last layer, each group takes whole
+    layers until it has `bucket` elements.
 
     >>> block, head = LayerNumel(64, 50, False, True), LayerNumel(32, 10, False, False)
     >>> runs = bucket_runs([(block, 7), (head, 1)], 100)
@@ -95,14 +95,14 @@ def bucket_runs(layers: Sequence[tuple[LayerNumel, int]], bucket: int) -> list[B
 
 
 def per_layer_runs(layers: Sequence[tuple[LayerNumel, int]]) -> list[BucketRun]:
-    """Returns the units at ZeRO 3: one per layer. A block prefetches the next block. The first block of a stage and
-    layers outside blocks are not prefetched."""
+    """Returns the parameter groups at ZeRO 3: one per layer. A block prefetches the weights of the next block. The
+    first block of a stage and layers outside blocks are not prefetched."""
     return [BucketRun(layer.aligned, count, layer.is_block) for layer, count in layers if layer.aligned and count]
 
 
 def stage_buckets(layers: Sequence[tuple[LayerNumel, int]], bucket: int | None) -> StageBuckets:
-    """Returns the units of one virtual stage with buckets of `bucket` elements, or the units of ZeRO 3 if `bucket` is
-    None."""
+    """Returns the parameter groups of one virtual stage: buckets of `bucket` elements, or the groups of ZeRO 3 if
+    `bucket` is None."""
     runs = per_layer_runs(layers) if bucket is None else bucket_runs(layers, bucket)
     if not runs:
         return StageBuckets((), 0, 0, 0, 0, 0, 0, 0, 0, (0, 0, 0))
@@ -129,8 +129,8 @@ def stage_buckets(layers: Sequence[tuple[LayerNumel, int]], bucket: int | None) 
 
 
 def staging_numel(line: Sequence[int]) -> int:
-    """Returns the elements of the staging buffers for full gradients in shared memory, which other ranks read. `line`
-    is the lengths of the gradients in the order in which backward fills them ([Note: in turn] in
+    """Returns the number of elements of the staging buffers in shared memory, from which other ranks read full
+    gradients. `line`: the lengths of the gradients in the order in which backward computes them ([Note: in turn] in
     runtime/comm/shm/progress.py).
 
     >>> staging_numel([9, 1]), staging_numel([9, 1, 9, 1]), staging_numel([9, 9, 9, 9])
@@ -141,16 +141,17 @@ def staging_numel(line: Sequence[int]) -> int:
 
 
 class RankBuckets(NamedTuple):
-    """The units of all virtual stages of a rank. `lengths` is the number of units of each length. `other` has the sums
-    of `number`, `lone`, `first` and `last` over the stages, then the maxima of `opening`, `closing`, `filling`,
-    `largest` and `staged`."""
+    """The parameter groups of all virtual stages of a rank. `lengths` is the number of groups of each length. `other`
+    has fields of `StageBuckets`: first the sums of `number`, `lone`, `first` and `last` over the stages, then the
+    maxima of `opening`, `closing`, `filling`, `largest` and `staged`."""
 
     lengths: dict[int, int]
     other: tuple[int, ...]
 
 
 class ModelBuckets:
-    """Computes the units of virtual stages of one model. It caches them, because many schedules have equal stages."""
+    """Computes the parameter groups of the virtual stages of one model. Results are cached, because many schedules have
+    equal stages."""
 
     def __init__(self, entries: Sequence[LayerRun]) -> None:
         self.entries = entries
@@ -159,7 +160,7 @@ class ModelBuckets:
         self._ranks: dict[tuple[TpEpShape, int | None, StageCounts], RankBuckets] = {}
 
     def units(self, content: tuple[int, ...], cut: TpEpShape, bucket: int | None) -> StageBuckets:
-        """Returns the units of a stage. `content` is its number of layers of each entry."""
+        """Returns the parameter groups of a stage. `content`: the number of layers of each layer run on the stage."""
         key = (cut, bucket, content)
         if key not in self._units:
             if cut not in self._sized:
@@ -168,7 +169,7 @@ class ModelBuckets:
         return self._units[key]
 
     def rank(self, stages: StageCounts, cut: TpEpShape, bucket: int | None) -> RankBuckets:
-        """Returns the units of a rank with the virtual stages `stages`."""
+        """Returns the parameter groups of a rank with the virtual stages `stages`."""
         key = (cut, bucket, stages)
         if key not in self._ranks:
             found = [(self.units(content, cut, bucket), count) for content, count in stages]

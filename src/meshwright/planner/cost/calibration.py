@@ -1,18 +1,18 @@
-"""Calibrates a cluster: measured values replace described ones in the same `Cluster` type.
+"""Calibrates a cluster: measured values replace the described values in a `Cluster`.
 
-    peak         The best rate of square matrix products x the fraction of a processor that the rank gets. On CPUs
-    `sustained` is 1, because training reaches this rate. efficiency   The fraction of the peak that a layer's products
-    reach in forward and backward, with their real operand
-                 layouts.
-    bandwidth    The bandwidth of element-wise work x the same fraction of a processor, divided by
-    MEMORY_BANDWIDTH_EFFICIENCY, because the formulas multiply by this constant. launch       The seconds of a small
-    operation, divided by the same fraction of a processor. link         The bandwidth and latency with which the
-    formulas of planner/cost/links.py best fit the measured times of all collectives. `meeting` is the remaining time
-    that a collective adds to compute.
+- Peak: the best rate of square matrix products, times the fraction of a processor that the rank gets. On CPUs
+  `sustained` is 1, because training reaches this rate.
+- Efficiency: the fraction of the peak that the products of a layer reach in forward and backward, with their real
+  operand layouts.
+- Bandwidth: the bandwidth of element-wise work, times the fraction of a processor. It is divided by
+  MEMORY_BANDWIDTH_EFFICIENCY, because the formulas multiply by this constant.
+- Launch: the seconds of a small operation, divided by the fraction of a processor.
+- Link: the bandwidth and latency with which the formulas of planner/cost/links.py best fit the measured times of all
+  collectives. `meeting` is the remaining time that a collective adds to compute.
 
-The link is fitted by a search over bandwidth and latency for the least mean square of log(formula / measured). The
-result is a property of the machine in terms of the cost model, not a correction factor. Ranks belong to nodes by the
-host name that they report. Consecutive equal nodes form a group.
+The link is fitted by a search for the bandwidth and latency with the least mean square of log(formula / measured). So
+the result depends on the cost model, but is not a correction factor. Ranks with equal reported host names belong to one
+node. Consecutive equal nodes form a group.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STRAGGLER_SPEED_FRACTION = 0.85
 """A device is reported as a straggler if its speed is below this fraction of the median of its group."""
 
 UNDESCRIBED_CLUSTER = "measured"
-"""The name of a cluster of which only the number of ranks is known before calibration."""
+"""The name of a cluster for which only the number of ranks is known before calibration."""
 
 LINK_FIT_STEP_FACTORS = (2.0, 1.4, 1.1, 1.03)
 MAX_FIT_LOG_ERROR = 0.35
@@ -68,8 +68,8 @@ class UniformNode(NamedTuple):
 
 
 def calibrate(measured: ClusterProfile, known: Cluster) -> CalibratedCluster:
-    """Returns `known` with measured values. Memory, prices and names do not change if the number of devices is
-    unchanged."""
+    """Returns `known` with measured values. If the number of devices is unchanged, memory, prices and names do not
+    change."""
     devices = _with_core_shares(measured)
     odd = [*_description_mismatches(measured, known), *_disturbance_notes(measured, devices)]
     nodes = [node for host in measured.hosts for node in _split_uniform_nodes([devices[rank] for rank in host])]
@@ -119,9 +119,9 @@ def _device_speed(device: DeviceProfile) -> float:
 def _with_core_shares(measured: ClusterProfile) -> list[DeviceProfile]:
     """Scales the measured rates of CPU ranks that share their cores with other programs.
 
-    Such a rank gets less than its regular fraction of the cores while other programs run, so the regular fraction is
-    used. Ranks of one host that take turns on its cores have equal fractions. They get the mean of their measurements,
-    because it is random which ranks ran at the same time.
+    While other programs run, a rank gets less than its regular fraction of the cores, so the rates are scaled to the
+    regular fraction. Ranks that share the cores of one host have equal fractions. They all get the mean of their
+    measured rates, because it is random which ranks ran at the same time.
     """
     if measured.busy > MAX_BUSY_PROCESSORS:
         return [device.but(share=device.own or device.share) for device in measured.devices]
@@ -227,8 +227,8 @@ def _straggler_notes(ranks: Sequence[DeviceProfile]) -> list[str]:
 
 
 def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> Device:
-    """Returns the device with the rates of the median rank. `same` means that the devices are the known ones; their
-    memory is then kept, because a rank cannot measure it."""
+    """Returns the device with the rates of the median rank. `same`: whether the devices are those of `known`. If so,
+    their memory size is kept, because a rank cannot measure it."""
     on_host = ranks[0].name == "cpu"
     precisions = {each.precision for each in ranks[0].products}
     trained = "fp32" if on_host else "bf16"
@@ -255,8 +255,8 @@ def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> De
 
 
 def _fit_links(measured: ClusterProfile, span: int, known: Cluster) -> tuple[Link, Link]:
-    """Returns the link inside a block of `span` ranks and the link between blocks. If only one of them was measured, it
-    is used for both. Without measurements the links of `known` remain."""
+    """Returns the link inside a block of `span` ranks and the link between blocks. If only one of the two was measured,
+    it is used for both. Without measurements the links of `known` are returned."""
     inside = [each for each in measured.timings if span % (each.ranks * each.stride) == 0]
     between = [each for each in measured.timings if span % (each.ranks * each.stride)]
     old_near, old_far = known.groups[0].link, known.network
@@ -271,13 +271,13 @@ def _fit_links(measured: ClusterProfile, span: int, known: Cluster) -> tuple[Lin
 
 
 def _gathers_by_all_to_all(measured: ClusterProfile) -> bool:
-    """Returns whether gathers are all-to-alls, as between CPU processes on several hosts."""
+    """Returns whether a gather is implemented as an all-to-all, as between CPU processes on several hosts."""
     return measured.devices[0].name == "cpu" and len(measured.hosts) > 1
 
 
 def _fit_link(timings: Sequence[CollectiveSample], known: Link, fabric: Callable[[Link], LinkModel]) -> Link:
-    """Fits a link by coordinate search. The search starts from the values that the largest and the fastest collective
-    imply."""
+    """Fits the bandwidth and latency of a link by coordinate search. The search starts from the bandwidth of the
+    largest collective and the latency of the fastest one."""
     large, small = max(timings, key=lambda each: each.size), min(timings, key=lambda each: each.seconds)
     bandwidth, latency = large.size / large.seconds, max(small.seconds / max(small.ranks, 2), 1e-7)
 
@@ -300,8 +300,8 @@ def _fit_link(timings: Sequence[CollectiveSample], known: Link, fabric: Callable
 
 
 def _fit_sync_overhead(meetings: Sequence[CollectiveSample], link: Link, fabric: Callable[[Link], LinkModel]) -> Link:
-    """Returns the link with the synchronisation overhead that best explains `meetings`. The predicted seconds are
-    linear in the overhead."""
+    """Returns the link with the synchronisation overhead that best explains `meetings`. The fit is linear, since the
+    predicted seconds are linear in the overhead."""
     without, one = (
         [predict_collective_seconds(fabric(link.but(meeting=meeting)), each) for each in meetings]
         for meeting in (0.0, 1.0)
@@ -321,7 +321,7 @@ def predict_collective_seconds(links: LinkModel, timing: CollectiveSample) -> fl
 
 
 def _misfit_notes(measured: ClusterProfile, links: LinkModel) -> Iterable[str]:
-    """Yields a note if the predictions differ much from the measurements."""
+    """Yields a note if the predictions differ much from the measured times."""
     off = [
         log(predict_collective_seconds(links, each) / each.seconds) for each in measured.timings if each.size >= 2**16
     ]

@@ -1,17 +1,20 @@
 """Computes the seconds of one layer's forward and backward on one rank: compute, and tensor-parallel communication.
 
-    matrix product    max(FLOPs / (peak * efficiency * sustained), bytes / bandwidth) + ramp, for each weight attention
-    FLOPs / (the same rate * attention efficiency) everything else   bytes / bandwidth minimum           the time of the
-    host to launch kernels and collectives; a CPU launches and computes, so there this time is added
+    - Matrix product of a weight: max(FLOPs / rate, bytes / bandwidth) + ramp, where rate = peak * efficiency *
+      sustained.
+- Attention: FLOPs / (rate * attention efficiency).
+- All other operations: bytes / bandwidth.
+- Launch: the sum is at least the host time to launch kernels and collectives. On a CPU, which launches and computes,
+  the launch time is added.
 
 Tensor parallelism divides the FLOPs of weights that it shards. It divides element-wise work in proportion to the
-sharded fraction of the saved activations. Sources of the formulas: Calculon (SC23), autoparallel's roofline. The
-constants have separate sources.
+sharded fraction of the saved activations. Sources of the formulas: Calculon (SC23), autoparallel's roofline. For the
+sources of the constants see constants.py.
 
-The rate of a matrix product depends on its shape, because the shape determines the number of tiles for the device's
-processors. A product with m x n outputs and inner dimension k is cut into tiles of rows x columns outputs. With p
-processors, p tiles are computed at a time, so the last wave may be partly empty (wave quantisation). A small product
-uses small tiles, which reach a smaller fraction of the peak. For each of MATMUL_TILES
+The rate of a matrix product depends on its shape, which determines the number of tiles for the device's processors. A
+product with m x n outputs and inner dimension k is cut into tiles of rows x columns outputs. With p processors, p tiles
+are computed at a time, so the last wave may be partly empty (wave quantisation). A small product uses small tiles,
+which reach a smaller fraction of the peak. For each of MATMUL_TILES
 
     time = ceil(m / rows) ceil(n / columns) / p, rounded up, x (2 rows columns k p-th of the rate x the tile's factor)
 
@@ -41,16 +44,16 @@ if TYPE_CHECKING:
 
 
 def sustained_flops(setting: CostContext, precision: str) -> float:
-    """Returns the FLOP/s of large matrix products on a warm device during training. It is the nominal rate x the
-    efficiency of large products x the fraction that remains under power and clock limits."""
+    """Returns the FLOP/s of large matrix products on a warm device during training. It is the product of the nominal
+    rate, the efficiency of large products, and the fraction that remains under power and clock limits."""
     device = setting.device
     peak = device.peak.get(precision) or setting.rate
     return peak * device.efficiency * device.sustained.get(precision, constants.SUSTAINED_MATMUL_FRACTION)
 
 
 def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, inside: bool) -> tuple[Array, Array]:
-    """Returns the seconds of all matrix products of a layer, forward and backward, over (b). `inside` means that the
-    layer is in a block."""
+    """Returns the seconds of all matrix products of a layer, forward and backward, over axes (b) of GRID_AXES.
+    `inside`: whether the layer is in a block."""
     precision = setting.practice.products if inside and setting.practice.products else setting.recipe.rate
     rate = sustained_flops(setting, precision)
     size = setting.recipe.size
@@ -72,8 +75,8 @@ def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, ins
 def _tiled_matmul_seconds(
     setting: CostContext, shape: tuple[Array, Array, Array], flops: Array, rate: float, size: int
 ) -> Array:
-    """Returns the seconds of products of `shape` (m, n, k), each over (weights, b). If a dimension is 0, the shape is
-    unknown, and only the FLOPs determine the time."""
+    """Returns the seconds of products of `shape` (m, n, k), each over (weights, b). A dimension of 0 means that the
+    shape is unknown; then only the FLOPs determine the time."""
     m, n, k = shape
     processors = setting.device.processors
     best = np.full(flops.shape, np.inf)
@@ -90,9 +93,9 @@ def _tiled_matmul_seconds(
 
 
 class LayerTimes(NamedTuple):
-    """The seconds of one layer of each entry, over (entry, b, s). `attention` is the part of forward in the attention
-    core. `weights` is the part of backward that can be deferred: the weight gradients of plain matrices of blocks.
-    `derived` is the time of selective recompute."""
+    """The seconds of one layer of each layer run, over (layer run, b, s). `attention` is the part of forward in the
+    attention core. `weights` is the part of backward that can be deferred: the weight gradients of plain matrices of
+    blocks. `derived` is the time of selective recompute."""
 
     forward: Array
     backward: Array
@@ -115,10 +118,10 @@ class MatmulShapes(NamedTuple):
 
 
 def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants.EXPERT_IMBALANCE) -> MatmulShapes:
-    """Returns the matrix products of a layer. `layer.flops` is divided among its weights by their size. Each of several
-    stacked experts is a separate product, and the expert rank with the most tokens determines the FLOPs.
+    """Returns the matrix products of a layer. `layer.flops` is divided among its weights by their size. Stacked experts
+    are separate products. The FLOPs are those of the expert rank with the most tokens (`imbalance` times the mean).
 
-    Adapters on frozen weights do not count as products. The bytes that they move are in `layer.moved`
+    LoRA adapters on frozen weights do not count as products. Their memory traffic is part of `layer.moved`
     (planner/inputs/adapters.py).
     """
     weights = [parameter for parameter in layer.parameters if len(parameter.shape) >= 2] if layer.flops else []
@@ -145,8 +148,8 @@ def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants
 def layer_times(
     setting: CostContext, cut: TpEpShape, stride: int, tokens: Array, sequence_parallel: Array
 ) -> LayerTimes:
-    """Returns the seconds of all layers on one rank, for `tokens` of a micro-batch (b) and `sequence_parallel` (s).
-    The distance between tensor ranks is `stride`."""
+    """Returns the seconds of each layer on one rank. `tokens`: the tokens of a micro-batch (b). `sequence_parallel`:
+    its choices (s). `stride`: the distance between neighbouring tensor ranks."""
     rows = []
     for entry in setting.entries:
         if entry.copy:
@@ -170,15 +173,15 @@ def layer_times(
 def _compute_seconds(
     setting: CostContext, layer: LayerSpec, cut: TpEpShape, tokens: Array, sequence_parallel: Array
 ) -> tuple[Array, ...]:
-    """Returns seconds over (b, s): forward, backward, the attention core in forward, the deferrable weight gradients in
-    backward, and selective recompute."""
+    """Returns five arrays of seconds over axes (b, s) of GRID_AXES: forward, backward, the attention core in forward,
+    the deferrable weight gradients in backward, and selective recompute."""
     tp, device, size, practice = cut.tp, setting.device, setting.recipe.size, setting.practice
     bandwidth = device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY
     parts = matmul_shapes(layer, cut, setting.imbalance)
     context = setting.job.workload.sequence
     forward_products, backward_products = matmul_seconds(setting, parts, tokens, layer.name == BLOCK)
     frozen = any(parameter.frozen for parameter in layer.parameters)
-    if frozen:  # only the gradients of inputs
+    if frozen:  # frozen weights: backward computes only the gradients of inputs
         backward_products = backward_products / 2.0
     rate = sustained_flops(setting, setting.recipe.rate) * device.attention * practice.attention
     attention = layer.attention_flops / tp * context * tokens / rate
@@ -212,7 +215,8 @@ def _compute_seconds(
 def _launch_seconds(
     setting: CostContext, layer: LayerSpec, cut: TpEpShape, sequence_parallel: Array
 ) -> tuple[Array, Array]:
-    """Returns the host's seconds to launch the kernels and collectives of a layer, forward and backward, over (s)."""
+    """Returns the host's seconds to launch the kernels and collectives of a layer, forward and backward, over axes
+    (s) of GRID_AXES."""
     count = 1 + matmul_shapes(layer, cut).products.sum()
     if setting.on_host:
         kernels = count * constants.CPU_KERNELS_PER_MATRIX * cpu_op_seconds(setting) + 0.0 * sequence_parallel
@@ -230,14 +234,14 @@ def _launch_seconds(
 
 
 def cpu_op_seconds(setting: CostContext) -> float:
-    """Returns the seconds of one operation on a CPU. With less than one core per rank they are proportionally
+    """Returns the seconds of one operation on a CPU. With less than one core per rank, the time is proportionally
     longer."""
     return setting.device.launch or constants.CPU_OP_SECONDS
 
 
 def local_fraction(layer: LayerSpec, size: int, tp: int, sequence_parallel: Array) -> Array:
-    """Returns the fraction of a layer's element-wise work on one tensor rank, over (s). It is estimated from the saved
-    activations."""
+    """Returns the fraction of a layer's element-wise work on one tensor rank, over axes (s) of GRID_AXES. The fraction
+    is estimated from the saved activations."""
     split = layer.saved_split * size + layer.fixed_split
     whole = layer.saved_whole * size + layer.fixed_whole
     total = split + whole
@@ -250,8 +254,8 @@ def local_fraction(layer: LayerSpec, size: int, tp: int, sequence_parallel: Arra
 def _tp_comm_seconds(
     setting: CostContext, layer: LayerSpec, tensor: tuple[int, int], tokens: Array, sequence_parallel: Array
 ) -> tuple[Array, Array]:
-    """Returns the seconds of tensor-parallel collectives, forward and backward, over (b, s). `tensor` is the number of
-    tensor ranks and their distance. Sequence parallelism replaces an all-reduce by an all-gather and a
+    """Returns the seconds of tensor-parallel collectives, forward and backward, over axes (b, s) of GRID_AXES. `tensor`
+    is the number of tensor ranks and their distance. Sequence parallelism replaces an all-reduce by an all-gather and a
     reduce-scatter."""
     shape = (len(tokens), len(sequence_parallel))
     none = np.zeros(shape)

@@ -1,12 +1,12 @@
 """Defines the inputs of the cost model that all plans of a job share.
 
-`RuntimeModel` describes properties of the runtime that are not in the plan. The default is this project's runtime;
-`validation` describes other runtimes. The properties are bytes, kernels and orders, but not efficiencies, because the
-rate that a device reaches is a property of the device.
+`RuntimeModel` describes properties of the runtime that are not in the plan: bytes, kernels, overlap. The default is
+this project's runtime; planner/validation describes other runtimes. Efficiencies are not part of it, because they are
+properties of a device.
 
 `CostContext` has the job's precision recipe, one device, the links, and the layers in forward order. On heterogeneous
-groups an even plan runs at the speed of the slowest device and must fit in the smallest memory. The device of the
-context then has the minimum of each property, and `notes` states this.
+groups, a plan with equal ranks runs at the speed of the slowest device and must fit in the smallest memory. So the
+device of the context has the minimum of each property over the groups, and `notes` states this.
 """
 
 from __future__ import annotations
@@ -29,37 +29,39 @@ from meshwright.spec.precision import Recipe
 
 
 class RuntimeModel(NamedTuple):
-    """Describes a runtime. The value `0` or an empty string means that the precision recipe decides."""
+    """Properties of a runtime. A value of 0 or '' means that the precision recipe determines the property."""
 
     master: int = -1
-    """Bytes of a main weight in addition to the compute dtype; -1 means the bytes of the recipe."""
+    """Bytes of a main weight that is stored in addition to the weight in the compute dtype; -1 means the bytes of the
+    recipe."""
     gradient: int = 0
     """Bytes of an element of a stored gradient."""
     bucketed: int = 0
-    """Bytes of a second copy of the gradients at ZeRO 0, in separate buckets."""
+    """Bytes per element of a second copy of the gradients at ZeRO 0, in separate buckets."""
     reduced: int = 0
     """Bytes of a gradient element in transit between ranks."""
     products: str = ""
     """Precision of the blocks' matrix products."""
     attention: float = 1.0
-    """Rate of the attention kernel divided by that of FlashAttention-2, if the device has a faster kernel."""
+    """Rate of the attention kernel relative to FlashAttention-2, if the device has a faster kernel."""
     repeated_products: float = 0.0
-    """Fraction of a block's forward matrix products that backward recomputes even if the plan does not recompute the
+    """Fraction of a block's forward matrix products that backward recomputes even if the plan has no recompute for the
     block."""
     repeated_rest: float = 0.0
-    """Fraction of a block's other forward operations that backward recomputes even if the plan does not recompute the
+    """Fraction of a block's other forward operations that backward recomputes even if the plan has no recompute for the
     block."""
     reduce_hidden: bool = True
     """Whether the gradient reduction overlaps with the last backward."""
     gather_hidden: bool = False
     """Whether the all-gather of weights at ZeRO 1 and 2 overlaps with the next forward."""
     tensor_hidden: float = 0.0
-    """Fraction of tensor-parallel traffic that is chunked and overlaps with matrix products."""
+    """Fraction of tensor-parallel traffic that is split into chunks and overlaps with matrix products."""
     launch: float = 1.0
     """Host seconds per kernel divided by those of eager PyTorch. The value is below 1 if CUDA graphs or one compiled
     call launch many kernels."""
     gathered: bool = False
-    """Whether sequence parallelism saves the gathered input for backward. If not, backward gathers it again."""
+    """Whether sequence parallelism saves the gathered input for backward. Otherwise backward gathers it a second
+    time."""
 
 
 MESHWRIGHT_RUNTIME = RuntimeModel()
@@ -72,10 +74,10 @@ EXACT_GRAD_BYTES = 8
 
 
 class LayerRun(NamedTuple):
-    """Consecutive equal layers, as ranks store them. Other docstrings call it an entry.
+    """Consecutive equal layers, as ranks store them: a layer run.
 
-    `own` omits a weight that another entry has. `copy` marks the replica of a tied vocabulary on the last stage.
-    `own_bucket` marks a layer that forms a separate parameter group.
+    `own` omits a weight that another layer run has. `copy` marks the replica of a tied vocabulary on the last stage.
+    `own_bucket` marks a layer with a separate parameter group.
     """
 
     layer: LayerSpec
@@ -90,17 +92,17 @@ class LayerRun(NamedTuple):
         return self.layer.name == BLOCK
 
     def raw(self, cut: TpEpShape) -> int:
-        """Returns the elements of one layer on one tensor rank, without its expert-parallel weights."""
+        """Returns the elements of one layer on one tensor rank, without expert-parallel weights."""
         return sum(cut.numel(parameter) for parameter in self.own if not cut.splits_experts(parameter))
 
     def aligned(self, cut: TpEpShape) -> int:
-        """Returns the elements of one layer on one tensor rank, without its expert-parallel weights. Every tensor is
-        padded as in [Note: flat layout]."""
+        """Returns the padded elements of one layer on one tensor rank, without expert-parallel weights ([Note: flat
+        layout])."""
         return sum(align_numel(cut.numel(parameter)) for parameter in self.own if not cut.splits_experts(parameter))
 
     def experts(self, cut: TpEpShape) -> int:
-        """Returns the padded elements of the layer's experts if they have other data-parallel groups than the dense
-        weights."""
+        """Returns the padded elements of the layer's experts if their data-parallel groups differ from those of the
+        dense weights, else 0."""
         return sum(align_numel(cut.numel(parameter)) for parameter in self.own if cut.splits_experts(parameter))
 
     def largest(self, cut: TpEpShape) -> int:
@@ -111,8 +113,8 @@ class LayerRun(NamedTuple):
 
 @dataclass(frozen=True)
 class CostContext:
-    """The inputs of the cost model for one job. `entries` are in forward order; the replica of a tied vocabulary is
-    last."""
+    """The inputs of the cost model for one job. `entries` are the layer runs in forward order; the replica of a tied
+    vocabulary is last."""
 
     job: Job
     recipe: Recipe
@@ -124,8 +126,8 @@ class CostContext:
 
     @cached_property
     def imbalance(self) -> float:
-        """Returns the tokens of the expert rank with the most tokens, divided by the mean. The capacity factor limits
-        the value."""
+        """Returns the tokens of the expert rank with the most tokens divided by the mean over ranks, at most the
+        capacity factor."""
         return min(constants.EXPERT_IMBALANCE, self.job.workload.expert_capacity or constants.EXPERT_IMBALANCE)
 
     @cached_property
@@ -135,13 +137,13 @@ class CostContext:
 
     @cached_property
     def shares_memory(self) -> bool:
-        """Returns whether all ranks are processes of one host, which read each other's buffers."""
+        """Returns whether all ranks are processes of one host, so that they read each other's buffers."""
         return self.on_host and sum(group.nodes for group in self.job.cluster.groups) == 1
 
     @cached_property
     def wire(self) -> CompressionRatio:
-        """Returns the compression ratio of gradients between nodes. Low-rank compression sends two factors of a matrix;
-        all other data has a fixed number of bytes per element."""
+        """Returns the compression ratio of gradients between nodes. With low-rank compression, a matrix is sent as two
+        factors, and all other data with a fixed number of bytes per element."""
         compression, size = self.job.workload.compression, self.gradient
         if compression is None:
             return UNCOMPRESSED
@@ -157,13 +159,14 @@ class CostContext:
 
     @cached_property
     def head(self) -> LayerRun | None:
-        """Returns the layer that computes the loss, or None if there is none."""
+        """Returns the layer run of the layer that computes the loss, or None if there is none."""
         return next((entry for entry in self.entries if entry.layer.name == HEAD), None)
 
     def recomputed_uncompiled(self, entry: LayerRun, cut: TpEpShape, stages: bool) -> int:
-        """Returns the elements of the largest gradient that a layer computes before it is added to the sum.
+        """Returns the elements of the largest gradient of a layer that exists separately before it is accumulated.
 
-        With several stages on CPUs, products add to the gradient in place. Source: runtime/wgrad/accumulation.py.
+        With several stages on CPUs, matrix products add to the accumulated gradient in place. Source:
+        runtime/wgrad/accumulation.py.
         """
         largest = entry.largest(cut)
         in_place = (
@@ -181,12 +184,12 @@ class CostContext:
 
     @cached_property
     def host_bandwidth(self) -> float:
-        """Returns the bytes/s between a device and its host in one direction; 0 if nothing can be offloaded."""
+        """Returns the bytes/s between a device and its host in one direction, or 0 without a host link."""
         return self.job.cluster.host_bandwidth
 
     @cached_property
     def storage_bandwidth(self) -> float:
-        """Returns the bytes/s between a device and the disk of its node; 0 without a disk."""
+        """Returns the bytes/s between a device and the disk of its node, or 0 without a disk."""
         return self.job.cluster.storage_bandwidth
 
     @cached_property
@@ -197,8 +200,8 @@ class CostContext:
 
     @cached_property
     def host_update(self) -> float:
-        """Returns the parameters that the host of the slowest group updates per second for each device. Uses a measured
-        value if there is one."""
+        """Returns the parameters per second that the host of the slowest group updates for each device. A measured
+        value takes precedence."""
         return min(
             (group.host_update or constants.CPU_UPDATE_PARAMS_PER_SECOND) / group.devices
             for group in self.job.cluster.groups

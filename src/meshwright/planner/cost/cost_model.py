@@ -1,7 +1,9 @@
 """Computes the cost of a grid of plans: the bytes on each class of pipeline ranks and the seconds of a step, for all
 plans at once.
 
-step = m x (slowest rank's micro-batch) + bubble + messages + exposed reductions + update
+step = m x (micro-batch of the slowest rank) + bubble + messages + exposed reductions + update
+
+m is the number of micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ from meshwright.spec.job import Job
 
 
 class StepTime(NamedTuple):
-    """The parts of the time of a step, over GRID_AXES. The first PER_MICRO_BATCH_FIELDS fields are the seconds of one
-    micro-batch on each rank class."""
+    """The parts of the time of a step, over GRID_AXES. The first PER_MICRO_BATCH_FIELDS fields are seconds per
+    micro-batch on each rank class; the other fields are seconds per step."""
 
     compute: Array
     recompute: Array
@@ -75,9 +77,9 @@ PER_MICRO_BATCH_FIELDS = 7
 
 
 class PassTime(NamedTuple):
-    """The seconds of one micro-batch over GRID_AXES: by kind, total forward and total backward. `weights` is the part
-    of backward in deferred weight gradients, if a schedule splits backward. `block_backward` is the backward of the
-    longest block."""
+    """The seconds of one micro-batch over GRID_AXES: by kind, and in total for forward and for backward. `weights` is
+    the part of backward for deferred weight gradients, if a schedule splits backward. `block_backward` is the longest
+    backward of a block."""
 
     compute: Array
     recompute: Array
@@ -98,23 +100,23 @@ class GridCost(NamedTuple):
 
     @property
     def step(self) -> Array:
-        """Returns the seconds of a step over `obsczf`."""
+        """Returns the seconds of a step over the axes `obsczf` of GRID_AXES."""
         return self.seconds.step[0]
 
     @property
     def allocated(self) -> Array:
-        """Returns the bytes on the peak-memory rank over `obsczf`."""
+        """Returns the bytes on the rank with the highest memory peak, over the axes `obsczf` of GRID_AXES."""
         return self.footprint.total.max(axis=0)
 
     @property
     def on_host(self) -> Array:
-        """Returns the largest host memory of one rank, over `obsczf`."""
+        """Returns the largest host memory of one rank, over the axes `obsczf` of GRID_AXES."""
         return self.footprint.host.max(axis=0)
 
 
 class RankClasses(NamedTuple):
-    """The classes of pipeline ranks of each schedule: the layers of each entry (r, o, entry), and the number of ranks
-    of each class (r, o)."""
+    """The classes of pipeline ranks of each schedule: the number of layers of each layer run (r, o, layer run), and the
+    number of ranks of each class (r, o)."""
 
     of_order: tuple[RankContents, ...]
     layers: Array
@@ -122,15 +124,14 @@ class RankClasses(NamedTuple):
 
     @classmethod
     def of(cls, found: Sequence[RankContents]) -> RankClasses:
-        """Returns the classes of several schedules. They are padded to an equal number of classes with classes that
-        have no ranks."""
+        """Returns the classes of several schedules. Classes without ranks pad them to an equal number of classes."""
         numbers = np.zeros((max(len(stored.kinds) for stored in found), len(found)))
         for o, stored in enumerate(found):
             numbers[: len(stored.kinds), o] = stored.numbers
         return cls(tuple(found), stack_schedules([stored.layers for stored in found], kinds=0), numbers)
 
     def doing(self, recompute: Sequence[RecomputeChoice], blocks: Array, *kinds: Recompute) -> Array:
-        """Returns the number of blocks whose recompute is one of `kinds` (r, o, entry, c)."""
+        """Returns the number of blocks with a recompute kind in `kinds`, over (r, o, layer run, c)."""
         found, every = np.zeros((*self.layers.shape, len(recompute))), self.layers * blocks
         for c, choice in enumerate(recompute):
             if choice.some:
@@ -143,26 +144,25 @@ class RankClasses(NamedTuple):
         return found
 
     def sending(self, box: PlanGrid, blocks: Array, kind: Recompute) -> Array:
-        """Returns the number of blocks with recompute `kind` whose activations may be offloaded."""
+        """Returns the number of blocks with recompute `kind` to which offload of activations applies."""
         if not box.offload_layers:
             return self.doing(box.recompute, blocks, kind)
         return self.first(box, blocks)[..., None] * np.array([choice.kind == kind for choice in box.recompute])
 
     def first(self, box: PlanGrid, blocks: Array) -> Array:
-        """Returns the number of blocks whose activations are offloaded if the plan offloads activations (r, o,
-        entry)."""
+        """Returns the number of blocks to which offload of activations applies, if the plan offloads activations, over
+        (r, o, layer run)."""
         if not box.offload_layers:
             return self.layers * blocks
         return stack_schedules([stored.again(box.offload_layers) for stored in self.of_order], kinds=0)
 
 
 class CostModel:
-    """Computes the cost of grids of plans of one job. Caches values that grids share: the contents of ranks, and the
+    """Computes the cost of grids of plans of one job. It caches values that grids share: the contents of ranks, and the
     seconds of layers."""
 
     def __init__(self, job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME, like: CostModel | None = None) -> None:
-        """Prepares the model. `like` is a model of the same job on other devices, whose device-independent results are
-        reused."""
+        """`like`: a cost model of the same job on other devices, whose device-independent results are reused."""
         self.setting: CostContext = build_cost_context(job, practice)
         self.flat: ModelBuckets = like.flat if like else ModelBuckets(self.setting.entries)
         self._rank_contents: dict[tuple[ScheduleChoice, int, bool], RankContents] = like._rank_contents if like else {}
@@ -170,7 +170,7 @@ class CostModel:
         self._work: dict[tuple[TpEpShape, int], tuple[dict[float, int], LayerTimes | None]] = {}
 
     def price(self, box: PlanGrid) -> GridCost:
-        """Computes the cost of every plan of `box`, including plans that are not legal."""
+        """Computes the cost of every plan of `box`, including combinations that are not legal plans."""
         return self.price_ranks(box, self.ranks(box))
 
     def price_ranks(self, box: PlanGrid, ranks: RankClasses) -> GridCost:
@@ -183,10 +183,11 @@ class CostModel:
         return state_sizes(self.setting, box, ranks.of_order, ranks.layers)
 
     def floor(self, box: PlanGrid) -> Array:
-        """Returns a lower bound of the seconds of a step over (o, b, s), for any data ranks, order of axes and host.
+        """Returns a lower bound of the seconds of a step over axes (o, b, s) of GRID_AXES. It is valid for any number
+        of data ranks, order of axes and host.
 
-        It contains compute, the communication of tensor, context and expert ranks in the default order of axes, and
-        their bubble.
+        It is the sum of compute, the communication of tensor, context and expert ranks in the default order of axes,
+        and the bubble.
         """
         box, ranks = replace(box, layout=box.layout._replace(axes=MESH_AXES)), self.ranks(box)
         one, waits = self._layers(box)
@@ -221,12 +222,12 @@ class CostModel:
         return RankClasses.of([self.rank_contents(order, box.pp, each) for order in box.orders])
 
     def class_layout(self, box: PlanGrid, found: Sequence[RankClass]) -> RankClasses:
-        """Returns the rank classes `found` as `RankClasses`, without the cache."""
+        """Returns the rank classes `found` as `RankClasses`, without using the cache."""
         return RankClasses.of([RankContents(self.flat, order, box.pp, found) for order in box.orders])
 
     def rank_contents(self, order: ScheduleChoice, pp: int, each: bool = False) -> RankContents:
-        """Returns the contents of the pipeline ranks of a schedule from the cache: of all ranks with `each`, otherwise
-        of each class."""
+        """Returns the cached contents of the pipeline ranks of a schedule: of every rank with `each`, otherwise of one
+        rank per class."""
         key = (order, pp, each)
         if key not in self._rank_contents:
             found = (list_ranks if each else group_equal_ranks)(self.setting.entries, order, pp)
@@ -239,8 +240,8 @@ class CostModel:
     # --- time
 
     def _layers(self, box: PlanGrid) -> tuple[LayerTimes, tuple[Array, Array, Array]]:
-        """Returns the times of one layer of each entry over (entry, b, s): its compute, its wait for context ranks in
-        forward and in backward, and its wait for expert ranks in one direction."""
+        """Returns the times of one layer of each layer run over (layer run, b, s): compute, the exposed communication
+        with context ranks in forward and in backward, and with expert ranks in one direction."""
         tokens, one = self._tokens(box), self.work(box)
         forward, backward = cp_ep_comm.cp_comm_seconds(self.setting, box, tokens, one)
         return one, (
@@ -251,7 +252,7 @@ class CostModel:
 
     def passes(self, box: PlanGrid, ranks: RankClasses, whole: bool = True) -> PassTime:
         """Returns the seconds of one micro-batch on each class of `ranks`, without data-parallel communication and
-        offload. `whole` means that the ranks have stages and not single layers."""
+        offload. `whole`: whether the ranks have whole stages, not single layers."""
         one, waits = self._layers(box)
         forward, backward, tensor_forward, tensor_backward, context_forward, context_backward, dispatch = _sum_layers(
             ranks.layers, np.stack([*one[:4], *waits])
@@ -278,7 +279,7 @@ class CostModel:
             )
             weights = _sum_recomputed_layers(rest, one.weights[None])[0]
             sent = [offloads_activations(choice) for choice in box.offload]
-            if any(sent):  # fetched activations do not wait for W
+            if any(sent):  # fetched activations are not stored until W
                 stay = np.minimum(rest, (ranks.layers * self._blocks - ranks.first(box, self._blocks))[..., None])
                 weights = np.where(
                     broadcast_to_axis(sent, "f"), _sum_recomputed_layers(stay, one.weights[None])[0], weights
@@ -305,8 +306,8 @@ class CostModel:
         )
 
     def work(self, box: PlanGrid) -> LayerTimes:
-        """Returns the seconds of one layer of each entry. The cache is by tokens of a micro-batch, which many grids
-        share."""
+        """Returns the seconds of one layer of each layer run. Results are cached by the tokens of a micro-batch, which
+        many grids share."""
         key, parallel = (box.cut, box.strides["tp"]), np.array([False, True][: 1 + (box.tp > 1)])
         found, known = self._work.get(key, ({}, None))
         tokens = self._tokens(box).tolist()
@@ -354,7 +355,7 @@ class CostModel:
         return StepTime(*one[:5], data.each, hidden, bubble, passing, once, last, imbalance, each, step)
 
     def _offloaded(self, box: PlanGrid, ranks: RankClasses, found: StateSizes, one: PassTime, data: DpTraffic) -> Array:
-        """Returns the seconds that a micro-batch waits for transfers to and from the host."""
+        """Returns the seconds per micro-batch of waiting for transfers to and from the host."""
         if not any(box.offload):
             return broadcast_to_axis(0.0, "")
         saved = self.saved(box, ranks)
@@ -366,8 +367,8 @@ class CostModel:
         return offload.offload_wait_seconds(self.setting, box, weights, sharded_numel(box, found, zero=2), saved, *room)
 
     def saved(self, box: PlanGrid, ranks: RankClasses) -> Array:
-        """Returns the bytes that a micro-batch saves in the blocks of each class of `ranks` whose activations may be
-        offloaded."""
+        """Returns the bytes that a micro-batch saves in those blocks of each class of `ranks` to which offload of
+        activations applies."""
         tokens = self._tokens(box)
         layers = [activation_bytes(self.setting, entry, box, tokens) for entry in self.setting.entries]
         found = 0.0
@@ -401,8 +402,8 @@ class CostModel:
         )
 
     def _passing(self, box: PlanGrid) -> Array:
-        """Returns the seconds of messages between pipeline ranks, and of the gradient sum of a tied vocabulary on the
-        first and last stage."""
+        """Returns the seconds per step of messages between pipeline ranks, and of adding the gradients of a tied
+        vocabulary on the first and last stage."""
         if box.pp == 1:
             return self.tie(box)
         passed = p2p_seconds(
@@ -412,7 +413,7 @@ class CostModel:
         return broadcast_to_axis(hops, "ob") * passed + self.tie(box)
 
     def _block_backward(self, one: LayerTimes, recompute: Array) -> Array:
-        """Returns the seconds of the backward of the longest block."""
+        """Returns the seconds of the longest backward of a block."""
         blocks = self._blocks if self._blocks.any() else np.arange(len(self._blocks)) == 0
         backward, again = (
             broadcast_to_axis(part[blocks].max(axis=0), "bs")
@@ -421,7 +422,8 @@ class CostModel:
         return backward + recompute * again
 
     def tie(self, box: PlanGrid) -> Array:
-        """Returns the seconds in which the first and the last stage sum the gradients of their tied vocabulary (z)."""
+        """Returns the seconds in which the first and the last stage sum the gradients of their tied vocabulary over
+        (z)."""
         copies = [entry for entry in self.setting.entries if entry.copy]
         if box.pp == 1 or not copies:
             return broadcast_to_axis(0.0, "")
@@ -437,7 +439,7 @@ def sharded_numel(box: PlanGrid, states: StateSizes, zero: int = 1) -> Array:
 
 
 def stage_overhead_seconds(setting: CostContext) -> tuple[float, float]:
-    """Returns the seconds that a virtual stage adds to the time of its layers per micro-batch, in forward and in
+    """Returns the overhead of a virtual stage beyond its layers, in seconds per micro-batch: in forward and in
     backward."""
     seconds = (
         constants.CPU_OPS_PER_STAGE_PASS
@@ -449,15 +451,15 @@ def stage_overhead_seconds(setting: CostContext) -> tuple[float, float]:
 
 
 def _sum_layers(layers: Array, parts: Array) -> Array:
-    """Returns the seconds of the layers of a rank, over GRID_AXES. `parts` is the seconds of one layer (part, entry, b,
-    s)."""
+    """Returns the total seconds of the layers of a rank, over GRID_AXES. `layers`: the number of layers (r, o, layer
+    run). `parts`: the seconds of one layer (part, layer run, b, s)."""
     found = layers.reshape(-1, layers.shape[-1]) @ parts.reshape(*parts.shape[:2], -1)
     return found.reshape(len(parts), *layers.shape[:2], *parts.shape[2:], 1, 1, 1)
 
 
 def _sum_recomputed_layers(layers: Array, parts: Array) -> Array:
-    """Returns the seconds of the layers of a rank, over GRID_AXES, if the layers (r, o, entry, c) depend on
-    recompute."""
+    """Returns the total seconds of the layers of a rank, over GRID_AXES. `layers`: the number of layers (r, o, layer
+    run, c), which depends on recompute."""
     found = layers.swapaxes(2, 3).reshape(-1, layers.shape[2]) @ parts.reshape(*parts.shape[:2], -1)
     shape = (*layers.shape[:2], layers.shape[3], *parts.shape[2:])
     return np.moveaxis(found.reshape(len(parts), *shape), 3, 5)[..., None, None]

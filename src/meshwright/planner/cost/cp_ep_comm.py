@@ -2,10 +2,12 @@
 
 With context parallelism, each of c ranks has a part of a sequence and computes attention over the whole sequence.
 
-    ring      c - 1 transfers of a block of keys and values, each overlapped with the attention over the previous block;
-    backward moves twice the bytes, because of the gradients ulysses   an exposed all-to-all each for queries, keys and
-    values (to whole heads), and for outputs (back); the same in backward both      u neighbouring ranks exchange heads;
-    then rings over ranks at distance u run c / u - 1 steps, and move as many bytes as one ring over all ranks
+    - Ring: c - 1 transfers of a block of keys and values, each overlapped with the attention over the previous block.
+      Backward moves twice the bytes, because of the gradients.
+- Ulysses: exposed all-to-alls of queries, keys and values (from parts of the sequence to parts of the heads) and of
+  outputs (back). Backward has the same all-to-alls for gradients.
+- Both: u neighbouring ranks exchange heads. Then rings over ranks at distance u run c / u - 1 steps, and move as many
+  bytes as one ring over all ranks.
 
 Each rank has one chunk from the first half and one from the second half of a sequence, so that a causal mask gives all
 ranks equal work. Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al., DeepSpeed Ulysses,
@@ -15,7 +17,8 @@ Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
 With expert parallelism, ep ranks divide the experts of a layer. One all-to-all sends each token to its top_k experts,
 and a second one sends the results back.
 
-    forward    tokens out (dispatch) and back (combine)          backward    the same, for gradients
+    - Forward: tokens to the experts (dispatch) and results back (combine).
+- Backward: the gradients of both.
 
 These collectives do not overlap with compute, because the next operation reads their results. The expert rank with the
 most tokens gets `imbalance` times the mean. Each tensor rank sends a part of the tokens. Source: Lepikhin et al.,
@@ -36,8 +39,8 @@ from meshwright.spec.model import LayerSpec
 
 
 def cp_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array, one: LayerTimes) -> tuple[Array, Array]:
-    """Returns the exposed seconds of one layer of each entry, forward and backward, over (entry, b, s). `tokens` is the
-    tokens of one rank."""
+    """Returns the exposed seconds of context parallelism for one layer of each layer run, in forward and in backward,
+    over (layer run, b, s). `tokens` is the tokens of one rank."""
     forward, backward = np.zeros_like(one.forward), np.zeros_like(one.forward)
     cut = np.flatnonzero(box.contexts > 1)
     for at, entry in enumerate(setting.entries if cut.size else ()):
@@ -51,7 +54,8 @@ def cp_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array, one: Lay
 def _cp_wait_seconds(
     setting: CostContext, box: PlanGrid, layer: LayerSpec, tokens: Array, cut: Array, attention: Array
 ) -> tuple[Array, Array]:
-    """Returns the exposed seconds of the micro-batches with indices `cut`, over (cut, s)."""
+    """Returns the exposed seconds in forward and in backward, over (cut, s). `cut`: the indices along b of the
+    micro-batch choices with context parallelism."""
     size, stride, heads = setting.recipe.size / box.tp, box.strides["dp"], box.ulysses_ranks[cut]
     rings = box.contexts[cut] // heads
     turns = rings - 1
@@ -70,8 +74,8 @@ def _cp_wait_seconds(
 
 
 def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) -> Array:
-    """Returns the additional elements per token that the backward of context-parallel attention stores, over (b).
-    Tensor parallelism divides them by tp.
+    """Returns the additional elements per token that the backward of context-parallel attention stores, over axes (b)
+    of GRID_AXES. They are before division by tp.
 
     The saved activations are not included. On a CPU, ranks read each other's memory, so all blocks and their gradients
     exist at the same time.
@@ -84,8 +88,8 @@ def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) 
 
 
 def cp_shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Returns the bytes of a rank's shared-memory buffers for attention (b): the partial gradients of all chunks for
-    two layers, or two messages of heads."""
+    """Returns the bytes of a rank's shared-memory buffers for attention over axes (b) of GRID_AXES: the partial
+    gradients of all chunks for two layers, or two messages of heads."""
     rings, blocks = box.contexts // box.ulysses_ranks, [entry.layer for entry in setting.entries if entry.is_block]
     width = max((layer.key_value_width for layer in blocks), default=0.0)
     heads = max((layer.query_width for layer in blocks), default=0.0)
@@ -94,7 +98,8 @@ def cp_shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -
 
 
 def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Returns the seconds of expert communication of one layer of each entry in one direction, over (entry, b)."""
+    """Returns the seconds of expert communication for one layer of each layer run in one direction, over (layer run,
+    b)."""
     found = np.zeros((len(setting.entries), len(tokens)))
     if box.layout.ep == 1:
         return found
@@ -108,7 +113,7 @@ def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array
 
 
 def expert_stride(box: PlanGrid) -> int:
-    """Returns the distance between expert ranks. It is the distance of data ranks, or of tensor ranks if they are part
-    of the expert group."""
+    """Returns the distance between expert ranks. It is the distance between data ranks, or that between tensor ranks if
+    tensor ranks are part of the expert group."""
     joined = box.layout.expert_tp < box.tp
     return min(box.strides["dp"], box.strides["tp"]) if joined else box.strides["dp"]

@@ -2,12 +2,12 @@
 
 The overlap follows the order of the runtime:
 
-    ZeRO 0  All-reduce of each bucket during the backward of the last micro-batch.
-    ZeRO 1  Reduce-scatter during the same backward; then all-reduce over the replicas; then, after the update, an
-            exposed all-gather of the weights.
-    ZeRO 2  Reduce-scatter during every backward; otherwise as ZeRO 1. ZeRO 3  All-gather in forward and backward,
-    prefetched by one block. Ranks of one host only synchronise and move no data. Reduce-scatter during every backward;
-    all-reduce over the replicas as ZeRO 1.
+    - ZeRO 0: all-reduce of each bucket during the backward of the last micro-batch.
+- ZeRO 1: reduce-scatter during the backward of the last micro-batch, then all-reduce over the replicas. After the
+  update, an exposed all-gather of the weights.
+- ZeRO 2: reduce-scatter during every backward; otherwise as ZeRO 1.
+- ZeRO 3: all-gather in forward and backward, prefetched by one block (ranks of one host only synchronise and move no
+  data). Reduce-scatter during every backward; all-reduce over the replicas as in ZeRO 1.
 
 On a CPU, communication uses the same cores as compute, so nothing overlaps. On other devices, communication of C
 seconds that overlaps with compute of K seconds adds max(C - K, 0), and each slows the other (Galvatron's two-stream
@@ -34,8 +34,8 @@ from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 
 
 class DpTraffic(NamedTuple):
-    """Exposed seconds over GRID_AXES, for each micro-batch and once per step, and the seconds that overlap with the
-    forward and the backward of a micro-batch."""
+    """The seconds of data-parallel communication over GRID_AXES: exposed per micro-batch, exposed once per step,
+    overlapped with the forward of a micro-batch, and overlapped with its backward."""
 
     each: Array
     once: Array
@@ -45,7 +45,7 @@ class DpTraffic(NamedTuple):
 
 class ReductionVolume(NamedTuple):
     """The flat buffers that one shard group and one replica group reduce, over GRID_AXES: bytes, number of parameter
-    groups, bytes without prefetch, and bytes of the last group."""
+    groups, bytes of groups without prefetch, and bytes of the last group to be reduced."""
 
     whole: Array
     units: Array
@@ -59,8 +59,8 @@ class ReductionVolume(NamedTuple):
 def dp_group_rates(
     setting: CostContext, box: PlanGrid, wire: CompressionRatio = UNCOMPRESSED
 ) -> tuple[CollectiveRates, CollectiveRates]:
-    """Returns the rates of the shard group and the replica group for each choice along z, over GRID_AXES. Context ranks
-    outside the shard group are replicas."""
+    """Returns the communication rates of the shard group and of the replica group, over GRID_AXES (they depend on z).
+    Context ranks outside the shard group are replicas."""
     inner, holders = box.strides["dp"], [shards.holders for shards in box.shards]
     replicas, separate = [shards.replicas for shards in box.shards], [inner * count for count in holders]
     return _rates_by_choice(setting, holders, [inner] * len(holders), wire), _rates_by_choice(
@@ -71,8 +71,8 @@ def dp_group_rates(
 def expert_group_rates(
     setting: CostContext, box: PlanGrid, wire: CompressionRatio = UNCOMPRESSED
 ) -> tuple[CollectiveRates, CollectiveRates]:
-    """Returns the rates of the shard group and the replica group for experts. If experts are distributed over ranks,
-    the shard group of an expert has fewer data ranks."""
+    """Returns the communication rates of the shard group and of the replica group of experts. If experts are
+    distributed over ranks, an expert has fewer data ranks than a dense weight."""
     inner, separate = expert_stride(box) * box.layout.ep, box.layout.ep * box.layout.expert_tp
     replicas = [
         shards.replicas if shards.zero else max(shards.replicas * box.tp // separate, 1) for shards in box.shards
@@ -105,7 +105,8 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
         each.replicate.reduce(each.whole * sent / each.shard.ranks, each.units) for each in volumes
     )
     if local is not None:
-        over_replicas = over_replicas / local.steps  # once in `steps` steps, without overlap
+        # local SGD reduces over replicas once in `steps` steps, without overlap
+        over_replicas = over_replicas / local.steps
     share, fetched_separately = _unshard_seconds(setting, box, volumes, scatter)
     ahead = share - fetched_separately
     at_three = fetched_separately * 2.0 + overlapped(ahead, forward) + overlapped(ahead + scatter, backward)
@@ -159,8 +160,8 @@ def _sent_fraction(setting: CostContext) -> float:
 def _unshard_seconds(
     setting: CostContext, box: PlanGrid, volumes: Sequence[ReductionVolume], scatter: Array
 ) -> tuple[Array, Array]:
-    """Returns the seconds to gather all weights, and the part of them without prefetch. `scatter` is the seconds of a
-    reduce-scatter of all gradients."""
+    """Returns the seconds to gather all weights, and the part of these seconds that is not prefetched. `scatter` is the
+    seconds of a reduce-scatter of all gradients."""
     once = shared_on_host(setting, box) if setting.shares_memory else 0.0
     moved = [each._replace(whole=each.whole * (1 - once), lone=each.lone * (1 - once)) for each in volumes]
     separately: Array = sum(
@@ -180,8 +181,8 @@ def _shared_unshard_seconds(once: Array | float, units: Array) -> Array:
 
 
 def replicated_kv_reduce_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:
-    """Returns the seconds once per step in which tensor ranks sum the gradients of replicated keys and values. Each
-    rank sums its shard. `layers` is the layers (r, o, entry)."""
+    """Returns the seconds per step in which tensor ranks add the gradients of replicated keys and values. Each rank
+    adds its shard. `layers`: the number of layers (r, o, layer run)."""
     whole = [
         sum(each.numel for each in entry.own if each.overlaps(box.tp) and not each.frozen) for entry in setting.entries
     ]

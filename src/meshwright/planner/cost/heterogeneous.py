@@ -1,8 +1,8 @@
-"""Computes the cost of plans over heterogeneous groups of nodes. Each pipeline rank is placed on one group. It computes
-at the speed of this group and must fit in its memory.
+"""Computes the cost of plans over heterogeneous groups of nodes. Each pipeline rank is placed on one group: it computes
+at the speed of this group and must fit in the memory of its devices.
 
-The cost of the plan is computed for each group as if all devices were like those of the group. Each rank has the cost
-for its group. Then, as for any pipeline,
+The cost of the plan is computed once for each group, as if all devices were like those of the group. Each rank has the
+cost for its group. As for any pipeline,
 
     step = m x (slowest rank's micro-batch) + bubble + messages + exposed reductions + update,
 
@@ -43,8 +43,8 @@ def group_cost_models(job: Job, placement: Sequence[int], world: int) -> dict[in
 
 class ReplicaPlacement(NamedTuple):
     """The placement of one replica: the group of each pipeline rank, the number of micro-batches, and the sequences per
-    micro-batch. `weight` is the size of its shard of the states relative to an equal shard; `heft` identifies the
-    shard."""
+    micro-batch. `weight` is the size of the replica's shard of the states relative to an equal shard. `heft` identifies
+    this shard."""
 
     placement: tuple[int, ...]
     micro_batches: int
@@ -55,7 +55,7 @@ class ReplicaPlacement(NamedTuple):
 
 def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
     """Returns the distinct replicas of a plan. If the tensor and context ranks of a stage are on several groups, the
-    slowest group counts. Devices are numbered group by group."""
+    slowest group counts. Device numbers count group by group."""
     shared = [
         (
             plan.micro_batches(job.workload.batch, replica),
@@ -103,13 +103,13 @@ def group_costs(on: Mapping[int, CostModel], box: PlanGrid) -> dict[int, GridCos
 
 
 def _rank_times(pricer: CostModel, box: PlanGrid) -> StepTime:
-    """Returns the times of every pipeline rank, without its memory."""
+    """Returns the times of every pipeline rank. It does not compute memory."""
     ranks = pricer.ranks(box, each=True)
     return pricer.seconds(box, ranks, pricer.states(box, ranks))
 
 
 def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Array:
-    """Returns the cost of each rank for its group, over GRID_AXES. A part with one row is the same for all ranks."""
+    """Returns the cost of each rank for its group, over GRID_AXES. An array with one row applies to all ranks."""
     return np.concatenate(
         [part[rank : rank + 1] if len(part := parts[group]) > 1 else part for rank, group in enumerate(placement)]
     )
@@ -118,7 +118,7 @@ def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Arr
 def pipeline_step_time(
     on: Mapping[int, CostModel], placement: Sequence[int], box: PlanGrid, said: Mapping[int, GridCost] | None = None
 ) -> StepTime:
-    """Returns the parts of the time of a step."""
+    """Returns the parts of the step time. `said`: the costs by group, if already computed."""
     found = {group: said[group].seconds if said else _rank_times(pricer, box) for group, pricer in on.items()}
     shape = np.broadcast_shapes(*(it.each.shape for it in found.values()))
     rows = {

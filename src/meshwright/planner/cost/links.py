@@ -1,11 +1,11 @@
 """Models the time of collectives on the links between the ranks of a group.
 
-A ring has n ranks, S bytes of the whole tensor and bandwidth B (Thakur, Rabenseifner, Gropp, 2005; NCCL). It takes x
-seconds for bytes on the wire and a seconds for hops:
+A ring collective of n ranks has S bytes of the whole tensor and bandwidth B (Thakur, Rabenseifner, Gropp, 2005; NCCL).
+Its bytes take x seconds on the wire, and its hops take a seconds:
 
-    all-gather, reduce-scatter   x = (n - 1) / n * S / B, a = n - 1 hops all-reduce                   twice both; or a
-    tree with x = 2 S / B, a = 2 log2(nodes) hops between nodes, if faster time                         x + a +
-    PIPELINE_FILL_FACTOR sqrt(x a)
+- all-gather, reduce-scatter: x = (n - 1) / n * S / B, a = n - 1 hops
+- all-reduce: twice both; or a tree between nodes, if faster, with x = 2 S / B, a = 2 log2(nodes) hops
+- time = x + a + PIPELINE_FILL_FACTOR sqrt(x a)
 
 The last term is the cost of filling a pipeline of chunks of optimal size (a + x + 2 sqrt(a x), Sanders and Speck,
 2003). Because of this term, a collective needs tens of MiB to reach half of the bandwidth. If the switch reduces
@@ -52,8 +52,8 @@ from meshwright.spec.cluster import Cluster, Link
 
 
 class LinkModel(NamedTuple):
-    """The slowest links of all groups. `domain` devices reach each other over `near`, all devices over `far`. `handed`
-    means that gathers are all-to-alls."""
+    """The slowest links over all node groups. `near` connects `domain` neighbouring devices, `far` connects all
+    devices. `handed`: whether gathers are all-to-alls."""
 
     domain: int
     near: Link
@@ -62,7 +62,7 @@ class LinkModel(NamedTuple):
 
 
 def link_model(cluster: Cluster) -> LinkModel:
-    """Returns the slowest links of all groups of nodes."""
+    """Returns the slowest links over all node groups."""
     near = min((each.link for each in cluster.groups), key=lambda link: link.bandwidth * link.efficiency)
     domain = min(each.link.span or each.devices for each in cluster.groups)
     if domain >= cluster.devices:
@@ -72,10 +72,10 @@ def link_model(cluster: Cluster) -> LinkModel:
 
 
 class CollectiveRates(NamedTuple):
-    """The rates of one mesh axis, as numbers or arrays.
+    """The communication rates of a process group, as numbers or arrays.
 
-    `bandwidth` and `adding` are the bytes/s of a ring and of an all-reduce in the switch. `turn` and `tree` are the
-    seconds of the hops of one ring step and of a tree. `gathering` is the bytes/s of a gather, `meeting` the seconds of
+    `bandwidth` is the bytes/s of a ring, `adding` that of an all-reduce in the switch. `turn` is the seconds of the
+    hops of one ring step, `tree` those of a tree. `gathering` is the bytes/s of a gather, `meeting` the seconds of
     synchronisation overhead.
     """
 
@@ -88,14 +88,14 @@ class CollectiveRates(NamedTuple):
     meeting: Any
 
     def gather(self, size: Any, calls: Any = 1.0) -> Any:
-        """Returns the seconds of `calls` all-gathers or reduce-scatters of `size` bytes in total."""
+        """Returns the seconds of `calls` all-gathers or reduce-scatters with `size` bytes in total."""
         return (
             _pipelined_seconds((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.turn)
             + calls * self.meeting
         )
 
     def reduce(self, size: Any, calls: Any = 1.0) -> Any:
-        """Returns the seconds of `calls` all-reduces of `size` bytes in total."""
+        """Returns the seconds of `calls` all-reduces with `size` bytes in total."""
         whole, hops = 2.0 * (self.ranks - 1) / self.ranks * size, calls * (2.0 * self.turn)
         ring = _pipelined_seconds(whole / self.bandwidth, hops)
         switch = (
@@ -114,8 +114,8 @@ def _pipelined_seconds(wire: Any, hops: Any) -> Any:
 
 
 class CompressionRatio(NamedTuple):
-    """The ratio of compressed to uncompressed bytes of gradients between nodes: for a reduce-scatter, and for an
-    all-reduce per sending node except one."""
+    """The ratio of compressed to uncompressed gradient bytes between nodes, for a reduce-scatter and for an
+    all-reduce."""
 
     scatter: float = 1.0
     reduce: float = 1.0
@@ -179,8 +179,8 @@ def collective_rates(
 
 
 def _hierarchical_bandwidth(links: LinkModel, ranks: int, concurrent: int, times: float) -> float:
-    """Returns the bytes/s of a ring that takes as long as the hierarchical collective. `times` is the compression ratio
-    of the bytes between nodes.
+    """Returns the bandwidth in bytes/s of a ring that would take as long as the hierarchical collective. `times`: the
+    compression ratio between nodes.
 
     >>> inside = Link(name="in", bandwidth=1e12, efficiency=1.0)
     >>> outside = Link(name="out", bandwidth=10.0, efficiency=1.0)
@@ -200,8 +200,8 @@ def stack_rates(groups: Sequence[CollectiveRates]) -> CollectiveRates:
 
 
 def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, calls: float = 1.0) -> Array:
-    """Returns the seconds of `calls` all-to-alls in which each rank sends `size` bytes in total. The near and the far
-    links transfer concurrently."""
+    """Returns the seconds of `calls` all-to-alls in which each rank sends `size` bytes in total. Near and far links
+    transfer at the same time."""
     near = links.domain % (ranks * stride) == 0
     concurrent = np.where(near, ranks, np.minimum(max(links.domain // stride, 1), ranks))
     inside = (concurrent - 1) / ranks * size / (links.near.bandwidth * links.near.efficiency)

@@ -1,11 +1,12 @@
 """Computes the bytes on each class of pipeline ranks, by kind of memory.
 
-    parameters   flat weights in the compute dtype: full; at ZeRO 3 a shard gradients    flat gradients of the same
-    length: full; from ZeRO 2 on a shard optimizer    main weights and states: full; from ZeRO 1 on a shard activations
-    saved activations of all micro-batches in flight, plus the transient peak of a backward host         the offloaded
-    part of these kinds; two layers of offloaded activations are resident on the device buffers      full gradients
-    before their reduction to shards (ZeRO 2, 3), gathered weights (ZeRO 3), and the float32
-                 gradient of an update
+    - Parameters: flat weights in the compute dtype. They are full, or at ZeRO 3 a shard.
+- Gradients: flat gradients of the same length. They are full, or from ZeRO 2 on a shard.
+- Optimizer: main weights and states. They are full, or from ZeRO 1 on a shard.
+- Activations: saved activations of all micro-batches in flight, plus the transient peak of a backward.
+- Host: the offloaded part of these kinds. Two layers of offloaded activations are resident on the device.
+- Buffers: full gradients before their reduction to shards (ZeRO 2, 3), gathered weights (ZeRO 3), and the float32
+  gradient of an update.
 
 The module also computes the flat buffers of pipeline ranks for a whole plan grid: the number of parameter groups of
 each length, and the length of their shards.
@@ -47,13 +48,13 @@ from meshwright.spec.layout import ALIGN_NUMEL, resident_numel, shard_numel
 
 
 class StateSizes(NamedTuple):
-    """The elements of the flat buffers of each rank class, over GRID_AXES. Fields of `StageBuckets` are summed over all
-    stages of a rank, or are their maximum, as in `RankBuckets`.
+    """The elements of the flat buffers of each rank class, over GRID_AXES. Fields with the names of `StageBuckets`
+    fields are sums or maxima over all stages of a rank, as in `RankBuckets`.
 
-    Experts with other data-parallel groups than the dense weights form separate parameter groups, one per layer.
-    `experts` is their elements, `expert_units` their number, and `expert` the largest of them. `shard` is the local
-    shard of a rank. `states_offloaded` and `weights_offloaded` are the elements of the shard whose states or weights
-    are offloaded.
+    If experts have other data-parallel groups than the dense weights, they form separate parameter groups, one per
+    layer: `experts` is the elements of these groups, `expert_units` their number, and `expert` the size of the largest.
+    `shard` is the local shard of a rank. `states_offloaded` and `weights_offloaded` are the elements of the shard whose
+    states or weights are offloaded.
     """
 
     numel: Array
@@ -162,8 +163,8 @@ def offloaded_bytes(
 
 
 def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) -> Array:
-    """Returns the bytes of the second copy of offloaded weights, which is stored with their states, in host memory or
-    in a file. Resident weights and weights that are also the main weights have no second copy."""
+    """Returns the bytes of the second copy of offloaded weights. This copy is stored with the optimizer states, in host
+    memory or in a file. There is none for resident weights and for weights that are also the main weights."""
     if setting.on_host or setting.recipe.master or not any(box.offload):
         return broadcast_to_axis(0.0, "")
     weights, _, optimizer = (removed > 0 for removed in offload_fractions(box).offloaded)
@@ -183,8 +184,8 @@ class TransientBuffers(NamedTuple):
 def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, tokens: Array) -> TransientBuffers:
     """Returns the sizes of the transient buffers.
 
-    ZeRO 2 and 3 reduce each parameter group as soon as its gradient is complete. The last reductions of one backward
-    finish during the next backward, so with several micro-batches their buffers exist during the peak of activations.
+    ZeRO 2 and 3 reduce each parameter group as soon as its gradient is complete. The last reductions of a backward
+    finish during the next backward. So with several micro-batches, their buffers exist during the peak of activations.
     Ranks of one host reduce through permanent staging buffers. ZeRO 3 stores the full weights of the running layer and
     of the prefetched layer, unless the ranks of a host share one copy.
     """
@@ -196,7 +197,8 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     wide = setting.recipe.gradient_size / size
     in_slots, borrowed = staging_buffers(setting, box, states)
     copies = np.where(shards > 1, constants.GLOO_REDUCE_BUFFERS if sent_whole else 1 - in_slots, 1)
-    pending = shard_fraction(box) * (shards > 1)  # the sum of a later micro-batch before it is accumulated
+    # the reduced gradient of a later micro-batch exists before it is accumulated
+    pending = shard_fraction(box) * (shards > 1)
     left = states.opening * before * (copies + pending * (again > 1)) * wide
     filling = np.maximum(states.filling, states.expert)
     waiting = np.maximum(left, states.closing * (copies + pending * (again > 0)) * wide) + filling * wide * (
@@ -224,7 +226,8 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     removed = there + where.parameters_files * (not setting.recipe.master)
     some = np.minimum(largest, constants.CHUNK_ELEMENTS) if setting.on_host else largest * (1.0 - there)
     at_once = some if updates_in_chunks(setting) else np.where(removed > 0, some, largest)
-    back = where.gradients * (1.0 - there) * largest * setting.gradient  # offloaded gradients of resident states
+    # gradients that were offloaded return to the device for the update of resident states
+    back = where.gradients * (1.0 - there) * largest * setting.gradient
     master = (
         at_once * update_temp_bytes(setting)
         + back
@@ -237,7 +240,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
 
 
 def shared_on_host(setting: CostContext, box: PlanGrid) -> Array:
-    """Returns where ranks of one host share one copy of the weights at ZeRO 3, as 0 or 1 over GRID_AXES. Source:
+    """Returns 1 where the ranks of one host share one copy of the weights (ZeRO 3), else 0, over GRID_AXES. Source:
     runtime/zero/group_weights.py."""
     where = offload_fractions(box)
     stay = where.parameters + where.parameters_files == 0
@@ -245,8 +248,8 @@ def shared_on_host(setting: CostContext, box: PlanGrid) -> Array:
 
 
 def staging_buffers(setting: CostContext, box: PlanGrid, states: StateSizes) -> tuple[Array, Array]:
-    """Returns where gradients are written to memory that other local ranks read, as 0 or 1 over GRID_AXES (z), and the
-    elements of these staging buffers."""
+    """Returns 1 where gradients are written to staging buffers that other local ranks read, else 0, over GRID_AXES.
+    Also returns the elements of these buffers."""
     in_slots = ((box.zero >= 2) & (broadcast_to_axis(box.holders, "z") > 1)) * (1.0 * setting.shares_memory)
     passes = broadcast_to_axis(box.counts, "b")
     dense = np.where(passes > 2, states.staged_often, np.where(passes > 1, states.staged_twice, states.staged_once))
@@ -256,8 +259,8 @@ def staging_buffers(setting: CostContext, box: PlanGrid, states: StateSizes) -> 
 
 def tied_vocab_numel(setting: CostContext, box: PlanGrid) -> float:
     """Returns the elements of a tied vocabulary on a rank that has both the embedding and the head. Its full gradient
-    is stored from the backward of the head until that of the embedding. With a pipeline the first and the last rank
-    have separate replicas."""
+    is stored from the backward of the head until the backward of the embedding. With a pipeline, the first and the last
+    rank have separate replicas, and the result is 0."""
     return (
         float(sum(entry.aligned(box.cut) for entry in setting.entries if entry.own_bucket and not entry.copy))
         if box.pp == 1
@@ -274,8 +277,8 @@ def largest_shard_numel(box: PlanGrid, states: StateSizes) -> Array:
 
 
 def p2p_message_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Returns the bytes of one hidden state in a message to the next pipeline rank, over (b, s); 0 without a
-    pipeline."""
+    """Returns the bytes of the hidden states in a message to the next pipeline rank, over axes (b, s) of GRID_AXES, or
+    0 without a pipeline."""
     hidden = (
         max((entry.layer.output for entry in setting.entries if entry.is_block), default=0.0) * setting.recipe.size
         if box.pp > 1
@@ -296,20 +299,20 @@ def reserved_bytes(setting: CostContext, allocated: Array) -> tuple[Array, Array
 
 
 def memory_limit(setting: CostContext) -> float:
-    """Returns the bytes that a rank may use on its device: the usable memory, or the budget of the user if it is
+    """Returns the bytes that a rank may use on its device: the usable memory, or the user's memory budget if it is
     lower."""
     return min(physical_limit(setting), setting.job.cluster.budget or math.inf)
 
 
 def physical_limit(setting: CostContext) -> float:
-    """Returns the usable memory of a device in bytes. The bytes with the safety margin must not exceed it. A budget
+    """Returns the usable memory of a device in bytes. It limits the bytes with the safety margin, while a user's budget
     limits only the expected bytes."""
     return setting.device.memory * constants.USABLE_MEMORY_FRACTION
 
 
 def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContents], layers: Array) -> StateSizes:
-    """Returns the sizes of the flat buffers of each rank class, by buckets, or at ZeRO 3 by layers. `layers` is the
-    layers (r, o, entry)."""
+    """Returns the sizes of the flat buffers of each rank class. A buffer is a bucket, or a layer at ZeRO 3. `layers`:
+    the number of layers (r, o, layer run)."""
     three = [shards.zero == 3 for shards in box.shards]
     expert_numel = _expert_numel(setting, box, layers)
     below = None if all(three) else _buffer_numel(box, ranks, max(-(-box.bucket // setting.recipe.size), 1))
@@ -326,8 +329,9 @@ def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContent
 
 
 def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | None) -> list[Array]:
-    """Returns elements over (r, o, z, f): of the padded buffers, of the rank's shards, and of the shards with offloaded
-    states and with offloaded weights. The other fields of `StateSizes` over (r, o) follow."""
+    """Returns four arrays of elements over axes (r, o, z, f) of GRID_AXES: padded buffers, the rank's shards, shards
+    with offloaded states, and shards with offloaded weights. Then the other fields of `StateSizes` follow, over axes
+    (r, o) of GRID_AXES."""
     found = [stored.flat(box.cut, bucket) for stored in ranks]
     width = max(len(each.lengths) for each in found)
     lengths, times = np.zeros((len(found), width), dtype=np.int64), []
@@ -348,8 +352,8 @@ def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | No
 
 
 def _shard_numel(box: PlanGrid, own: Array) -> tuple[Array, Array, Array]:
-    """Returns the elements of shards, the elements with offloaded states, and those with offloaded weights. The last
-    two have an additional axis for the offload fractions whose costs are computed together."""
+    """Returns the elements of shards, of shards with offloaded states, and of shards with offloaded weights. The last
+    two arrays have an additional axis: the offload fractions whose costs are computed together."""
     shares = (
         np.rint(100 * np.asarray(share)).astype(np.int64).reshape(-1)
         for share in (box.offload_share, box.weights_share)
@@ -361,14 +365,15 @@ def _shard_numel(box: PlanGrid, own: Array) -> tuple[Array, Array, Array]:
 
 
 def _offloaded_numel(own: Array, share: Array) -> Array:
-    """Returns the approximate number of offloaded elements of shards whose final length is not known yet."""
+    """Returns the offloaded elements of shards, approximately: the final length of the shards is not known yet.
+    `share`: the offloaded fraction."""
     return own - resident_numel(own, share) if own.dtype == np.int64 else own * share / 100
 
 
 def _expert_numel(setting: CostContext, box: PlanGrid, layers: Array) -> list[Array]:
-    """Returns the elements of experts that form separate parameter groups on each rank class: of the padded buffers, of
-    its shards, and of the shards with offloaded states and with offloaded weights. The number of layers with experts
-    and the largest of them follow."""
+    """Returns arrays for experts with separate parameter groups, for each rank class: elements of padded buffers, of
+    shards, of shards with offloaded states, and of shards with offloaded weights. Then the number of layers with
+    experts and the largest group follow."""
     if box.layout.ep == 1:
         return [broadcast_to_axis(0.0, "")] * 6
     each = np.array([entry.experts(box.cut) for entry in setting.entries])
@@ -386,6 +391,6 @@ def _expert_numel(setting: CostContext, box: PlanGrid, layers: Array) -> list[Ar
 
 
 def padded_numel(elements: Array, holders: Array) -> Array:
-    """Returns the length after padding to equal, aligned shards of `holders` ranks."""
+    """Returns the number of elements after padding to equal, aligned shards on `holders` ranks."""
     line = ALIGN_NUMEL * holders
     return -(-elements // line) * line

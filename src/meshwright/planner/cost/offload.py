@@ -1,27 +1,31 @@
 """Models the memory and the transfer time of offloaded states, gradients, weights and activations.
 
-The transfer rate between a device and its host is the rate while the other devices of the node transfer too. Devices of
-a node share the host memory and the disk. Data-parallel communication and host transfers use the same link. Host
-transfers can therefore overlap only with compute that does not overlap with this communication.
+The transfer rate of a device is its rate while all devices of the node transfer. Devices of a node share the host
+memory and the disk. Data-parallel communication and host transfers use the same link. Host transfers can therefore
+overlap only with compute that does not overlap with this communication.
 
-    optimizer         Main weights and states. After backward, gradients are copied to the host, the CPU updates, and
-    weights are copied back, in a pipeline of chunks ([Note: after the norm]). optimizer-disk    The same on NVMe. Each
-    update reads and writes all states, while the CPU updates the chunk that was read before. a fraction        The
-    resident states are updated on the device while NVMe reads and writes. The offloaded fraction of the weights is the
-    same in each layer, and the states of these weights are offloaded first. gradients         Accumulated gradient
-    shards of ZeRO 2 and 3. The gradients of each micro-batch are copied to the host during backward, and the CPU
-    accumulates them. parameters        Weight shards (ZeRO 3). The shard of a layer is fetched before the layer runs,
-    in forward and in backward, overlapped with compute. parameters-disk   The same from files through host memory. The
-    update writes the shards. It also reads them if they are updated in place. activations       Saved activations are
-    copied to the host in forward and fetched in backward, overlapped with compute. The activations of two blocks are
-    resident. activations-disk  The same with files, through host memory.
+    - optimizer: main weights and states. After backward, a pipeline of chunks copies gradients to the host, updates on
+      the CPU, and copies weights back ([Note: after the norm]).
+- optimizer-disk: main weights and states in files. Each update reads and writes all states; the CPU updates one chunk
+  while the next is read.
+- A fraction: the resident states are updated on the device while the disk reads and writes. The offloaded fraction of
+  the weights is equal in all layers, and the states of these weights are offloaded first.
+- gradients: accumulated gradient shards of ZeRO 2 and 3. The gradients of each micro-batch are copied to the host
+  during backward, and the CPU accumulates them.
+- parameters: weight shards of ZeRO 3. The shard of a layer is fetched before the layer runs, in forward and in
+  backward, overlapped with compute.
+- parameters-disk: weight shards in files, fetched through host memory. The update writes the shards, and also reads
+  them if it works in place.
+- activations: saved activations are copied to the host in forward and fetched in backward, overlapped with compute. The
+  activations of two blocks are resident.
+- activations-disk: saved activations in files, through host memory.
 
 If states are in files, SWAP_BUFFERS chunks are in memory at a time ([Note: windows] in runtime/offload/swapper.py).
 
 [Note: after the norm] No update begins before every gradient of the step is complete. All ranks skip a step whose
-gradient is not finite, and clipping uses the global norm. An early update of a parameter group could be undone only
-with a copy of its states. So no part of a CPU update overlaps with the backward of the same step. The delayed update of
-ZeRO-Offload gives different results.
+gradient is not finite, and clipping uses the global norm. An update before that could be undone only with a copy of the
+states. So no part of a CPU update overlaps with the backward of the same step. The delayed update of ZeRO-Offload would
+overlap but changes the results.
 
 Sources: Ren et al., ZeRO-Offload, arXiv 2101.06840, sections 3 and 4; Rajbhandari et al., ZeRO-Infinity, arXiv
 2104.07857, section 5.
@@ -54,13 +58,13 @@ class OffloadFractions(NamedTuple):
 
     @property
     def offloaded(self) -> tuple[Array, Array, Array]:
-        """Returns the offloaded fractions of parameters, gradients and the optimizer, in CPU memory and files
-        together."""
+        """Returns the offloaded fractions of parameters, gradients and optimizer, whether they are in host memory or in
+        files."""
         return self.parameters + self.parameters_files, self.gradients, self.optimizer + self.optimizer_files
 
 
 def offload_fractions(box: PlanGrid) -> OffloadFractions:
-    """Returns the offloaded fraction of each kind of memory, over AXES."""
+    """Returns the offloaded fraction of each kind of memory."""
     share = {
         **dict.fromkeys(OPTIMIZER_OFFLOADS, box.offload_share),
         **dict.fromkeys(PARAMETER_OFFLOADS, box.weights_share),
@@ -74,7 +78,7 @@ def offload_wait_seconds(
     setting: CostContext, box: PlanGrid, weights: Array, summed: Array, activations: Array, before: Array, behind: Array
 ) -> Array:
     """Returns the seconds that offload adds to a micro-batch. Transfers can overlap with `before` seconds of forward
-    and `behind` seconds of backward.
+    and with `behind` seconds of backward.
 
     The transfers are `weights` bytes of shards (in forward and in backward), `summed` elements of gradients, and
     `activations` bytes of activations.
@@ -112,8 +116,8 @@ def swap_buffer_bytes(
     The buffers are chunks for states in files, and a buffer into which weight shards are fetched. There is also a
     buffer from which the CPU writes activations, and a buffer of gradients that are copied to the host.
 
-    Elements with only states or only weights offloaded are in other chunks than elements with both offloaded. The two
-    kinds share the buffers if each fits in one chunk.
+    Elements with only states or only weights offloaded are in other chunks than elements with both offloaded. Both
+    kinds of chunks use the same buffers if each kind fits in one chunk.
     """
     if not any(box.offload):
         return broadcast_to_axis(0.0, "")
@@ -147,8 +151,8 @@ def swap_buffer_bytes(
 def offloaded_update_seconds(
     setting: CostContext, box: PlanGrid, elements: Array, on_device: Array
 ) -> tuple[Array, Array]:
-    """Returns the seconds of the update on the device and of the offloaded update, for `elements` elements of one
-    rank."""
+    """Returns the seconds of the update on the device and of the update on the host, for `elements` elements of one
+    rank. `on_device`: the seconds if the device updated all elements."""
     where = offload_fractions(box)
     if not any(box.offload):
         return on_device, 0.0 * on_device

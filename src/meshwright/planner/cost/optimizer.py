@@ -1,23 +1,25 @@
 """Models the memory and time of the optimizer: bytes of its states, transient bytes of an update, and seconds of its
 matrix products.
 
-    states     The number of states of the optimizer per weight, in the dtype of the recipe. With 8 bits a state has one
-    byte plus a fraction of a scale. For states of other shapes (Muon's matrices, Adafactor's factors) the mean over the
-    model counts. passing    Transient bytes: a gradient in the dtype of the update, if it is stored in another dtype;
-    also states and weights, if they are stored in fewer bytes. A CPU updates in chunks. An accelerator, or an update of
-    full tensors, needs these bytes for a whole parameter group. products   Muon: five rounds of 4 m^2 n + 2 m^3 FLOPs
-    for a matrix of m x n, m <= n, on one of its owner ranks.
+    - States: the number of optimizer states per weight, in the dtype of the recipe. An 8-bit state has one byte plus a
+      fraction of a scale. For states of other shapes (Muon's matrices, Adafactor's factors) the mean over the model
+      counts.
+- Transient bytes: a gradient in the dtype of the update, if it is stored in another dtype; also states and weights, if
+  they are stored with fewer bytes. A CPU updates in chunks. An accelerator, or an update of full tensors, needs these
+  bytes for a whole parameter group.
+- Matrix products of Muon: five iterations of 4 m^2 n + 2 m^3 FLOPs for a matrix of m x n, m <= n, on its owner rank.
 
-Each full tensor has one owner rank (runtime/optim/full_tensor.py), so the peak-memory rank stores somewhat more than
-the mean.
+Each full tensor has one owner rank (runtime/optim/full_tensor.py), so the rank with the highest memory stores somewhat
+more than the mean.
 
 Two options of the workload add bytes. Gradient compression has an error-feedback residual
 (runtime/comm/compression.py). DiLoCo replicas have two vectors (runtime/zero/diloco.py).
 
-    residual   One element for each element that a rank sends to other hosts. For ZeRO 0 and for a reduce-scatter this
-    is 1 / (ranks of its host) of the buffer, for a sum over replicas the shard. Within one host there is no residual.
-    replicas   The initial weights and the outer momentum: two elements of the optimizer's dtype for each element that a
-    rank updates.
+    - Residual: one element for each element that a rank sends to other hosts. For ZeRO 0 and for a reduce-scatter this
+      is 1 / (ranks per host) of the buffer; for an all-reduce over replicas it is the shard. Within one host there is
+      no residual.
+- DiLoCo: the initial weights and the outer momentum, which are two elements of the optimizer's dtype for each element
+  that a rank updates.
 
 Sources: Jordan et al., Muon, 2024; Shazeer and Stern, Adafactor, arXiv 1804.04235; Dettmers et al., 8-bit Optimizers,
 arXiv 2110.02861.
@@ -32,19 +34,20 @@ from meshwright.planner.cost.cost_context import CostContext
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 
 UPDATE_ELEMENT_BYTES = 4
-"""Bytes per element of the dtype of a low-precision update."""
+"""Bytes per element of float32, the dtype in which recipes of low precision update."""
 
 SHARED_UPDATE_BUFFERS = 3
 """Number of permanent buffers for gradients and weights in the shared memory of a host."""
 
 FULL_TENSOR_BUFFERS = 8
-"""Number of buffers for gradients and weights: sent, received, assembled, and in the layout of the optimizer."""
+"""The number of buffers for full tensors: sent, received, assembled, and in the optimizer's layout, for gradients and
+for weights."""
 
 NEWTON_SCHULZ_ITERATIONS = 5
-"""Newton-Schulz iterations."""
+"""The number of Newton-Schulz iterations."""
 
 NON_ELEMENTWISE_OPTIMIZERS = ("muon", "adafactor")
-"""Optimizers whose states have other shapes than the weights."""
+"""Optimizers with states whose shapes differ from those of the weights."""
 
 
 def optimizer_state_bytes(setting: CostContext) -> float:
@@ -63,29 +66,29 @@ def optimizer_state_bytes(setting: CostContext) -> float:
 
 
 def update_temp_bytes(setting: CostContext) -> float:
-    """Returns the transient bytes per weight during its update."""
+    """Returns the transient bytes per weight during an update."""
     recipe, rule = setting.recipe, setting.job.workload.optimizer
     lower = recipe.size < UPDATE_ELEMENT_BYTES
-    # Low precision without a float32 copy, or float32 with low-precision gradients.
+    # Low precision without float32 main weights, or float32 with low-precision gradients.
     gradient = UPDATE_ELEMENT_BYTES if lower != (recipe.reduced > 0) else 0
     widened = rule.states * UPDATE_ELEMENT_BYTES if recipe.rounds or rule.state else 0
     return gradient + widened + (UPDATE_ELEMENT_BYTES if recipe.rounds else 0)
 
 
 def updates_in_chunks(setting: CostContext) -> bool:
-    """Returns whether an update proceeds in chunks if its dtype differs from that of the stored tensors."""
+    """Returns whether an update that needs another dtype than the stored tensors proceeds in chunks."""
     return setting.on_host and not full_tensor_fraction(setting)
 
 
 def full_tensor_bytes(setting: CostContext) -> float:
-    """Returns the additional bytes per weight of the updated parameter group's local shard, if full tensors are
-    gathered from other ranks and returned."""
+    """Returns the additional bytes per element of the local shard of the updated parameter group, for an update that
+    gathers full tensors from other ranks and sends them back."""
     return FULL_TENSOR_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting)
 
 
 def shared_full_tensor_bytes(setting: CostContext) -> float:
-    """Returns the bytes per weight of permanent buffers for full tensors in shared memory; 0 if ranks do not share
-    memory."""
+    """Returns the bytes per weight of the permanent buffers for full tensors in shared memory, or 0 if ranks do not
+    share memory."""
     return (
         SHARED_UPDATE_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting)
         if setting.shares_memory
@@ -106,7 +109,7 @@ def full_tensor_fraction(setting: CostContext) -> float:
 
 
 def newton_schulz_seconds(setting: CostContext) -> float:
-    """Returns the seconds of Muon's matrix products per weight of a rank; 0 for other optimizers."""
+    """Returns the seconds of Muon's matrix products per weight of a rank, or 0 for other optimizers."""
     if setting.job.workload.optimizer.name != "muon":
         return 0.0
     flops, count = 0.0, 0
@@ -121,8 +124,8 @@ def newton_schulz_seconds(setting: CostContext) -> float:
 
 
 def residual_bytes(setting: CostContext, box: PlanGrid, whole: Array, shard: Array) -> Array:
-    """Returns the bytes of residuals over GRID_AXES. `whole` is the elements of the full buffers, `shard` those of the
-    local shard."""
+    """Returns the bytes of residuals over GRID_AXES. `whole`: the elements of the full buffers. `shard`: the elements
+    of the local shard."""
     compression, links = setting.job.workload.compression, setting.fabric
     if compression is None:
         return 0.0 * whole
@@ -148,5 +151,5 @@ def residual_bytes(setting: CostContext, box: PlanGrid, whole: Array, shard: Arr
 
 
 def diloco_state_bytes(setting: CostContext, shard: Array) -> Array:
-    """Returns the bytes of the outer optimizer over GRID_AXES."""
+    """Returns the bytes of the states of DiLoCo's outer optimizer over GRID_AXES."""
     return shard * (2.0 * setting.recipe.state_size * (setting.job.workload.local is not None))

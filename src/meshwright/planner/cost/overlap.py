@@ -20,8 +20,9 @@ def choose_bucket(of: CostContext) -> int:
     """Returns the bucket size in bytes with the least exposed time of gradient reductions.
 
     S bytes of gradients in buckets of b bytes need S / b starts of `a` seconds. The last bucket takes b / B seconds at
-    bandwidth B and has no compute to overlap with. The sum is minimal at b = sqrt(S a B). The result is at most the
-    default, because larger buckets do not overlap better. Ranks that share memory use no link and have the default.
+    bandwidth B and has no compute to overlap with. The sum S a / b + b / B is minimal at b = sqrt(S a B). The result is
+    at most the default bucket size, because larger buckets do not overlap better. Ranks that share memory use the
+    default.
 
     >>> from meshwright.planner.cost.constants import MIN_BUCKET_BYTES
     >>> MIN_BUCKET_BYTES <= DEFAULT_BUCKET_BYTES
@@ -36,8 +37,8 @@ def choose_bucket(of: CostContext) -> int:
 
 
 def with_chosen_bucket(job: Job, plan: Plan) -> Plan:
-    """Returns `plan` with the bucket size that a search of `job` would choose, if the plan does not set one. Plan names
-    do not contain the bucket size."""
+    """Returns `plan` with the bucket size that a search of `job` would choose, if the plan does not set one. This is
+    needed for a plan given by name, since names do not contain the bucket size."""
     return (
         plan
         if "bucket" in plan.model_fields_set
@@ -55,8 +56,8 @@ def overlapped(communication: Array, compute: Array) -> Array:
 
 
 def concurrent_seconds(*seconds: float) -> float:
-    """Returns the seconds of concurrent work: the longest of `seconds`, plus the slowdown by all others as in
-    `overlapped`.
+    """Returns the seconds of concurrent work: the longest of `seconds`, plus the slowdown that the others cause (see
+    `overlapped`).
 
     >>> concurrent_seconds(2.0, 1.0, 1.0)
     2.26

@@ -5,7 +5,7 @@ stages, forward and backward):
 
     step = m max t + bubble + messages,  bubble = the sum of g over all ranks but the slowest
 
-g is the value of `Schedule.bubble` in spec/schedules, and the number of messages is that of `Schedule.messages`.
+The number of messages is that of `Schedule.messages` in spec/schedules, and g is the value of `Schedule.bubble`:
 
     1f1b, gpipe, interleaved    t / v
     zbh1        max(f + b - w, f, b), with f, b, w seconds of forward, gradients of inputs, and gradients of weights
@@ -13,10 +13,10 @@ g is the value of `Schedule.bubble` in spec/schedules, and the number of message
     dualpipev   max(f + b - w, f, b) / 2, and at least the sum of b - w / 2 less f / 2
 
 Accuracy: the formulas are exact for gpipe, and with equal stages also for 1f1b and interleaved ((p - 1) t / v, arXiv
-2104.04473, section 2.2). With unequal stages the result for 1f1b is never too short. For interleaved, with
-`interleaving_imbalance` added, it is within some percent. For the other schedules the formulas are exact with equal
-stages and w <= f, and otherwise within some percent (arXiv 2401.10241; 2412.19437). Tests compare both terms with the
-simulated orders of spec/schedules.
+2104.04473, section 2.2). With unequal stages the result for 1f1b is never too low, and the result for interleaved plus
+`interleaving_imbalance` is accurate within some percent. For the other schedules the formulas are exact with equal
+stages and w <= f, and otherwise accurate within some percent (arXiv 2401.10241; 2412.19437). Tests compare both terms
+with the simulated orders of spec/schedules.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def critical_path_messages(order: ScheduleChoice, pp: int, micro_batches: Array)
 
 
 def slowest_rank_and_bubble(seconds: Array, counts: Array, virtual_stages: Array) -> tuple[Array, Array]:
-    """Returns (longest, bubble) of ranks that take `seconds` per micro-batch. The first axis is rank classes with
-    `counts` ranks each.
+    """Returns the seconds of the slowest rank per micro-batch, and the seconds of the bubble per step. The first axis
+    is rank classes with `counts` ranks each.
 
     >>> # 1F1B of four ranks: 2 + 3 + 3 of the others
     >>> slowest_rank_and_bubble(np.array([2.0, 3.0]), np.array([1, 3]), np.array(1))
@@ -54,8 +54,7 @@ def slowest_rank_and_bubble(seconds: Array, counts: Array, virtual_stages: Array
 
 
 class PassSplit(NamedTuple):
-    """The seconds of one micro-batch on each rank class: forward, backward without weight gradients, and weight
-    gradients."""
+    """The seconds of one micro-batch on each rank class: forward, gradients of inputs, and gradients of weights."""
 
     forward: Array
     backward: Array
@@ -65,7 +64,7 @@ class PassSplit(NamedTuple):
 def ramp_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit) -> Array:
     """Returns g: the seconds that each rank other than the slowest adds to the bubble.
 
-    `orders` are along the second axis of the result.
+    The schedules `orders` are the second axis of the result.
     """
     f, b, w = seconds
     whole = f + b + w
@@ -79,7 +78,7 @@ def ramp_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit) -> Array:
 def bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts: Array) -> Array:
     """Returns the idle seconds of the slowest rank, with length 1 along the axis of ranks.
 
-    `counts` is the number of ranks of each class. `orders` are along the second axis.
+    `counts`: the number of ranks of each class. The schedules `orders` are the second axis.
 
     >>> four = ScheduleChoice("zbh1", 1, (1, 1, 1, 1))
     >>> bubble_seconds([four], PassSplit(*np.ones((3, 1, 1))), np.array([[4]])).item()
@@ -99,15 +98,14 @@ def bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts:
 
 
 def _distinct_schedules(orders: Sequence[ScheduleChoice]) -> list[tuple[Schedule, list[bool]]]:
-    """Returns the rules of each distinct schedule in `orders`, and a list that marks the elements of `orders` with this
+    """Returns, for each distinct schedule in `orders`, its rules and a list that marks where `orders` has this
     schedule."""
     rules = {order.schedule: order.rules for order in orders}
     return [(rules[name], [order.schedule == name for order in orders]) for name in rules]
 
 
 def min_bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts: Array) -> Array:
-    """Returns a lower bound of the bubble. It remains valid if backward becomes longer, whichever rank is then the
-    slowest."""
+    """Returns a lower bound of the bubble. The bound remains valid if backward becomes longer on any rank."""
     g = ramp_seconds(orders, seconds)
     return np.asarray((g * counts).sum(axis=0, keepdims=True) - np.where(counts > 0, g, 0.0).max(axis=0, keepdims=True))
 
@@ -126,15 +124,15 @@ def _value_of_slowest(each: Array, at: Array) -> Array:
 
 
 def _along_schedules(values: Sequence[Any], like: Array) -> Array:
-    """Returns `values` along the second axis."""
+    """Returns `values` as an array along the second axis, like `like`."""
     return np.array(values).reshape(1, -1, *[1] * (like.ndim - 2))
 
 
 def interleaving_imbalance(order: ScheduleChoice, pp: int) -> float:
     """Returns the time that unequal interleaved stages add to each micro-batch, in backward passes of one block.
 
-    In each round of p micro-batches, p - 1 ranks run the longer stages while they wait for the first rank. Slack of the
-    ranks may hide this time.
+    In each round of p micro-batches, p - 1 ranks run the longer stages while they wait for the first rank. Idle time of
+    the ranks may hide this time.
     """
     if order.virtual_stages == 1 or order.rules.v_shape:
         return 0.0

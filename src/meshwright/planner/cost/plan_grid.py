@@ -1,14 +1,18 @@
-"""Defines a grid of plans: the product of all choices with the same rank layout and bucket size. The cost of all plans
-of a grid is computed together.
+"""Defines a grid of plans: all combinations of choices that have one rank layout and one bucket size. The cost of all
+plans of a grid is computed together.
 
-Costs of a grid are arrays over GRID_AXES. An array has length 1 along each axis on which it does not depend. NumPy
-broadcasting then computes each value only once for all plans that share it.
+Costs of a grid are arrays over GRID_AXES. If a value does not depend on an axis, its array has length 1 there. So NumPy
+broadcasting computes each value only once for all plans that share it. The axes:
 
-    r  classes of pipeline ranks o  schedules (orders), with their stages b  micro-batches: sequences, context ranks,
-    and the method of context parallelism s  sequence parallelism c  recompute, and the blocks that it applies to z ZeRO
-    stage, replicas and shards of the data and context ranks f  offloads
+- r: classes of pipeline ranks
+- o: schedules (orders), with their stages
+- b: micro-batches, that is their sequences, the context ranks, and the method of context parallelism
+- s: sequence parallelism
+- c: recompute kinds, and the blocks to which they apply
+- z: ZeRO stage, replicas and shards of the data and context ranks
+- f: offload choices
 
-Not every combination is a plan; `PlanGrid.legal` marks those that are.
+Not every combination is a legal plan; `PlanGrid.legal` marks the legal plans.
 """
 
 from __future__ import annotations
@@ -42,16 +46,16 @@ from meshwright.spec.schedules.schedule_registry import find_schedule
 
 GRID_AXES = "robsczf"
 CHOICE_FIELDS = ("orders", "micro_batches", "sequence_parallel", "recompute", "shards", "offload")
-"""The fields of a grid along `obsczf`."""
+"""The fields of a grid with the choices along the axes `obsczf`."""
 
 RECOMPUTE_PARTS_PER_STAGE = 8
-"""Number of parts into which the blocks of a stage are divided. Recompute can apply to some of these parts."""
+"""The number of parts into which the blocks of a stage are divided for partial recompute."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def broadcast_to_axis(array: Any, axes: str) -> Array:
-    """Returns `array` with length 1 along all missing axes. `axes` names its dimensions in order."""
+    """Returns `array` with length 1 along all missing axes. `axes` names the dimensions of `array` in order."""
     values = np.asarray(array)
     return values.reshape([values.shape[at] if at >= 0 else 1 for at in _axis_positions(axes, values.ndim)])
 
@@ -64,7 +68,8 @@ def _axis_positions(axes: str, dimensions: int) -> tuple[int, ...]:
 
 
 class TpEpShape(NamedTuple):
-    """The division of weights over ranks: tp ranks, and `ep` ranks for experts with `expert_tp` ranks per expert."""
+    """The division of weights over ranks: `tp` tensor ranks, and for experts `ep` expert ranks with `expert_tp` tensor
+    ranks per expert."""
 
     tp: int
     ep: int = 1
@@ -75,14 +80,15 @@ class TpEpShape(NamedTuple):
         return self.ep > 1 and parameter.experts > 0
 
     def numel(self, parameter: ParameterSpec) -> int:
-        """Returns the elements on the rank with the largest part of the parameter."""
+        """Returns the elements of the parameter on the rank that has the most."""
         if self.splits_experts(parameter):
             return -(-parameter.local_numel(self.expert_tp) // self.ep)
         return parameter.local_numel(self.tp)
 
 
 class ScheduleChoice(NamedTuple):
-    """A pipeline schedule with the blocks of each virtual stage. `given` means that the plan lists the blocks."""
+    """A pipeline schedule with the number of blocks of each virtual stage. `given`: whether the plan lists these
+    numbers."""
 
     schedule: ScheduleName
     virtual_stages: int
@@ -108,8 +114,8 @@ class BatchChoice(NamedTuple):
 
 
 class RecomputeChoice(NamedTuple):
-    """The blocks that recompute: all blocks, the first `layers` blocks of each virtual stage, or `part` of
-    RECOMPUTE_PARTS_PER_STAGE parts of it. The other blocks recompute as `rest`. `fewer` means that the choice is valid
+    """The blocks with recompute `kind`: all blocks, the first `layers` blocks of each virtual stage, or the first
+    `part` of its RECOMPUTE_PARTS_PER_STAGE parts. The other blocks have recompute `rest`. `fewer`: the choice is valid
     only if a stage has more than `layers` blocks; otherwise it would duplicate the choice of all blocks."""
 
     kind: Recompute
@@ -120,11 +126,11 @@ class RecomputeChoice(NamedTuple):
 
     @property
     def some(self) -> bool:
-        """Returns whether only some blocks of a stage recompute as `kind`."""
+        """Returns whether only some blocks of a stage have recompute `kind`."""
         return bool(self.layers or self.part)
 
     def blocks(self, order: ScheduleChoice) -> int:
-        """Returns the number of blocks of a stage that recompute as `kind`; 0 means all blocks.
+        """Returns the number of blocks of a stage with recompute `kind`; 0 means all blocks.
 
         >>> RecomputeChoice(Recompute.full, part=3).blocks(ScheduleChoice("gpipe", 1, (10, 9)))
         4
@@ -133,8 +139,8 @@ class RecomputeChoice(NamedTuple):
 
 
 def is_distinct_recompute(orders: Sequence[ScheduleChoice], recompute: Sequence[RecomputeChoice]) -> Array:
-    """Returns whether a recompute choice gives a schedule a different plan than a smaller part, or than recompute of
-    all blocks (o, c)."""
+    """Returns, over (o, c), whether a recompute choice is distinct for the schedule: it has other blocks than any
+    smaller part, and not all blocks."""
     most = np.array([max(order.stage_layers) for order in orders])[:, None]
     part = np.array([again.part for again in recompute], dtype=int)
     count, smaller = -(-most * part // RECOMPUTE_PARTS_PER_STAGE), -(-most * (part - 1) // RECOMPUTE_PARTS_PER_STAGE)
@@ -143,17 +149,17 @@ def is_distinct_recompute(orders: Sequence[ScheduleChoice], recompute: Sequence[
 
 
 class ZeroChoice(NamedTuple):
-    """The ZeRO stage, and the two factors of data ranks x context ranks: the ranks of a shard group (`holders`), and
-    the replicas."""
+    """The ZeRO stage, the number of ranks of a shard group (`holders`), and the number of replicas. The product of both
+    numbers is the number of data ranks times context ranks."""
 
     zero: int
     replicas: int
     holders: int
     lone: bool = False
-    """Whether ZeRO is on with one rank, because the offload of weights or gradients needs it."""
+    """Whether a single rank uses ZeRO, because the offload of weights or gradients requires ZeRO."""
 
     def allows(self, choice: Sequence[Offload]) -> bool:
-        """Returns whether the ZeRO stage permits the offloads `choice`."""
+        """Returns whether the ZeRO stage allows the offload choice `choice`."""
         least = min_zero_stage(choice)
         return self.zero >= least if least else not self.lone
 
@@ -180,7 +186,7 @@ class RankLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanGrid:
-    """The product of all choices. All elements of `shards` have the same number of ranks."""
+    """All combinations of choices. All elements of `shards` have the same number of ranks."""
 
     layout: RankLayout
     bucket: int
@@ -191,18 +197,17 @@ class PlanGrid:
     shards: tuple[ZeroChoice, ...]
     offload: tuple[tuple[Offload, ...], ...] = ((),)
     weight: float = 1.0
-    """Size of the shard of the rank whose cost is computed, relative to an equal shard."""
+    """The size of the shard of the rank whose cost is computed, relative to an equal shard."""
     heft: ShardWeight | None = None
-    """Identifies the uneven shard of this rank, if it is known."""
+    """The uneven shard of this rank, if it is known."""
     loss_chunks: int = 1
     compile: bool = False
     offload_share: float | Array = 1.0
     weights_share: float | Array = 1.0
-    """Offloaded fractions of the optimizer states and of the weights, if they are offloaded. The costs of several
-    fractions are computed together along f (planner/search/rank.py)."""
+    """`offload_share` and `weights_share`: the offloaded fractions of optimizer states and of weights, if these are
+    offloaded. The costs of several fractions can be computed together along f (planner/search/rank.py)."""
     offload_layers: int = 0
-    """Number of first blocks of each virtual stage whose activations are offloaded, if activations are offloaded; 0
-    means all blocks."""
+    """With offload of activations, it applies to this many first blocks of each virtual stage; 0 means all blocks."""
 
     @property
     def tp(self) -> int:
@@ -288,7 +293,7 @@ class PlanGrid:
 
     @cached_property
     def legal(self) -> Array:
-        """Returns which combinations are legal plans, over GRID_AXES."""
+        """Returns which combinations are legal plans, as booleans over GRID_AXES."""
         rounds, shared, parts, allowed = self._legal
         found = broadcast_to_axis(rounds, "ob")
         found = found if shared.all() else found & broadcast_to_axis(shared, "bz")
@@ -297,7 +302,7 @@ class PlanGrid:
 
     @cached_property
     def _legal(self) -> tuple[Array, Array, Array, Array]:
-        """Returns which pairs of choices are legal.
+        """Returns which pairs of choices are legal, as four boolean arrays.
 
         (o, b): the schedule accepts the number of micro-batches. (b, z): context ranks are inside a shard group, and
         the expert ranks match the layout. (o, c): the recompute choice does not duplicate another one. (z, f):
@@ -315,7 +320,8 @@ class PlanGrid:
         return rounds, shared, is_distinct_recompute(self.orders, self.recompute), allowed
 
     def part(self, **choices: Any) -> PlanGrid:
-        """Returns the grid with only some choices. Each argument is the name of a field with the indices to keep."""
+        """Returns the grid with only some choices. The name of each argument is a field, its value the indices to
+        keep."""
         fewer: dict[str, Any] = {
             name: tuple(getattr(self, name)[at] for at in indices) for name, indices in choices.items()
         }
@@ -367,7 +373,7 @@ def shard_fraction(box: PlanGrid) -> Array:
 
 
 def grid_of_plan(plan: Plan, batch: int, blocks: int) -> PlanGrid:
-    """Returns the grid with only `plan`. All ranks have the cost of the largest shard.
+    """Returns the grid with only `plan`. Uneven shards: the cost is that of the largest shard.
 
     Raises:
         InputError: the batch or the blocks do not divide.

@@ -17,12 +17,13 @@ from meshwright.planner.cost.plan_grid import Array, ScheduleChoice
 from meshwright.spec.schedules.schedule import stage_to_rank
 
 StageContent = tuple[int, ...]
-"""The number of layers of each entry on one virtual stage."""
+"""The number of layers of each layer run on one virtual stage."""
 
 
 class RankClass(NamedTuple):
-    """Pipeline ranks with equal layers. `rank` is the first of them and `number` their number. `layers` is the layers
-    by virtual stage (rows) and entry (columns). `stages` is the distinct stages with their numbers."""
+    """Pipeline ranks with equal layers. `rank` is the first of these ranks and `number` the number of ranks. `layers`
+    is the number of layers by virtual stage (rows) and layer run (columns). `stages` is the distinct stages, each with
+    its number of occurrences."""
 
     rank: int
     number: int
@@ -31,8 +32,8 @@ class RankClass(NamedTuple):
 
 
 def stage_contents(entries: Sequence[LayerRun], order: ScheduleChoice) -> Array:
-    """Returns the layers of each entry (columns) on each virtual stage (rows). A layer between two blocks is on the
-    stage of the block before it."""
+    """Returns the number of layers by virtual stage (rows) and layer run (columns). A layer between two blocks is on
+    the stage of the block before it."""
     ends = np.cumsum(order.stage_layers)
     starts = ends - order.stage_layers
     last = len(ends) - 1
@@ -49,13 +50,13 @@ def stage_contents(entries: Sequence[LayerRun], order: ScheduleChoice) -> Array:
 
 
 def stages_by_rank(table: Array, order: ScheduleChoice, pp: int) -> Array:
-    """Returns the rows of virtual stages as an array (turn, rank, ...): the stages of each rank in ascending order."""
+    """Rearranges rows of virtual stages to an array (index of the stage on its rank, rank, ...)."""
     owner = stage_to_rank(np.arange(len(table)), pp, order.rules.v_shape)  # type: ignore[arg-type]
     return table[np.argsort(owner, kind="stable").reshape(pp, order.virtual_stages).T]
 
 
 def list_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: int) -> list[RankClass]:
-    """Returns every pipeline rank separately."""
+    """Returns every pipeline rank as a separate class."""
     table = stages_by_rank(stage_contents(entries, order), order, pp)
     return [_rank_class(rank, 1, table[:, rank]) for rank in range(pp)]
 
@@ -65,22 +66,22 @@ def group_equal_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: in
     table = stages_by_rank(stage_contents(entries, order), order, pp)
     found: dict[tuple[bytes, int], list[int]] = {}
     for rank in range(pp):
-        # Later ranks have more micro-batches of their second stage in flight, and this stage may be the
-        # larger one.
+        # In V-shaped schedules, later ranks have more micro-batches of their second stage in flight, and this stage may
+        # be the larger one.
         distinct = order.rules.v_shape and order.given
         found.setdefault((table[:, rank].tobytes(), rank * distinct), []).append(rank)
     return tuple(_rank_class(same[0], len(same), table[:, same[0]]) for same in found.values())
 
 
 def recomputing_layers(kind: RankClass, blocks: Sequence[bool], recomputing: int) -> Array:
-    """Returns, by virtual stage and entry, the layers among the first `recomputing` blocks of a stage."""
+    """Returns the number of layers among the first `recomputing` blocks of a stage, by virtual stage and layer run."""
     content = kind.layers * np.array(blocks)
     before = np.cumsum(content, axis=1) - content
     return np.clip(recomputing - before, 0, content)
 
 
 def split_recomputing(kind: RankClass, blocks: Sequence[bool], recomputing: int) -> RankClass:
-    """Returns the class with two columns for each entry: the layers that recompute, and the layers that do not."""
+    """Returns the class with two columns for each layer run: recomputed layers, and other layers."""
     again = recomputing_layers(kind, blocks, recomputing)
     return kind._replace(layers=np.stack([again, kind.layers - again], axis=2).reshape(len(again), -1))
 

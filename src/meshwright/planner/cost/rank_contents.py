@@ -1,14 +1,15 @@
 """Describes the contents of the pipeline ranks of a schedule as arrays: layers, recomputed layers, saved activations at
 the memory peak, and flat buffers.
 
-There are few schedules and many grids. The arrays of a schedule are computed once, on first use, and stacked for each
-grid (`stack_schedules`).
+There are few schedules and many grids. The arrays of a schedule are computed on first use and stacked for each grid
+(`stack_schedules`).
 
-A rank reaches its memory peak just before a backward pass or during it. During the pass, activations are freed layer by
-layer, and each layer needs transient memory. The points at which the peak can be are called moments.
+A rank reaches its memory peak just before or during a backward pass. During the pass, activations are freed layer by
+layer, and each layer needs transient memory. The points of a step at which the memory can peak are called moments.
 `Schedule.in_flight` (spec/schedules) returns the micro-batches in flight on each stage of the rank at these moments. If
-backward is split, the inputs of the matrix products of a layer and the gradients of their outputs are stored until W.
-In schedules with a V shape B does not free them, but at the peak W follows at once.
+backward is split into B (gradients of inputs) and W (gradients of weights), the inputs of the matrix products of a
+layer and the gradients of their outputs are stored until W. In V-shaped schedules, W follows directly after B at the
+peak.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from meshwright.planner.cost.plan_grid import Array, ScheduleChoice, TpEpShape
 from meshwright.planner.cost.rank_classes import RankClass, recomputing_layers, split_recomputing
 
 StoredUntilW = tuple[bool, bool]
-"""Whether the first blocks of a stage, and the later blocks, store activations until W, if the schedule has W."""
+"""Whether the first blocks of a stage, and the later blocks, store activations until W (the weight gradients), if the
+schedule has W."""
 
 BackwardMoments = tuple[Array, Array, Array]
-"""The entry whose layer runs backward (..., moments). Then, for each entry, the layers with saved activations, and the
-layers that wait for W (..., moments, entries)."""
+"""Three arrays: the layer run whose layer runs backward (..., moments), the number of layers with saved activations
+(..., moments, layer runs), and the number of layers with data stored until W (..., moments, layer runs)."""
 
 
 class PeakMoments(NamedTuple):
-    """The moments at which the memory of a rank can peak.
+    """The moments (points of a step) at which the memory of a rank can peak.
 
     `layers` (b, r, moments, 2 or 3 x columns) has up to three groups of columns: the layers with saved activations, the
-    layer whose backward runs, and, with deferred weight gradients, the layers that wait for W. `at_head` (b, r,
-    moments) marks where the running layer is the one that computes the loss.
+    layer whose backward runs, and, with deferred weight gradients, the layers with data stored until W. `at_head` (b,
+    r, moments) marks where the running layer is the one that computes the loss.
     """
 
     layers: Array
@@ -44,8 +46,8 @@ class PeakMoments(NamedTuple):
 
 
 class BucketLengths(NamedTuple):
-    """Parameter groups by length. `times` is the number of groups on each rank (r, lengths), and `other` has the other
-    fields of `StateSizes` (field, r)."""
+    """Parameter groups by length. `times` is the number of groups of each length on each rank class (r, lengths).
+    `other` has the other fields of `StateSizes` (field, r)."""
 
     times: Array
     lengths: Array
@@ -53,8 +55,8 @@ class BucketLengths(NamedTuple):
 
 
 class RankContents:
-    """The contents of the rank classes `kinds` of one schedule with `pp` ranks. They depend only on the model, not on
-    devices."""
+    """The contents of the rank classes `kinds` of one schedule with `pp` ranks. The contents depend only on the model,
+    not on devices."""
 
     def __init__(self, units: ModelBuckets, order: ScheduleChoice, pp: int, kinds: Sequence[RankClass]) -> None:
         self.entries, self.units, self.order, self.pp, self.kinds = units.entries, units, order, pp, kinds
@@ -65,8 +67,8 @@ class RankContents:
         self._flat: dict[tuple[TpEpShape, int | None], BucketLengths] = {}
 
     def again(self, count: int) -> Array:
-        """Returns the number of blocks that recompute if the first `count` blocks of each virtual stage do (r,
-        entry)."""
+        """Returns the number of recomputed blocks over (r, layer run) if the first `count` blocks of each virtual stage
+        are recomputed."""
         if count not in self._again:
             blocks = [entry.is_block for entry in self.entries]
             self._again[count] = np.array(
@@ -75,8 +77,8 @@ class RankContents:
         return self._again[count]
 
     def peak_moments(self, again: int, micro_batches: Sequence[int], waits: StoredUntilW = (True, True)) -> PeakMoments:
-        """Returns the possible memory peaks for each number of micro-batches (b). If the first `again` blocks of a
-        stage differ from the others, each entry has two columns: these blocks, and the other blocks."""
+        """Returns the moments of possible memory peaks for each number of micro-batches (b). If the first `again`
+        blocks of a stage differ from the others, each layer run has two columns: these blocks, and the other blocks."""
         limit = self.order.rules.in_flight_limit(self.pp)
         if limit is not None:
             micro_batches = [min(count, limit) for count in micro_batches]
@@ -121,7 +123,8 @@ class RankContents:
         return PeakMoments(layers, at_head)
 
     def flat(self, cut: TpEpShape, bucket: int | None) -> BucketLengths:
-        """Returns the flat buffers: buckets of `bucket` elements, or one per layer if `bucket` is None."""
+        """Returns the parameter groups of the ranks: buckets of `bucket` elements, or one group per layer if `bucket`
+        is None."""
         if (cut, bucket) not in self._flat:
             found = [self.units.rank(kind.stages, cut, bucket) for kind in self.kinds]
             lengths = sorted(set().union(*(each.lengths for each in found)))
@@ -151,7 +154,7 @@ def peak_moments(
 ) -> BackwardMoments:
     """Returns the moments at which the memory of ranks of this class can peak, over (b, moments).
 
-    `blocks` marks the columns that wait for W if the schedule has W. Without `blocks` all columns wait.
+    `blocks` marks the columns with data stored until W, if the schedule has W. An empty `blocks` marks all columns.
     """
     if order.rules.in_rounds:
         return select_rounds(_round_moments(order, pp, kind), pp, micro_batches)
@@ -163,8 +166,8 @@ def _backward_moments(
 ) -> BackwardMoments:
     """Returns the moments of schedules whose activations depend on the number of micro-batches.
 
-    B frees the activations of layers that do not wait for W, layer by layer. For layers that `waits` marks, B frees all
-    activations except the inputs of matrix products, and adds the gradients of their outputs.
+    B frees the activations layer by layer. For layers that `waits` marks, it keeps the inputs of matrix products until
+    W and adds the gradients of their outputs.
     """
     rules = order.rules
     waits = waits & rules.splits_backward
@@ -183,13 +186,14 @@ def _backward_moments(
 
 
 def select_rounds(found: BackwardMoments, pp: int, micro_batches: Array) -> BackwardMoments:
-    """Returns the moments of a schedule in rounds of pp micro-batches. They are the same for two or more rounds."""
+    """Returns the moments of a schedule in rounds of pp micro-batches. Any number of rounds above one has the moments
+    of two rounds."""
     rounds = np.minimum(np.maximum(micro_batches // pp, 1), 2) - 1
     return found[0][rounds], found[1][rounds], found[2][rounds]
 
 
 def _round_moments(order: ScheduleChoice, pp: int, kind: RankClass) -> BackwardMoments:
-    """Returns the moments for one round of micro-batches and for more rounds, over (rounds, moments)."""
+    """Returns the moments for one round and for several rounds of micro-batches, over (rounds, moments)."""
     cases = []
     for rounds in (1, 2):
         moments = order.rules.in_flight(kind.rank, pp, order.virtual_stages, rounds * pp)
@@ -203,7 +207,8 @@ def _round_moments(order: ScheduleChoice, pp: int, kind: RankClass) -> BackwardM
 
 
 def _walk_backward(load: Array, content: Array) -> list[tuple[int, Array]]:
-    """Returns each entry of `content` in backward order, with the layers whose activations are stored while it runs."""
+    """Returns the layer runs of `content` in backward order, each with the layers whose activations are stored while it
+    runs backward."""
     steps = []
     load = load.copy()
     for entry in np.flatnonzero(content)[::-1].tolist():

@@ -8,19 +8,23 @@ kind of block on a rank is compiled once, because blocks of one kind share their
 
     extra seconds of the first step = maximum number of kinds of blocks on one rank x seconds of one kind
 
-Plans are ranked by the time of a step plus this time divided by the number of steps. It is negligible with many steps
-and dominates with few. The model assumes no speed-up of compiled blocks; on CPUs 0 to 4 % were measured.
+Plans are ranked by the time of a step plus the compile time divided by the number of steps. The compile time is
+negligible with many steps and dominates with few. The model assumes that compiled blocks are not faster; on CPUs, from
+0 to 4 % were measured.
 
 The module also computes the seconds of a proof run (train/proof/proof_run.py). A proof run computes a few rows under
 the plan, and again as one device would compute them (the reference).
 
-    one device   Two forwards and a backward of the rows, which cost 4 forwards, at the rate of one rank. traffic
-    All-reduces of all parameters over all ranks: the full weights for both forwards, and the full gradients once. Each
-    also writes and reads its buffers. comparison   Norms of both gradients and of their difference. Below float32 also
-    sketches of the reference gradients in two precisions. the plan     The estimated step for these rows and this
-    length, plus one forward for its preflight. Parts that do not shrink with the tokens (all-gathers of ZeRO 3,
-    reductions, bubbles) remain. contents     Two comparisons: at the full length of a row and at half of it, or twice
-    at the full length if half is too short. Below float32 the reference runs in two precisions.
+    - Reference: two forwards and a backward of the rows, which cost 4 forwards, at the rate of one rank. Below float32
+      the reference runs in two precisions.
+- Traffic: all-reduces of all parameters over all ranks: the full weights for both forwards, and the full gradients
+  once. Each all-reduce also writes and reads its buffers.
+- Comparison: norms of both gradients and of their difference. Below float32 also sketches of the reference gradients in
+  two precisions.
+- Plan: the estimated step for these rows and this length, plus one forward for the preflight. Parts that do not depend
+  on the tokens (all-gathers of ZeRO 3, reductions, bubbles) keep their time.
+- Contents: two comparisons, at the full length of a row and at half of it. If half is too short, both are at the full
+  length.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ from meshwright.spec.proof import ProofCost, is_proof_cheap
 
 
 def compile_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:
-    """Returns the seconds of torch.compile over GRID_AXES. `layers` is the layers (r, o, entry)."""
+    """Returns the seconds of torch.compile over GRID_AXES. `layers`: the number of layers (r, o, layer run)."""
     if not box.compile:
         return broadcast_to_axis(0.0, "")
     shapes = [
@@ -132,17 +136,17 @@ class RankMemory(NamedTuple):
 
     @property
     def limit(self) -> float:
-        """Returns the bytes that the rank can use on its device."""
+        """Returns the bytes that the rank may use on its device."""
         return memory_limit(self.pricer.setting)
 
     @property
     def left(self) -> float:
-        """Returns the bytes of headroom on the device."""
+        """Returns the free bytes on the device."""
         return self.limit - self.memory.reserved
 
     @property
     def over(self) -> float:
-        """Returns the bytes by which the rank exceeds the host memory; 0 if it fits."""
+        """Returns the bytes by which the rank exceeds the host memory, or 0 if it fits."""
         return max(self.host - self.pricer.setting.host_memory, 0.0)
 
 
@@ -151,14 +155,14 @@ def _offloaded_total(ranks: Sequence[RankMemory]) -> float:
 
 
 def _largest_host_deficit(ranks: Sequence[RankMemory]) -> RankMemory | None:
-    """Returns the rank that exceeds its host memory most; None if all ranks fit."""
+    """Returns the rank that exceeds its host memory by the most bytes, or None if all ranks fit."""
     worst = max(ranks, key=lambda rank: rank.over)
     return worst if worst.over else None
 
 
 def _host_deficit_notes(rank: RankMemory | None) -> tuple[str, ...]:
-    """Names the data that exceeds the host memory, and the largest offload fractions of optimizer states and weights
-    that fit. Both fractions are reduced by the same factor."""
+    """Returns notes that name the data that exceeds the host memory, and the largest offload fractions of optimizer
+    states and weights that fit. Both fractions are scaled by one factor."""
     if rank is None:
         return ()
     has, box = rank.pricer.setting.host_memory, rank.box
@@ -252,8 +256,8 @@ def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
 
 
 def _merge_replica_times(times: Sequence[TimeBreakdown], parts: Sequence[StepTime]) -> TimeBreakdown:
-    """Returns the times of the replica that ends its micro-batches last. For the work after that, the slowest replica
-    counts."""
+    """Returns the times of the replica that ends its micro-batches last. The times after the last micro-batch are those
+    of the slowest replica."""
     after = [each.once.item() + each.update.item() + each.on_host.item() for each in parts]
     slowest = max(range(len(times)), key=lambda at: times[at].step - after[at])
     longer = {
@@ -329,21 +333,22 @@ def model_flops(job: Job) -> float:
 
 
 PROOF_REFERENCE_PASSES = 4 / 3
-"""Forward passes of the reference divided by those of a training step, in which backward counts as two."""
+"""The cost of the reference divided by that of a training step: 4 forwards and 3 forwards, where backward counts as
+two."""
 PROOF_WEIGHT_GATHERS = 2
-"""Times that the reference gathers all weights."""
+"""How often the reference gathers all weights."""
 ALL_REDUCE_MEMORY_PASSES = 3
-"""Additional times that the bytes of an all-reduce move through memory: zeros, local parts, and the copy on rank 0."""
+"""Additional memory passes over the bytes of an all-reduce: zeros, local parts, and the copy on rank 0."""
 COMPARE_BYTES_PER_ELEMENT, SKETCH_BYTES_PER_ELEMENT = 32, 16
 """Bytes moved through memory per gradient element for the norms and for the sketches. They were measured on a CPU,
 whose caches keep intermediate results."""
 PROOF_PLAN_PASSES = 4 / 3
-"""Passes of the plan in a proof divided by those of a step. The preflight adds one forward."""
+"""The cost of the plan's side in a proof divided by that of a step. The preflight adds one forward."""
 
 
 def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
-    """Returns the seconds of a proof before the first update. The length of its rows is halved until the proof is
-    cheap. `step` is the estimated seconds of a step."""
+    """Returns the cost of the proof before the first update. The rows are shortened by halves until the proof is cheap
+    compared with `step`, the estimated seconds of a step."""
     length = job.workload.sequence
     seconds = proof_seconds(job, plan, length)
     while not is_proof_cheap(seconds, step) and (half := half_sequence_length(plan, length)):
@@ -353,7 +358,7 @@ def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
 
 
 def proof_seconds(job: Job, plan: Plan, length: int) -> float:
-    """Returns the seconds of a proof whose rows have `length` tokens. Two contents are each computed under the plan and
+    """Returns the seconds of a proof whose rows have `length` tokens. Two batches are each computed under the plan and
     by the reference."""
     lengths = (length, half_sequence_length(plan, length) or length)
     return sum(
@@ -363,7 +368,7 @@ def proof_seconds(job: Job, plan: Plan, length: int) -> float:
 
 
 def _of_proof(job: Job, plan: Plan, length: int) -> Job:
-    """Returns the job whose step is the computation of a proof under the plan."""
+    """Returns a job of which one step is the plan's side of the proof."""
     return job.but(workload=job.workload.but(batch=check_batch_size(plan), sequence=length))
 
 

@@ -1,8 +1,8 @@
-"""Computes with closed formulas the activations that each layer saves for backward, and the bytes that it moves through
-memory. The formulas count, tensor by tensor, what eager PyTorch with fused attention saves.
+"""Closed formulas for the activations that each layer saves for backward, and for the bytes that it moves through
+memory. The formulas count the tensors that eager PyTorch with fused attention saves.
 
 Guarantees: for the reference models and Hugging Face's Llama, GPT-2, Qwen 3, NeoX and BERT the bytes equal those that
-autograd saves, storage by storage. A test counts them.
+autograd saves, storage by storage. A test compares both.
 
 The formulas follow these rules of autograd:
 
@@ -10,19 +10,20 @@ The formulas follow these rules of autograd:
   its output and a log-sum-exp of 4 bytes per head.
 - RMSNorm in float32 saves a float32 input (4 bytes), the normed input in the compute type, and 1/rms. LayerNorm saves
   its input, mean and 1/std.
-- silu and gelu save their input, an element-wise product saves both factors, relu saves its output. GPT-2's composite
-  gelu saves four tensors.
+- silu and gelu save their input, relu saves its output, and an element-wise product saves both factors. GPT-2's gelu,
+  which is composed of several operations, saves four tensors.
 - A sum saves nothing, so a residual connection costs only what the following norm saves.
 - With selective recompute (analysis/remat/tape.py), the outputs of norms, activation functions, rotations and copies
-  are recomputed. They are recomputed from the outputs of matrix products and attention, and from the two sums of the
+  are recomputed. The inputs of the recompute are the outputs of matrix products and attention, and the two sums of the
   residual stream. The input of a float32 norm is saved in the compute type.
-- A compiled block does not save a recomputable output that no matrix product reads. It saves 1/rms.
+- A compiled block does not save recomputable outputs that no matrix product reads. An exception is 1/rms, which it
+  saves.
 
-`transient` is the peak memory that the backward of a layer adds to the saved activations. It is two gradients of the
-feed-forward width for a gated product or a composite gelu, and one for gelu. Tensor parallelism divides the tensors
-after a column-parallel weight; sequence parallelism divides all others. Attention without a fused kernel (ALiBi in some
-libraries) also saves the probabilities, sequence x heads per token, which the formulas do not count. Dropout is off in
-the reference models; each mask would add one element.
+`transient` is the peak memory that the backward of a layer adds to the saved activations. For a gated product or a
+composite gelu it is two gradients of the feed-forward width, for gelu one. Tensor parallelism divides the tensors after
+a column-parallel weight; sequence parallelism divides all other tensors. Attention without a fused kernel (ALiBi in
+some libraries) also saves the probabilities (sequence x heads per token), which the formulas do not count. Dropout is
+off in the reference models; with dropout, each mask would add one element.
 """
 
 from __future__ import annotations
@@ -35,10 +36,9 @@ GATE_TENSOR = "activated gate"
 
 
 class SavedTensorSize(NamedTuple):
-    """The size of one saved tensor: elements per token in the compute type, or bytes per token in a fixed type. If
-    `split` is set, tensor parallelism shards it. If `derived` is set, it can be recomputed; selective recompute then
-    saves `instead` elements for it. If `fused` is set, a compiled block does not save it.
-    """
+    """The size of one saved tensor: elements per token in the compute type, or bytes per token in a fixed type.
+    `split`: tensor parallelism shards the tensor. `derived`: the tensor can be recomputed, and selective recompute
+    saves `instead` elements in its place. `fused`: a compiled block does not save the tensor."""
 
     what: str
     elements: float = 0.0
@@ -75,8 +75,8 @@ def layer_activations(
 ) -> LayerActivations:
     """Adds up saved tensors to the fields of a layer.
 
-    `again` is the number of elements per token that selective recompute moves through memory. It is 0 for layers
-    outside blocks, which are not recomputed.
+    `moved` is the number of elements per token that the layer moves through memory, and `again` the number that
+    selective recompute moves. `again` is 0 for layers outside blocks, which are not recomputed.
     """
     derived = [entry for entry in saved if entry.derived and again]
     fused = [entry for entry in derived if entry.fused]
@@ -103,8 +103,8 @@ def layer_activations(
 def norm_saved(
     sizes: ArchitectureSizes, width: float, split: bool = False, groups: float = 1.0
 ) -> list[SavedTensorSize]:
-    """Returns the tensors that a norm of `width` features in `groups` groups saves, without its output, which the next
-    product saves."""
+    """Returns the tensors that a norm of `width` features in `groups` groups saves. Its output is not included, because
+    the next matrix product saves it."""
     if sizes.norm == "rms":
         return [
             SavedTensorSize(
@@ -135,7 +135,7 @@ def attention_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
             SavedTensorSize("output", sizes.heads * part.v, split=True),
         ]
     else:
-        made = sizes.qk_norm or sizes.kind == "neox"  # computed from tensors that are saved anyway
+        made = sizes.qk_norm or sizes.kind == "neox"  # queries and keys result from tensors that are saved anyway
         saved += [
             SavedTensorSize("query", q, split=True, derived=made),
             SavedTensorSize("key", k, split=True, derived=made),
@@ -150,8 +150,8 @@ def attention_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
 
 
 def feed_forward_saved(sizes: ArchitectureSizes, width: float) -> list[SavedTensorSize]:
-    """Returns the tensors that the feed-forward saves between its input and its last matrix product. They have `width`
-    features."""
+    """Returns the tensors that the feed-forward saves between its input and its last matrix product. These tensors have
+    `width` features."""
     saved = {
         "swiglu": ("gate", GATE_TENSOR, "up", "product"),
         "geglu": ("gate", GATE_TENSOR, "up", "product"),
@@ -224,8 +224,8 @@ def block_activations(sizes: ArchitectureSizes, experts: bool) -> LayerActivatio
 
 
 def norm_moved(sizes: ArchitectureSizes, width: float) -> float:
-    """Returns the number of elements that a norm reads and writes. LayerNorm is one kernel; RMSNorm in float32 is
-    six."""
+    """Returns the number of elements that a norm reads and writes. LayerNorm is one kernel; RMSNorm in float32 is six
+    kernels."""
     return 12 * width if sizes.norm == "rms" else 2 * width
 
 

@@ -10,12 +10,13 @@ row-parallel weight and all norms are replicated. The vocabulary is split by row
 (2019), section 3.
 
 FLOPs count multiplications and additions. Attention computes two products of width q over the context, and a causal
-mask halves them. This gives 4 q FLOPs per token and token of context for an encoder, and 2 q for a decoder (Korthikanti
+mask halves them. So a token costs 4 q FLOPs for each token of context in an encoder, and 2 q in a decoder (Korthikanti
 et al. count 4 q for both).
 
-The module also describes a small residual convolutional network. A token is an image, so its sequence length is 1. The
-network has a stem that halves the image, equal residual blocks with group norms, a mean over positions, and a
-classifier. Tensor parallelism does not apply to it; data parallelism, ZeRO and pipeline parallelism do.
+The module also describes a small residual convolutional network. There, a token is an image, and the sequence length is
+1. The network has a stem that halves the width and height of the image, equal residual blocks with group norms, a mean
+over positions, and a classifier. Tensor parallelism does not apply to it; data parallelism, ZeRO and pipeline
+parallelism do.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 
 
 class ParamNames(NamedTuple):
-    """The parameter names of one kind of architecture. `fused` is a weight with query, key and value together. If
-    `interleaved` is set, they alternate head by head in it, so that one split shards all three."""
+    """The parameter names of one kind of architecture. `fused` is one weight for query, key and value. `interleaved`:
+    query, key and value alternate head by head in this weight, so that one split shards all three."""
 
     embedding: str
     head: str
@@ -202,7 +203,7 @@ def model_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
 
 
 def tp_divisible_sizes(sizes: ArchitectureSizes) -> dict[str, int]:
-    """Returns the sizes that the tensor-parallel degree must divide."""
+    """Returns the sizes that the tensor-parallel degree must divide, by name."""
     result = {"heads": sizes.heads}
     if sizes.kv_heads != sizes.heads and sizes.mla is None:
         result["kv_heads"] = sizes.kv_heads
@@ -344,7 +345,7 @@ def expert_params(sizes: ArchitectureSizes) -> list[ParameterSpec]:
 
 
 def expert_flops(sizes: ArchitectureSizes) -> float:
-    """Returns the forward FLOPs per token in its `top_k` experts, the shared experts and the router."""
+    """Returns the forward FLOPs per token: in its `top_k` experts, in the shared experts and in the router."""
     matrices = 3 if sizes.gated else 2
     return (
         2.0
@@ -371,7 +372,7 @@ def post_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[L
 
 
 def head_layer(sizes: ArchitectureSizes, names: ParamNames) -> LayerSpec:
-    """Returns the projection to the vocabulary with the loss. A tied weight comes first."""
+    """Returns the projection to the vocabulary with the loss. A tied weight is first in its list of parameters."""
     weight = ParameterSpec(
         name=names.embedding if sizes.tied_embeddings else f"{names.head}.weight",
         shape=(sizes.vocab, sizes.hidden),

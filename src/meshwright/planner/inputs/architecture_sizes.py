@@ -17,7 +17,7 @@ from meshwright.core.messages import Message
 ArchitectureKind = Literal["llama", "decoder", "gpt2", "bert", "neox", "bloom", "convnet"]
 BLANK_CELLS = ("", None)
 MAX_LAYERS, MAX_SIZE = 2**16, 2**40
-"""Maximum number of layers, and maximum of all other sizes. A typing error then gives an error message instead of an
+"""Maximum number of layers, and maximum of all other sizes. So a typing error leads to an error message and not to an
 endless search."""
 
 
@@ -134,8 +134,8 @@ class ArchitectureSizes(StrictModel):
     def changed(self, changes: Mapping[str, Any], where: str = "$") -> ArchitectureSizes:
         """Returns a copy with other values of some sizes.
 
-        Sizes that depend on a changed size follow its new value. The number of positions beyond the sequence length
-        does not change. A model with one key-value head per head still has one.
+        Sizes that depend on a changed size follow its new value. The number of learned positions keeps its distance to
+        the sequence length. A model with one key-value head per query head keeps this ratio.
         """
         fields = self.model_dump()
         if "heads" in changes and self.kv_heads == self.heads:

@@ -141,8 +141,8 @@ def cluster_from_data(data: Any, where: str) -> Cluster:
 
 
 def _fill_group(group: Any) -> Any:
-    """Completes a group of a cluster file whose device is a name. Missing fields come from the catalog: the device, its
-    links and its host."""
+    """Completes a node group of a cluster file that names its device. Missing fields come from the catalog: the device,
+    its links and its host."""
     if not (isinstance(group, dict) and isinstance(group.get("device"), str)):
         return group
     row = device_entry(group["device"])

@@ -84,8 +84,8 @@ def read_hf_config(folder: Path) -> ArchitectureSizes:
 
 
 def has_formulas(folder: Path) -> bool:
-    """Returns whether the formulas support the model family in `folder`. Returns True for a folder whose configuration
-    is invalid, so that reading it raises the error."""
+    """Returns whether the formulas support the model family in `folder`. For an invalid configuration it returns True,
+    so that the error is raised when the configuration is read."""
     try:
         config = parse_text(read_text_file(folder / "config.json"), str(folder))
     except InputError:
@@ -100,7 +100,7 @@ def has_formulas(folder: Path) -> bool:
 
 
 def _unsupported_moe(config: Mapping[str, Any]) -> str:
-    """Returns the property of a mixture-of-experts model that the formulas do not support; empty if there is none."""
+    """Returns the property of a mixture-of-experts model that the formulas do not support, or '' if there is none."""
     wide, each = (config.get(name) for name in ("shared_expert_intermediate_size", "moe_intermediate_size"))
     if wide and not (isinstance(wide, int) and isinstance(each, int) and each > 0 and wide % each == 0):
         return Message(

@@ -1,9 +1,10 @@
 """Reads a job file, `--set section.key=value` and the shared options to a `JobFile`, and converts it to the `Job` that
 is planned.
 
-The order is: defaults, the file, `--set`, options. A later source takes precedence. Missing values are filled in. The
-precision is the fastest one that all devices support; of equally fast ones the first of bf16, fp16, fp32. The sequence
-is at most the number of positions of the model. An error names the file and the path of the value.
+The sources are, with rising precedence: defaults, the file, `--set`, options. Missing values are filled in. The default
+precision is the fastest precision that all devices support; if several are equally fast, it is the first of bf16, fp16,
+fp32. The default sequence length is at most the model's number of positions. An error names the file and the path of
+the value.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 class ModelChoice(StrictModel):
-    """The model of a job: one of `name` (catalog), `path` (folder or architecture file), `module`. `sizes` changes some
-    of its sizes. `rules` are tensor-parallel rules for blocks whose structure is not recognized."""
+    """The model of a job: one of `name` (catalog), `path` (folder or architecture file) and `module` (user's function).
+    `sizes` replaces some of the model's sizes. `rules` are tensor-parallel rules for blocks whose structure is not
+    recognized."""
 
     name: OneLine = ""
     path: OneLine = ""
@@ -60,7 +62,7 @@ class ModelChoice(StrictModel):
 
     @property
     def source(self) -> str:
-        """The equivalent value of `--model`."""
+        """The value of `--model` for this model."""
         return self.name or self.path or self.module or "llama-tiny"
 
 
@@ -96,7 +98,7 @@ class JobFile(StrictModel):
     )
 
     def given_plan(self) -> Plan | None:
-        """Returns the plan that the file names completely, or None."""
+        """Returns the plan if the file gives it completely, else None."""
         return read_plan(str(self.plan["name"])) if "name" in self.plan else None
 
 
@@ -125,7 +127,7 @@ def read_job(
             )
         )
     given = list((options or {}).items())
-    # An option that chooses another cluster drops that of the file, but keeps values of --set.
+    # An option that chooses another cluster replaces the cluster of the file, but keeps values from --set.
     for name, value in given:
         set_dotted_field(data, name, value)
     for override in overrides:
@@ -149,8 +151,8 @@ def read_job(
 
 
 def set_dotted_field(data: dict[str, Any], name: str, value: Any) -> None:
-    """Sets the dotted field `name` of `data` to `value`. If the model or the plan is now chosen in another way, the
-    previous choice is dropped."""
+    """Sets the dotted field `name` of `data` to `value`. If `name` chooses the model or the plan in another way than
+    before, the previous choice is dropped."""
     *sections, key = name.split(".")
     for section in sections:
         inner = data.get(section)
@@ -193,7 +195,7 @@ def resolve_sizes(choice: ModelChoice) -> ArchitectureSizes:
 
 
 def resolve_cluster(choice: ClusterChoice) -> Cluster:
-    """Returns the cluster of a job file with its memory, budget and failure rate."""
+    """Returns the cluster of a job file, with the file's memory size, memory budget and failure rate."""
     if choice.groups:
         cluster = cluster_from_data(choice.model_dump(exclude={"path", "memory", "budget"}), "$.cluster")
     else:
@@ -208,7 +210,8 @@ def resolve_cluster(choice: ClusterChoice) -> Cluster:
 
 
 def resolve_pins(file: JobFile) -> dict[str, Any]:
-    """Returns the plan fields that the job file fixes. Raises InputError if the file has both a plan name and pins."""
+    """Returns the plan fields that the job file pins, by name. Raises InputError if the file has both a plan name and
+    pins."""
     plan = file.given_plan()
     others = {name: value for name, value in file.plan.items() if name != "name"}
     if plan is not None and others:

@@ -1,9 +1,9 @@
 """Describes this machine as the cluster `local`, and stores its measured profile in the user's cache.
 
-Without a profile, `local` is the CUDA devices that the driver lists, or else ranks on the CPU cores of the host. It is
-determined without importing torch. There are as many CPU ranks as cores, but at least 4 and at most 8; `local:N` sets
-another number. If there are more ranks than cores, each rank has cores / ranks of the peak, memory bandwidth and link
-of a core. Memory is that of the host, or of the container, divided by the ranks.
+Without a profile, `local` consists of the CUDA devices that the driver lists, or else of ranks on the CPU cores of the
+host. Torch is not imported for this. There are as many CPU ranks as cores, but at least 4 and at most 8; `local:N` sets
+the number to N. If there are more ranks than cores, each rank has cores / ranks of the peak, memory bandwidth and link
+of a core. The memory of a rank is that of the host, or of the container, divided by the number of ranks.
 
 `probe` and trials save a measured profile, which then replaces `local`. There is one file per machine and number of
 ranks. A machine is identified by its processors, their number, its memory and its CUDA devices, so that several
@@ -34,7 +34,7 @@ LOCAL_PROFILE_ENV = "MESHWRIGHT_MEASURED"
 
 
 def local_profile_path(ranks: int, machine: tuple[object, ...]) -> Path:
-    """Returns the path of the profile of `ranks` ranks on this type of machine."""
+    """Returns the path of the profile of `ranks` ranks on this kind of machine."""
     processor = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
@@ -77,7 +77,7 @@ def parse_local_count(word: str) -> int | None:
     if not number.isdigit() or int(number) < 1:
         raise InputError(
             Message(
-                "cluster {word!r}: the number of ranks behind 'local:' must be at least 1, such as 'local:4'", word=word
+                "cluster {word!r}: the number of ranks after 'local:' must be at least 1, such as 'local:4'", word=word
             )
         )
     return int(number)
@@ -144,10 +144,10 @@ def cuda_device_names() -> list[str]:
 
 
 def visible_devices(visible: str, cards: list[CudaDevice]) -> list[CudaDevice]:
-    """Returns the devices that CUDA shows for this CUDA_VISIBLE_DEVICES.
+    """Returns the devices that CUDA shows for `visible`, the value of CUDA_VISIBLE_DEVICES.
 
-    The list ends before the first entry that is not a device. It is empty if an entry occurs twice. A UUID, or a prefix
-    of a UUID, names the device with this UUID. If the driver lists no such device, the first device is used.
+    The list ends before the first item that is not a device. It is empty if an item occurs twice. An item may be a UUID
+    or a prefix of a UUID. If no device has this UUID, the first device is used.
 
     >>> [card.name for card in visible_devices("1,0,-1,2", [CudaDevice("a"), CudaDevice("b"), CudaDevice("c")])]
     ['b', 'a']
@@ -185,7 +185,7 @@ def _devices_from_driver() -> list[CudaDevice]:
 
 
 def _devices_from_nvidia_smi() -> list[CudaDevice]:
-    """Returns the devices that nvidia-smi lists. It is used if the kernel driver has no files."""
+    """Returns the devices that nvidia-smi lists. This is used if the kernel driver provides no files."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"],

@@ -1,8 +1,9 @@
-"""Parses `--model`: a catalog name, a folder with a Hugging Face `config.json`, an architecture file, or a size such
-as `200b`.
+"""Parses `--model`: a catalog name, a folder with a Hugging Face `config.json`, an architecture file, or a size such as
+`200b`.
 
 The result is architecture sizes and a `ModelSpec`. `package.module:function` names Python code, which the planner does
-not run. `cli/trace_model.py` runs it, and folders of other model families, to fill the same `ModelSpec`.
+not run. For such code, and for folders of other model families, `cli/trace_model.py` runs the model to create the
+`ModelSpec`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def needs_tracing(name: str) -> bool:
 
 
 def read_sizes(name: str) -> ArchitectureSizes:
-    """Returns the sizes of the model `name`. Raises InputError with the most similar known models."""
+    """Returns the sizes of the model `name`. If the name is unknown, it raises InputError with the most similar known
+    models."""
     rows = catalog.models()
     row = catalog.find_entry(rows, name)
     if row is not None:

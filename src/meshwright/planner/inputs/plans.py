@@ -1,8 +1,8 @@
 """Parses `--plan NAME|FILE|auto` and `--pin tp=2,pp=4`.
 
 A pin is a field of `Plan`, or `dp` for all replicas. The abbreviations of plan names (z, mb, sp, rc) stand for their
-fields. `schedule=FILE` reads an order of actions from a table (spec/schedules/text.py), and also pins its numbers of
-ranks and stages.
+fields. `schedule=FILE` reads an order of actions from a table (spec/schedules/text.py). It also pins the numbers of
+ranks and stages in this table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def read_plan(text: str) -> Plan | None:
-    """Returns the plan with the name or in the file `text`, or None for `auto`, which means that the planner chooses.
+    """Returns the plan with the name or in the file `text`, or None for `auto` (the planner chooses the plan).
 
     >>> read_plan("dp8.tp2.pp4.z1").world
     64
@@ -130,8 +130,8 @@ def read_schedule_pins(path: Path) -> dict[str, Any]:
 
 
 def _pin_value(field: str, value: Any, where: str) -> Any:
-    """Converts `value` to the type of the field of `Plan`. A single word is also accepted for a list. Rules between
-    fields are not checked."""
+    """Converts `value` to the type of the field of `Plan`. For a list, a single word is also accepted. Rules between
+    fields are not checked here."""
     if isinstance(Plan.model_fields[field].default, tuple) and isinstance(value, str):
         value = [value]
     try:

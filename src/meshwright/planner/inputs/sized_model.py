@@ -2,10 +2,10 @@
 nearest size.
 
 Let P be the requested number of parameters and P0 that of the nearest GPT-3 or Megatron row. The hidden size is that of
-the row times (P / P0)^(1/3), rounded to a multiple from HIDDEN_SIZE_STEPS. Common tensor-parallel degrees then divide
-the heads, which are 64 or 128 wide. A layer has 12 hidden^2 parameters (Narayanan et al., arXiv 2104.04473, equation
-2), and the number of layers gives the total nearest to P. If most parameters of a small model are the vocabulary, the
-hidden size is smaller. A name of the catalog takes precedence.
+the row times (P / P0)^(1/3), rounded to a multiple from HIDDEN_SIZE_STEPS. So common tensor-parallel degrees divide the
+heads, which are 64 or 128 wide. A layer has 12 hidden^2 parameters (Narayanan et al., arXiv 2104.04473, equation 2),
+and the number of layers is the one whose total is nearest to P. If most parameters of a small model are the vocabulary,
+the hidden size is smaller. If the catalog has a model of this name, that model is used instead.
 
 >>> sizes = sizes_for_parameters(200e9)
 >>> sizes.layers, sizes.hidden, sizes.heads
@@ -32,9 +32,9 @@ SCALABLE_FAMILIES = ("GPT-3", "MT-NLG", "Megatron")
 HIDDEN_SIZE_STEPS = ((8192, 2048), (4096, 1024), (1024, 512), (0, 64))
 """Pairs (minimum, step): hidden sizes from the minimum on are multiples of the step."""
 MIN_PARAMETERS, MAX_PARAMETERS = 4e6, 1e15
-"""Range of the number of parameters. Below it, the vocabulary alone would be larger."""
+"""The range of the number of parameters. Below the minimum, the vocabulary alone would have more parameters."""
 LEARNED_POSITIONS = 8192
-"""Learned positions of a scaled model. There are more than in the scaled row, so that common sequence lengths are
+"""The number of learned positions of a scaled model: more than the catalog row has, so that common sequence lengths are
 possible."""
 
 
@@ -65,12 +65,12 @@ def nearest_size(parameters: float, known: SizesByName) -> str:
 
 
 def count_weights(sizes: ArchitectureSizes) -> float:
-    """Returns the parameters of a GPT without its biases and norms, which are a thousandth of them."""
+    """Returns the number of parameters of a GPT without biases and norms, which are about a thousandth of the total."""
     return 12.0 * sizes.layers * sizes.hidden**2 + (sizes.vocab + sizes.pos_rows) * sizes.hidden
 
 
 def sizes_for_parameters(parameters: float, known: SizesByName | None = None) -> ArchitectureSizes:
-    """Returns the sizes of a GPT model with about `parameters` parameters, as close as a whole number of layers
+    """Returns the sizes of a GPT model with about `parameters` parameters, as close as an integer number of layers
     allows."""
     if not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS:
         raise InputError(
@@ -103,7 +103,7 @@ def sizes_for_parameters(parameters: float, known: SizesByName | None = None) ->
 
 
 def model_title(name: str) -> str:
-    """Returns the name to display. For a size it includes the model that was scaled.
+    """Returns the name to display. For a size, the name includes the model that was scaled.
 
     >>> model_title("200b"), model_title("gpt3")
     ('gpt-200b (gpt3-175b scaled)', 'gpt3')

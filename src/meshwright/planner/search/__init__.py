@@ -1,2 +1,2 @@
-"""Searches all legal plans of a job for those that fit and are fastest, and explains why other plans lose. The search
-is exact and vectorised."""
+"""Searches all legal plans of a job for the fastest plans that fit in memory, and explains why other plans are worse.
+The search is exact and vectorised."""

@@ -2,8 +2,8 @@
 
 The questions: how large is my model, does it fit on one device, how are my devices linked, speed or memory, do I need a
 hybrid, which tp and pp. An improvement is one change of the cluster or the workload: twice the memory, links or devices
-twice as fast, twice the batch, fewer bytes between nodes. Each is a search of the changed job, so that the plan may
-change too. Improvements are compared by tokens per second.
+twice as fast, twice the batch, fewer bytes between nodes. For each improvement the search is repeated, so that the plan
+may change too. Improvements are compared by tokens per second.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ WHAT_IF_NAMES = {
 
 
 class JobImprovement(NamedTuple):
-    """A change with its name, the speed-up in tokens per second under the best plan of the changed job, and that
-    plan."""
+    """A change of the job: its name, the best plan of the changed job, and the speed-up in tokens per second."""
 
     name: str
     speed: float
@@ -57,7 +56,7 @@ def with_node_groups(cluster: Cluster, groups: Iterator[NodeGroup]) -> Cluster:
 
 
 def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
-    """Yields the changed jobs by name. Omits changes that cannot affect the cluster."""
+    """Yields the changed jobs by name. Changes that have no effect on this cluster are omitted."""
     cluster, groups = job.cluster, job.cluster.groups
     more = (group.but(device=group.device.but(memory=group.device.memory * IMPROVEMENT_FACTOR)) for group in groups)
     yield "memory", job.but(cluster=with_node_groups(cluster, more))
@@ -89,7 +88,7 @@ def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
 def _with_less_traffic(job: Job) -> Iterator[tuple[str, Job]]:
     """Yields jobs with the same batch and less traffic between nodes.
 
-    These changes affect the result, so they apply only at the user's request.
+    These changes (such as gradient compression) affect the training result, so they are only suggested.
     """
     work, nodes = job.workload, sum(group.nodes for group in job.cluster.groups)
     if work.compression is None and not work.exact and work.precision != "fp16":
@@ -125,10 +124,10 @@ def rank_improvements(
 
 
 MAX_NEIGHBOUR_DEGREES = 3
-"""Number of other degrees that are named on either side of the chosen degree."""
+"""The number of other degrees to name below and above the chosen degree."""
 
 MIN_SPEED_CHANGE = 0.005
-"""Changes of speed below this fraction are ignored."""
+"""Relative changes of speed below this value are ignored."""
 
 
 def advise(job: Job, answer: SearchResult, runnable: bool = False) -> list[Message]:
@@ -234,7 +233,7 @@ def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> 
     chosen = answer.chosen.estimate
     found = search_top_plans(job, 1, runnable=runnable).ranking
     even: tuple[PlanCandidate | PlanFamily, ...] = (*found.nearest.values(), *found.families.values())
-    # On some heterogeneous groups no homogeneous plan is legal.
+    # On some heterogeneous clusters no plan with equal ranks is legal.
     lean = min(even or answer.families, key=lambda it: (it.reserved, it.seconds))
     values = {
         "plan": answer.chosen.name,
@@ -256,7 +255,7 @@ def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> 
 
 
 def _hybrid_message(job: Job, answer: SearchResult) -> Message:
-    """Answers question 5: compares families with one kind of parallelism with the chosen plan."""
+    """Answers question 5: compares the chosen plan with families that use one kind of parallelism."""
     step = answer.chosen.estimate.time.step
     single = [family for family in answer.families if count_parallelisms(family.plan) <= 1]
     fitting = [family for family in single if family.fits]
@@ -313,8 +312,8 @@ def _degrees_message(job: Job, answer: SearchResult, runnable: bool) -> Message:
 
 
 def _neighbour_degrees(job: Job, answer: SearchResult, axis: str, runnable: bool) -> tuple[Message, ...]:
-    """Returns the next lower and higher degrees of an axis. Each has the additional time of its best plan, or states
-    that none fits."""
+    """Returns the next lower and higher degrees of an axis. Each degree is given with the additional step time of its
+    best plan, or with the statement that no plan fits."""
     chosen, step = getattr(answer.chosen.plan, axis), answer.chosen.estimate.time.step
     degrees = divisors(job.cluster.devices)  # on some heterogeneous groups the chosen degree is not a divisor
     lower, higher = [degree for degree in degrees if degree < chosen], [degree for degree in degrees if degree > chosen]

@@ -1,9 +1,9 @@
 """Searches the plan space of a job by branch and bound for the best plans that fit and the best plan of every family.
 
 Guarantees: the search is exact. It returns the same best plan as an estimate of every single plan; a test compares both
-on random jobs. Plans are ordered by score: the step time, raised by RISK_MARGIN for each doubt (risk_margin.py), or the
-reserved bytes for the most headroom. At equal score (to nine digits) the simpler plan comes first: fewer axes, lower
-ZeRO stage, no recompute, no sequence parallelism, the simpler schedule.
+on random jobs. Plans are ordered by score. The score is the step time, raised by RISK_MARGIN for each reason of
+uncertainty (risk_margin.py). With the objective headroom, it is the reserved bytes. At equal score (to nine digits) the
+simpler plan comes first: fewer axes, lower ZeRO stage, no recompute, no sequence parallelism, the simpler schedule.
 
 [Note: bounds] The cost of plans that cannot be among the results is not computed. All bounds rely on the fact that a
 step becomes longer with each of its terms.
@@ -11,16 +11,16 @@ step becomes longer with each of its terms.
 - Lower bound: no plan of a degree group is faster than its compute, its tensor-parallel communication and its bubble.
   Groups are searched in the order of these bounds. A group is pruned if its bound exceeds the best results, both
   overall and of each of its families.
-- Families: for a family in which no plan fits, the search needs only the nearest plan. It has the smallest micro-batch,
-  or a single micro-batch.
-- Recompute: a plan that fits with a margin without recompute and offload is faster than the same plan with them. The
-  cost of recompute and offload is computed only for other plans.
+- Families: for a family in which no plan fits, the search needs only the plan that is nearest to fitting. This plan has
+  the smallest micro-batch size, or only one micro-batch.
+- Recompute: if a plan fits with a margin without recompute and offload, recompute and offload make it only slower. So
+  their cost is computed only for other plans.
 - Offload: a combination of offloads takes at least as long as each of its single offloads. The cost of a combination is
   computed only if each single offload is fast enough.
 - Memory choices: the cost of recompute and offload is computed only if their bounds on bytes and seconds
   (planner/cost/bounds.py) allow the best plan.
-- Other layouts: the listed plans and the families have the default order of axes, uniform recompute and no offload. The
-  cost of other orders, partial recompute and offload is computed only if they can give the best plan.
+- Other layouts: the ranking and the families contain plans with the default order of axes, uniform recompute and no
+  offload. The cost of other orders, partial recompute and offload is computed only if they can give the best plan.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ DOES_NOT_FIT = "does not fit"
 PRUNED_BY_BOUND = "pruned (lower bound)"
 
 MAX_GRID_PLANS = 1 << 16
-"""Maximum number of plans of one grid. The arrays of a grid then stay in the cache of a core."""
+"""Maximum number of plans of one grid. With this limit, the arrays of a grid fit in the cache of a core."""
 
 SPARSE_FRACTION = 0.5
-"""If a smaller fraction of a grid is fast enough, memory is computed only for the plans that are."""
+"""If less than this fraction of the plans of a grid is fast enough, memory is computed only for those plans."""
 
 
 ZERO_AXIS = CHOICE_FIELDS.index("shards")
@@ -63,7 +63,7 @@ ZERO_AXIS = CHOICE_FIELDS.index("shards")
 
 @dataclass
 class PlanSearch:
-    """A plan space, and the part of it whose cost was computed."""
+    """The search of one plan space, and its results so far."""
 
     pricer: CostModel
     space: PlanSpace
@@ -80,7 +80,7 @@ class PlanSearch:
         self._without_margin: list[tuple[DegreeGroup, PlanGrid, PricedGrid]] = []
 
     def explore(self) -> None:
-        """Computes the cost of every plan that can be among the results."""
+        """Computes the cost of every plan that may be among the results."""
         groups = list(self.space.groups())
         self.legal = sum(group.legal for group in groups)
         groups = groups if self.ranking.by_family else [group for group in groups if self._may_fit(group)]
@@ -110,19 +110,20 @@ class PlanSearch:
             self.space.reject(PRUNED_BY_BOUND, self.legal - self.priced, shown)
 
     def _lower_bound(self, box: PlanGrid) -> Array:
-        """Returns lower bounds of the seconds of all legal plans of a group, over (o, b, s). See [Note: bounds]."""
+        """Returns lower bounds of the seconds of all legal plans of a group, over axes (o, b, s) of GRID_AXES. See
+        [Note: bounds]."""
         floor = self.pricer.floor(box)
         legal = box.legal[0].any(axis=(3, 4, 5))
         return np.where(np.broadcast_to(legal, floor.shape), floor, np.inf) * (1 - SCORE_TOLERANCE)
 
     def _may_fit(self, group: DegreeGroup) -> bool:
-        """Returns whether any plan of a group may fit, by the lower bound of its memory."""
+        """Returns whether a plan of the group may fit, by the lower bound of memory."""
         return bool(
             (lower_bounds(self.pricer, group.box, group.ways).taken * (1 - SCORE_TOLERANCE) <= self._usable).any()
         )
 
     def _price_default_layouts(self, group: DegreeGroup, floor: Array) -> None:
-        """Computes the cost of plans with the default order of axes. The families consist of these plans."""
+        """Computes the cost of plans with the default order of axes. The plan families consist of these plans."""
         everything = self.objective == SearchObjective.headroom
         few = everything or group.box.size <= SMALL_GRID_PLANS
         done = np.isfinite(floor) & (
@@ -140,9 +141,9 @@ class PlanSearch:
                 self._without_margin.append((group, box, priced))
 
     def _needs_memory_choices(self, box: PlanGrid, priced: PricedGrid) -> Array:
-        """Returns the plans that do not fit with a margin without recompute and could be the best with recompute or
-        offload. If activations must be offloaded, these are all plans, because recompute may make them faster.
-        """
+        """Returns where plans do not fit with a margin without recompute, but could be the best plan with recompute or
+        offload. If offload of activations is required, the result is true for all plans, because recompute may make
+        them faster."""
         if offloads_activations(box.offload[0]):
             return np.isfinite(priced.seconds[:, :, :, :1])
         return _with_single_rank_shards(
@@ -150,7 +151,7 @@ class PlanSearch:
         )
 
     def _price_other_layouts(self, group: DegreeGroup, floor: Array) -> None:
-        """Computes the cost of other orders of axes. They are relevant only for the best plan."""
+        """Computes the cost of other orders of axes. Other orders are relevant only for the best plan."""
         everything = self.objective == SearchObjective.headroom
         near = np.isfinite(floor) & (everything or floor <= self.ranking.record)
         for axes in group.axes:
@@ -160,7 +161,8 @@ class PlanSearch:
                 )
 
     def price(self, box: PlanGrid, ceiling: float = np.inf) -> PricedGrid:
-        """Computes the seconds of every plan of a grid, and the memory of those that take at most `ceiling` seconds."""
+        """Computes the seconds of every plan of a grid, and the memory of the plans that take at most `ceiling`
+        seconds."""
         pricer = self.pricer
         ranks = pricer.ranks(box)
         states = pricer.states(box, ranks)
@@ -190,7 +192,7 @@ class PlanSearch:
         return whole
 
     def _with_memory(self, box: PlanGrid, parts: MemoryFootprint, step: Array) -> PricedGrid:
-        """Adds memory and score to plans whose steps take `step` seconds."""
+        """Returns the cost of the plans whose steps take `step` seconds, with memory and score."""
         setting = self.pricer.setting
         usual, safe = reserved_bytes(setting, parts.total.max(axis=0))
         room = np.broadcast_to(parts.host.max(axis=0) <= setting.host_memory if any(box.offload) else True, box.shape)
@@ -201,13 +203,13 @@ class PlanSearch:
             if not box.compile
             else step + compile_seconds(setting, box, self.pricer.ranks(box).layers)[0] / setting.job.workload.steps
         )
-        # The axis f.
+        # One value per offload choice (axis f).
         doubts = tight + np.array([int(uses_unmeasured_link(setting.job.cluster, choice)) for choice in box.offload])
         worth = taken if self.objective == SearchObjective.headroom else each * (1.0 + RISK_MARGIN) ** doubts
         return PricedGrid(np.where(taken <= self._usable, worth, np.inf), step, taken, tight, room)
 
     def _count_unfit(self, box: PlanGrid, step: Array, found: PricedGrid) -> None:
-        """Counts the plans that do not fit, and stores the fastest of them."""
+        """Counts the plans that do not fit, and remembers the fastest of them."""
         legal = box.legal_size
         self.priced += legal
         fitting = np.isfinite(found.score)
@@ -221,7 +223,7 @@ class PlanSearch:
                 self.fastest = PlanCandidate(box, tuple(map(int, at)), float(lost[at]), float(found.taken[at]))
 
     def _note_lowest_memory(self, box: PlanGrid, step: Array, found: PricedGrid) -> None:
-        """Stores the plan with the lowest memory, as long as no plan fits."""
+        """While no plan fits, remembers the plan with the lowest memory."""
         at = np.unravel_index(int(found.taken.argmin()), box.shape)
         if (
             not self.ranking.best
@@ -234,8 +236,8 @@ class PlanSearch:
     # --------------------------------------------------------------------------------------
 
     def _price_memory_choices(self, group: DegreeGroup, box: PlanGrid, priced: PricedGrid) -> None:
-        """Computes the cost of partial recompute and offload for the plans of `box` that do not fit with a margin
-        without them."""
+        """Computes the cost of partial recompute and offload for those plans of `box` that need them to fit with a
+        margin."""
         if not (mask := self._needs_memory_choices(box, priced)).any():
             return
         box, at = crop_grid(box, mask)
@@ -261,15 +263,16 @@ class PlanSearch:
     def _may_be_best(
         self, box: PlanGrid, mask: Array, priced: PricedGrid, ways: Sequence[tuple[Offload, ...]]
     ) -> dict[tuple[Offload, ...], Array]:
-        """Returns for each offload choice the plans of `mask` that it could make the best plan, over obs1z1."""
+        """Returns, for each offload choice, which plans of `mask` it could make the best plan. The masks have the axes
+        `obsczf`, with length 1 along c and f."""
         bound = lower_bounds(self.pricer, box, tuple(ways))
         stay = priced.seconds[:, :, :, :1]
         stay = np.where(_single_rank_shards(box), stay.min(axis=ZERO_AXIS, keepdims=True), stay)
-        # If offload is mandatory, recompute may save time.
+        # If offload is required, recompute may save time.
         seconds = bound.link if ways[0] else np.maximum(stay + bound.more, bound.link)
         leaning = np.array([int(uses_unmeasured_link(self.pricer.setting.job.cluster, way)) for way in ways])
         seconds = seconds * (1.0 + RISK_MARGIN) ** ((bound.safe > physical_limit(self.pricer.setting)) + leaning)
-        # If no plan fits yet, the nearest plan is searched.
+        # As long as no plan fits, the search is for the plan that is nearest to fitting.
         room = (
             self._usable
             if self.ranking.best
@@ -283,9 +286,9 @@ class PlanSearch:
         return {way: found[..., at : at + 1] for at, way in enumerate(ways)}
 
     def _price_offloaded(self, group: DegreeGroup, offloaded: PlanGrid, mask: Array) -> Array:
-        """Computes the cost of plans with offload. Either all of them offload activations or none does. Returns the
-        minimum seconds of each plan over all recompute choices, over obs1zf.
-        """
+        """Computes the cost of plans with offload. Either all of these plans offload activations or none does. Returns
+        the minimum seconds of each plan over all recompute choices, along the axes `obsczf` of GRID_AXES with length
+        1 along c."""
         found = self.price(offloaded, self.ranking.limit)
         self.ranking.take(offloaded, found, with_families=False)
         return self._price_partial_recompute(
@@ -296,7 +299,7 @@ class PlanSearch:
         )
 
     def _price_partial_recompute(self, group: DegreeGroup, box: PlanGrid, mask: Array, priced: PricedGrid) -> Array:
-        """Computes the cost of all useful numbers of recomputed blocks of each plan of `mask`. Returns the minimum
+        """Computes the cost of all useful numbers of recomputed blocks for each plan in `mask`. Returns the minimum
         seconds of each plan."""
         kinds = [choice.kind for choice in box.recompute]
         if not (group.parts and kinds[0] == Recompute.none and mask.any()):
@@ -306,8 +309,8 @@ class PlanSearch:
         valley = any(offloads_activations(choice) for choice in box.offload)
         for rung in recompute_ladder(kinds):
             less, more = at[rung.rest], at[rung.kind]
-            enough = priced.roomy[less] & (rung.rest != Recompute.none)  # then no block needs more recompute
-            there = priced.may_fit[more] | (rung.kind == Recompute.full)  # otherwise no number of blocks fits
+            enough = priced.roomy[less] & (rung.rest != Recompute.none)  # whether no block needs heavier recompute
+            there = priced.may_fit[more] | (rung.kind == Recompute.full)  # without this, no number of blocks fits
             there = priced.room[less] | priced.room[more] if valley else there & priced.room[more] & ~enough
             partial = PartialRecompute(
                 box, rung, lambda part: self.price(part, self.ranking.limit), self.ranking.record
@@ -319,14 +322,14 @@ class PlanSearch:
 
 
 def _single_rank_shards(box: PlanGrid) -> Array:
-    """Returns which ZeRO choices have one rank (z, f). They are as fast as ZeRO 0 and are valid only if weights are
-    offloaded."""
+    """Returns, over axes (z, f) of GRID_AXES, which ZeRO choices have one rank per shard group. Such choices are as
+    fast as ZeRO 0 and are valid only if weights are offloaded."""
     return np.array([each.lone for each in box.shards])[:, None]
 
 
 def _with_single_rank_shards(box: PlanGrid, chosen: Array) -> Array:
-    """Returns `chosen` (over obscz_). If any ZeRO choice of a plan is chosen, the choices with one rank are chosen
-    too."""
+    """Returns `chosen` with additional plans: if any ZeRO choice of a plan is chosen, its choices with one rank per
+    shard group are chosen too."""
     return (
         chosen | (chosen.any(axis=ZERO_AXIS, keepdims=True) & lone)
         if (lone := _single_rank_shards(box)).any()
@@ -337,8 +340,8 @@ def _with_single_rank_shards(box: PlanGrid, chosen: Array) -> Array:
 def merge_offload_choices(
     candidates: Mapping[tuple[Offload, ...], Array], recompute: int
 ) -> tuple[tuple[Offload, ...], ...]:
-    """Returns the first offload choice, and all further choices that can share one grid with it without significant
-    additional cost."""
+    """Returns the first offload choice, and the other choices that can share one grid with the first without much
+    additional computation."""
     first, *others = candidates
     found, mask = [first], candidates[first]
     for way in others:
@@ -360,14 +363,15 @@ def crop_size(mask: Array) -> int:
 
 
 def _lowest_memory_batches(box: PlanGrid) -> Array:
-    """Returns which micro-batches can have the lowest memory: those of the smallest size, and single ones (b, s)."""
+    """Returns, over axes (b, s) of GRID_AXES, which micro-batch choices can have the lowest memory: the smallest size,
+    and a single micro-batch per step."""
     lowest_memory = min(each.size for each in box.micro_batches)
     return np.array([each.size == lowest_memory or each.number == 1 for each in box.micro_batches])[:, None]
 
 
 def _candidate_grids(box: PlanGrid, near: Array) -> Iterator[PlanGrid]:
-    """Yields small parts of `box`, with several schedules each, that contain all plans that `near` marks over (o, b,
-    s)."""
+    """Yields small parts of `box` that together contain all plans marked in `near`, over axes (o, b, s) of GRID_AXES.
+    Each part has several schedules."""
     orders = np.flatnonzero(near.any(axis=(1, 2)))
     each = int(np.count_nonzero(near.any(axis=(0, 2)))) * box.size // (len(box.orders) * len(box.micro_batches))
     for begin in range(0, len(orders), step := max(MAX_GRID_PLANS // max(each, 1), 1)):
@@ -383,13 +387,13 @@ def search_top_plans(
     runnable: bool = False,
     ceiling: float = np.inf,
 ) -> PlanSearch:
-    """Searches the space of `job` for its `top` best plans and the best plan of each family. Ignores plans above
-    `ceiling` seconds."""
+    """Searches the space of `job` for its `top` best plans and the best plan of each family. Plans that take more than
+    `ceiling` seconds are ignored."""
     return run_search(job, TopK(top, ceiling), objective, runnable)
 
 
 def find_best_plan(job: Job, runnable: bool = False, ceiling: float = np.inf) -> PlanCandidate | None:
-    """Returns the best plan that fits below `ceiling` seconds, or None. Does not compute families."""
+    """Returns the best plan that fits and takes at most `ceiling` seconds, or None. Plan families are not computed."""
     best = search_best_plan(job, runnable, ceiling).ranking.best
     return best[0] if best else None
 

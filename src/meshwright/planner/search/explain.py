@@ -1,5 +1,5 @@
-"""Explains the chosen plan in a few sentences: its time and memory, and by how much the best plans of other families
-are slower."""
+"""Explains the chosen plan in a few sentences: its time, its memory, and how much slower the best plans of other
+families are."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from meshwright.spec.estimate import FitStatus, fit_message, largest_memory_kind
 from meshwright.spec.job import Job
 
 MAX_FAMILIES_NAMED = 3
-"""Maximum number of families that a sentence names."""
+"""The maximum number of families in one sentence."""
 
 MIN_TIME_FRACTION_NAMED = 0.005
-"""Kinds of time below this fraction of the step are not named."""
+"""Kinds of time below this fraction of the step are not mentioned."""
 
 
 def explain(job: Job, answer: SearchResult) -> list[Message]:
@@ -45,7 +45,7 @@ def explain(job: Job, answer: SearchResult) -> list[Message]:
 
 
 def family_name(words: str) -> Message:
-    """Returns the name of a family such as 'tensor + ZeRO-1', translated part by part."""
+    """Returns the name of a family such as 'tensor + ZeRO-1', with each part translated."""
     first, _, rest = words.partition(" + ")
     return (
         Message("{first} + {rest}", first=term("family", first), rest=family_name(rest))
@@ -66,7 +66,7 @@ def _chosen_message(answer: SearchResult) -> Message:
 
 
 def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
-    """Returns a sentence about the fastest plan if the chosen plan was preferred because of risk."""
+    """If the chosen plan was preferred over a faster plan because of risk, returns a sentence about the faster plan."""
     chosen = (answer.chosen.plan, answer.chosen.estimate)
     known = [(entry.estimate.time.step, entry.plan) for entry in answer.plans]
     known += [(family.seconds, family.plan) for family in answer.families if family.fits]
@@ -114,8 +114,8 @@ def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
 
 
 def _breakdown_message(answer: SearchResult) -> Message:
-    """Returns the fractions of the step by kind of time, and of the memory of the peak-memory rank by kind of
-    memory."""
+    """Returns a sentence with the step time by kind, and the memory of the rank with the highest peak by kind, as
+    fractions."""
     priced = answer.chosen.estimate
     items = {
         item: seconds
@@ -157,7 +157,7 @@ def _slower_family_message(job: Job, answer: SearchResult, family: PlanFamily) -
 
 
 def describe_time_deltas(lost: Sequence[TimeDelta]) -> tuple[Message, ...]:
-    """Returns the kinds of time that take longer."""
+    """Returns a text for each kind of time that takes longer."""
     return tuple(
         Message("{item} +{seconds:seconds}", item=term("time", delta.name), seconds=delta.seconds) for delta in lost
     )

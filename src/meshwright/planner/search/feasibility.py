@@ -1,7 +1,7 @@
-"""Filters plans that are not feasible before their cost is computed.
+"""Filters out plans that are not feasible, before any cost is computed.
 
-`check_pins` rejects pins that are not fields of a plan, or that contradict each other. The other functions apply rules
-of `spec.constraints` that are broken by all plans of a layout, a schedule or an offload choice.
+`check_pins` rejects pins that are not fields of a plan, or that contradict each other. The other functions find
+layouts, schedules and offload choices for which every plan breaks a rule of `spec.constraints`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from meshwright.spec.violation import Violation
 from meshwright.spec.workload_constraints import UpdateProperties, diloco_violations, update_violations
 
 MEMORY_POLICY_PINS = ("recompute", "recompute_layers", "recompute_rest", "offload", "offload_layers")
-"""Pins that are compatible only with certain other pins of this group, whatever the rest of the plan is."""
+"""Pins that may contradict each other, whatever the rest of the plan is."""
 OFFLOAD_FRACTION_PINS = {"offload_share": offloads_states, "weights_share": offloads_weights}
-"""Pins of offload fractions, each with a function that returns whether an offload choice offloads the corresponding
-data."""
+"""Pins of offload fractions, each with a function that returns whether an offload choice includes the data of the
+fraction."""
 
 
 def check_pins(job: Job) -> None:
@@ -63,15 +63,15 @@ def check_pins(job: Job) -> None:
     if shares and not job.cluster.host_bandwidth and not job.cluster.storage_bandwidth:
         raise InputError(
             Message(
-                "pin {shares}={pins}: there is nowhere to wait: these devices compute in their host's memory, or no "
-                "way to it is known (host_bandwidth), and no node has a disk (storage_bandwidth)",
+                "pin {shares}={pins}: nothing can be offloaded: the devices have no host link (CPU "
+                "ranks, or no host_bandwidth), and no node has a disk (storage_bandwidth)",
                 shares=shares[0],
                 pins=pins[shares[0]],
             )
         )
     if "offload" in pins:
         _check_offload_fractions(pins, pins["offload"])
-        # This raises the error for invalid lists, such as an offload that occurs twice, or gradients without the
+        # This raises an error for invalid lists, such as an offload that occurs twice, or gradients without the
         # optimizer.
         validate_data(Plan, {"zero": 3, "dp_shard": 2, "offload": pins["offload"]}, "pin offload")
     _check_memory_policy_pins(pins)
@@ -85,15 +85,15 @@ def _check_memory_policy_pins(pins: Mapping[str, Any]) -> None:
     if pins.get("recompute_rest", "none") != "none" and not pins.get("recompute_layers"):
         raise InputError(
             Message(
-                "pin recompute_rest={recompute_rest} is of the blocks behind the first ones that recompute: pin "
-                "recompute_layers too",
+                "pin recompute_rest={recompute_rest} applies to the blocks after the first recomputed"
+                " blocks: pin recompute_layers too",
                 recompute_rest=pins["recompute_rest"],
             )
         )
     if pins.get("offload_layers") and not offloads_activations(pins.get("offload", ())):
         raise InputError(
             Message(
-                "pin offload_layers={offload_layers} counts blocks whose activations wait: pin off=[activations] too",
+                "pin offload_layers={offload_layers} needs offload of activations: pin off=[activations] too",
                 offload_layers=pins["offload_layers"],
             )
         )
@@ -134,12 +134,13 @@ def _check_device_pins(pins: Mapping[str, Any], devices: int) -> None:
 
 
 def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
-    """Raises InputError for an offload fraction if the pinned offloads do not include the corresponding data."""
+    """Raises InputError for an offload fraction if the pinned offload choice does not include the data of the
+    fraction."""
     if pins.get("offload_share", 100) < 100 and not offloads_states(offload):
         raise InputError(
             Message(
-                "pins offload_share={offload_share} and offload={offload}: the share is of the optimizer's states: "
-                "pin optimizer or optimizer-disk in off too",
+                "pins offload_share={offload_share} and offload={offload}: offload_share needs "
+                "offload of optimizer states: pin optimizer or optimizer-disk in off too",
                 offload_share=pins["offload_share"],
                 offload=[str(what) for what in offload],
             )
@@ -147,8 +148,8 @@ def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
     if pins.get("weights_share", 100) < 100 and not offloads_weights(offload):
         raise InputError(
             Message(
-                "pins weights_share={weights_share} and offload={offload}: the share is of the weights: pin "
-                "parameters or parameters-disk in off too",
+                "pins weights_share={weights_share} and offload={offload}: weights_share needs "
+                "offload of weights: pin parameters or parameters-disk in off too",
                 weights_share=pins["weights_share"],
                 offload=[str(what) for what in offload],
             )
@@ -156,8 +157,8 @@ def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
 
 
 class FeasibleSchedules(NamedTuple):
-    """The schedules of one pipeline degree: those that the optimizer update of the job allows and those that it does
-    not allow, with their numbers of partial recompute choices."""
+    """The schedules of one pipeline degree: the schedules that the optimizer update of the job allows and the others,
+    each with the number of partial recompute choices."""
 
     legal: list[ScheduleChoice]
     illegal: list[ScheduleChoice]
@@ -166,7 +167,7 @@ class FeasibleSchedules(NamedTuple):
 
 
 class UpdateFeasibility:
-    """Checks which choices are allowed by the optimizer update of a job and by the pinned numbers of blocks."""
+    """Checks which choices the optimizer update of a job and the pinned numbers of blocks allow."""
 
     def __init__(self, job: Job) -> None:
         pins: dict[str, Any] = dict(job.pins)
@@ -192,7 +193,7 @@ class UpdateFeasibility:
         )
 
     def offload_violation(self, way: tuple[Offload, ...]) -> Violation | None:
-        """Returns the reason why no plan may have the offload choice `way`, or None."""
+        """Returns the reason why no plan may have the offload choice `way`, or None if plans may have it."""
         replicas = self.local.replicas if self.local is not None else 1
         return (
             self.violation(Plan(dp_replicate=replicas, dp_shard=2, zero=3, offload=way, **self.shares)) if way else None
@@ -203,8 +204,8 @@ class UpdateFeasibility:
         return self.local is not None and cp > 1 and not shards.zero
 
     def schedule_violation(self, pp: int, order: ScheduleChoice) -> Violation | None:
-        """Returns the reason why no plan with this schedule is allowed, or None."""
-        # Only float8 products and block counts depend on the schedule.
+        """Returns the reason why no plan with this schedule is allowed, or None if plans with it are allowed."""
+        # Only the rules for float8 products and for numbers of blocks depend on the schedule.
         if not self.update.recipe.products and max(self.counted, self.sent) <= max(order.stage_layers):
             return None
         plan = Plan(
@@ -239,7 +240,7 @@ def count_plans(
 
 
 def first_violation(job: Job, plan: Plan, updates: UpdateFeasibility) -> Violation | None:
-    """Returns the first rule that all plans of the layout of `plan` break, or None."""
+    """Returns the first rule that all plans with the layout of `plan` break, or None."""
     model = job.model
     rules = (
         tensor_parallel_violations(plan, model.divisible, model.tensor_parallel, model.shared_vocabulary),

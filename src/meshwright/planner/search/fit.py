@@ -1,8 +1,8 @@
 """Finds the largest model that fits on a number of devices under each strategy, and the smallest cluster for a model.
 
-Only memory matters here, so the plans are those with the lowest memory: one sequence per micro-batch and device, and
-full recompute. A model fits if it fits with a margin. Model sizes are those of `planner.inputs.sized_model`. They are
-searched to one percent, because a larger model needs more memory.
+Only memory matters here, so only plans with low memory are considered: one sequence per micro-batch and device, and
+full recompute. A model counts as fitting only with a margin. Models are those of `planner.inputs.sized_model`. Memory
+grows with the model size, so bisection finds the largest size to 1 %.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     ANY_PLAN: {"schedule": "1f1b"},
 }
 LOWEST_MEMORY_PINS: Mapping[str, Any] = {"micro_batch": 1, "recompute": "full", "offload": ()}
-"""Pins of every strategy: the choices with the lowest memory. Only plans that this version runs are searched, and
-nothing is offloaded."""
+"""The pins of every strategy: the choices with the lowest memory, without offload. Only plans that this version runs
+are searched."""
 SIZE_TOLERANCE = 1.01
 MAX_NODES = 4096
 
@@ -80,8 +80,8 @@ def sub_cluster(cluster: Cluster, devices: int) -> Cluster:
 
 
 def device_counts(cluster: Cluster) -> list[int]:
-    """Returns the numbers of devices of a chart: powers of two inside a node, then numbers of whole nodes that double,
-    and all devices."""
+    """Returns the numbers of devices of a chart: powers of two inside a node, then 1, 2, 4, ... whole nodes, and all
+    devices."""
     group = cluster.groups[0]
     inside = [1 << power for power in range(group.devices.bit_length()) if 1 << power < group.devices]
     nodes = [1 << power for power in range(group.nodes.bit_length()) if 1 << power < group.nodes]
@@ -124,8 +124,8 @@ def bytes_per_parameter(strategy: str, workload: Workload, devices: int) -> floa
 def largest_model(
     strategy: str, cluster: Cluster, workload: Workload, known: SizesByName, least: float = MIN_PARAMETERS
 ) -> LargestModel | None:
-    """Returns the largest model that fits, by bisection of the size from `least` on. Returns None if even the smallest
-    model does not fit."""
+    """Returns the largest model that fits, by bisection of the number of parameters from `least` up. Returns None if
+    even the smallest model does not fit."""
 
     def at(parameters: float) -> LargestModel | None:
         return fit_with_margin(
@@ -145,8 +145,8 @@ def largest_model(
 
 
 def fit_chart(cluster: Cluster, workload: Workload) -> Iterator[LargestModel]:
-    """Yields the largest model for every strategy and number of devices where any model fits. With the last strategy,
-    all plans, at least the models of the other strategies fit."""
+    """Yields the largest model for every strategy and number of devices for which some model fits. The last strategy
+    includes all plans, so it fits at least the models of the other strategies."""
     known = scalable_sizes()
     largest: dict[int, float] = {}
     for strategy in STRATEGIES:
@@ -160,7 +160,7 @@ def fit_chart(cluster: Cluster, workload: Workload) -> Iterator[LargestModel]:
 
 
 def smallest_cluster(strategy: str, model: ModelSpec, cluster: Cluster, workload: Workload) -> SmallestCluster:
-    """Returns the fewest devices of this type of node. It tries the numbers of a chart in ascending order, then
+    """Returns the fewest devices of this type of node. It tries the numbers of `device_counts` in ascending order, then
     searches the smallest number of whole nodes."""
     each = cluster.groups[0].devices
     wide = cluster.but(groups=(cluster.groups[0].but(nodes=MAX_NODES),))

@@ -4,13 +4,13 @@ For every choice of groups the space contains:
 
 - One group: all plans of its devices.
 - Several groups: 1f1b pipelines with each pipeline rank on one group. Groups are ordered by memory (the first ranks
-  have the most micro-batches in flight), by speed, or as in the cluster. The devices of a pipeline rank divide those of
-  every group. Tensor ranks, micro-batch, sequence parallelism, recompute and ZeRO vary as usual. If there are few ways
-  to split the blocks, all are tried. Otherwise blocks are split evenly, or by speed: each block goes to the rank that
-  would then end first.
+  have the most micro-batches in flight), by speed, or as in the cluster. The number of devices of a pipeline rank
+  divides that of every group. Tensor ranks, micro-batch, sequence parallelism, recompute and ZeRO vary as usual. If
+  there are few ways to split the blocks, all of them are tried. Otherwise blocks are split evenly, or by speed: each
+  block goes to the rank that would end first with it.
 - Data parallelism with uneven batches (uneven_batches.py).
 
-Choices of groups that could not beat the best plan even at their peak rate are pruned without computing costs.
+A choice of groups that would be slower than the best plan even at its peak rate is skipped.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 MAX_EXHAUSTIVE_SPLITS = 100
-"""Maximum number of ways to split the blocks up to which all are tried."""
+"""If there are at most this many ways to split the blocks, all are tried."""
 
 ScoredPlan = tuple[float, Plan]
 
 
 def heterogeneous_plans(job: Job, top: int, runnable: bool = False) -> list[ScoredPlan]:
-    """Returns the best plans that place ranks on groups or distribute micro-batches unevenly, with their scores. If
-    `runnable` is set, only plans that this version runs."""
+    """Returns the best plans that place ranks on groups or distribute micro-batches unevenly, with their scores. With
+    `runnable`, it returns only plans that this version runs."""
     groups, precision = job.cluster.groups, job.workload.recipe.rate
     if job.pins or all(group.device == job.cluster.groups[0].device for group in job.cluster.groups):
         return []
     found: list[ScoredPlan] = [
         pair for pair in uneven_batches.uneven_batch_plans(job, top) if is_supported(pair[1]) or not runnable
     ]
-    fewest = len(groups) if runnable else 1  # all started ranks must take part
+    fewest = len(groups) if runnable else 1  # a plan that runs must use all started ranks
     choices = [chosen for count in range(fewest, len(groups) + 1) for chosen in combinations(range(len(groups)), count)]
     rates = {
         chosen: sum(groups[at].nodes * groups[at].devices * groups[at].device.peak[precision] for at in chosen)
@@ -80,7 +80,7 @@ def heterogeneous_plans(job: Job, top: int, runnable: bool = False) -> list[Scor
 
 
 def single_group_plans(job: Job, group: int, top: int, ceiling: float) -> Iterator[ScoredPlan]:
-    """Yields the best plans of one group, with the schedule for which the cost of placements is computed."""
+    """Yields the best plans on one group, with their scores."""
     only = job.but(cluster=job.cluster.but(groups=(job.cluster.groups[group],)), pins={"schedule": DEFAULT_SCHEDULE})
     try:
         best = search_top_plans(only, top, ceiling=ceiling).ranking.best
@@ -115,7 +115,7 @@ def cross_group_plans(job: Job, groups: tuple[int, ...]) -> list[ScoredPlan]:
 def best_of_placement(
     job: Job, on: dict[int, CostModel], placement: tuple[int, ...], tp: int, dp: int
 ) -> Iterator[ScoredPlan]:
-    """Yields the best plan of one placement."""
+    """Yields the best plan of one placement, if there is one."""
     batch, pp = job.workload.batch, len(placement)
     sizes = [size for size in divisors(batch) if batch % (dp * size) == 0]
     if not sizes or any(tensor_parallel_violations(Plan(tp=tp), job.model.divisible, job.model.tensor_parallel)):
@@ -147,8 +147,8 @@ def best_of_placement(
 def stage_splits(
     job: Job, on: dict[int, CostModel], placement: tuple[int, ...], tp: int, sizes: list[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yields ways to split the blocks: all ways if they are few, otherwise evenly, and by speed for each micro-batch
-    size."""
+    """Yields ways to split the blocks: all ways if there are few; otherwise an even split, and a split by speed for
+    each micro-batch size."""
     blocks, pp = job.model.blocks, len(placement)
     if comb(blocks - 1, pp - 1) <= MAX_EXHAUSTIVE_SPLITS:
         for cuts in combinations(range(1, blocks), pp - 1):

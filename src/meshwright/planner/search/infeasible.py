@@ -1,5 +1,5 @@
-"""Diagnoses why no plan fits: the nearest plan, the largest kind of its memory, and the smallest changes with which a
-plan fits.
+"""Diagnoses why no plan fits: the plan that is nearest to fitting, its largest kind of memory, and the smallest changes
+with which a plan fits.
 
 A change is tried by searching the changed job: without a pin, with a chunked loss, a local disk, more nodes, or a
 shorter sequence. More recompute, a higher ZeRO stage and a smaller micro-batch are not tried, because the search
@@ -32,28 +32,28 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 MAX_NODE_COUNTS_TRIED = 6
-"""Maximum number of node counts that are tried, from the first that could store the states."""
+"""The maximum number of node counts that are tried. The first is the smallest count that could store the states."""
 SEQUENCE_DIVISORS = (2, 4, 8, 16)
 LOSS_CHUNKS_TRIED = 8
-"""Number of chunks of the loss that is tried."""
+"""The number of loss chunks that is tried."""
 MAX_MEMORY_INCREASE = 4.0
-"""Devices with more than this factor of the memory are suggested only if nothing else helps."""
+"""Devices with more than this many times the memory are suggested only if nothing else helps."""
 DISK_BYTES_PER_SECOND = 2e9
-"""Bytes/s of the disk that is tried if the cluster has none: a common NVMe disk."""
+"""The bandwidth in bytes/s of the disk that is tried if the cluster has none: that of a common NVMe disk."""
 MIB, GIB = 2.0**20, 2.0**30
 LOWEST_MEMORY_CHOICES = {"micro_batch": 1, "recompute": "full", "schedule": "1f1b"}
-"""The choices with the lowest memory, whatever else a plan has: fewer sequences, fewer activations, fewer micro-batches
-in flight."""
+"""The choices with the lowest memory for any plan: the fewest sequences, saved activations and micro-batches in
+flight."""
 
 
 class NoPlanFits(NothingFits):
-    """No legal plan fits. The message names the nearest plan and the changes with which one would fit."""
+    """No legal plan fits. The message names the nearest plan and changes with which a plan would fit."""
 
 
 def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
     """Returns the error to raise: InputError if no plan is legal, otherwise NothingFits."""
     candidate = lowest_memory_candidate(found)
-    if candidate is None and found.fastest is not None:  # plans are legal, but hosts lack memory for offload
+    if candidate is None and found.fastest is not None:  # legal plans exist, but hosts lack memory for their offload
         notes = estimate_grid(found.pricer, found.fastest.grid).notes
         return NothingFits(
             Message(
@@ -125,8 +125,8 @@ def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) 
 
 
 def device_with_memory(memory: float, link: str) -> str:
-    """Returns the device of the catalog with the least sufficient memory and a link of the same make; empty if there is
-    none."""
+    """Returns the device of the catalog with the least sufficient memory and a link of the same vendor, or '' if there
+    is none."""
     make = link.rstrip("0123456789")
     rows = {
         name: row
@@ -160,11 +160,11 @@ def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) ->
 
 
 def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCandidate | None:
-    """Returns the best plan with identical ranks. If not even the plans with the lowest memory fit, the cost of other
-    plans is not computed."""
+    """Returns the best plan with identical ranks. If even the plans with the lowest memory do not fit, other plans are
+    not searched."""
     try:
         priced = estimate(job, known) if known is not None else None
-    except InputError:  # the micro-batch counts or the actions of the known plan belong to another batch
+    except InputError:  # the known plan has micro-batch counts or an action table for another batch size
         priced = None
     if known is not None and priced is not None and priced.fits:
         return find_best_plan(job, runnable, risk_adjusted_seconds(job, known, priced))
@@ -175,7 +175,7 @@ def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCa
 
 
 def with_lowest_memory_pins(job: Job) -> Job:
-    """Returns the job restricted to the plans with the lowest memory. If none of them fits, no other plan fits."""
+    """Returns the job with only the plans of lowest memory. If none of these fits, no other plan fits."""
     ordered = job.pins.keys() & {"schedule", "virtual_stages", "layers_per_stage"}
     return job.but(
         pins={
@@ -186,7 +186,7 @@ def with_lowest_memory_pins(job: Job) -> Job:
 
 
 JobChange = tuple[str, dict[str, object], Job]
-"""A changed job, with the message that describes the change and its values."""
+"""A change: a message that describes it, its values by field, and the changed job."""
 
 
 def without_pins(job: Job) -> Iterator[JobChange]:
@@ -203,9 +203,8 @@ def without_pins(job: Job) -> Iterator[JobChange]:
 
 
 def with_chunked_loss(job: Job) -> Iterator[JobChange]:
-    """Yields the job with a chunked loss, so that the full logits never exist. The search does not offer a chunked
-    loss, because it gains almost nothing if another plan fits (docs/log/planner.md).
-    """
+    """Yields the job with a chunked loss, so that the full logits never exist. The search itself does not try a chunked
+    loss, because it gains almost nothing if another plan fits (docs/log/planner.md)."""
     if "loss_chunks" not in job.pins:
         yield (
             mark_msgid("the loss in {chunks} chunks would fit ({plan}, {seconds:seconds} a step)"),
@@ -234,8 +233,8 @@ def with_disks(job: Job) -> Iterator[JobChange]:
 
 
 def with_more_nodes(job: Job) -> Iterator[JobChange]:
-    """Yields jobs with more nodes of the same types. Pins of replicas are dropped, because replicas grow with the
-    devices."""
+    """Yields jobs with more nodes of the same types. Pins of the number of replicas are dropped, because it grows with
+    the devices."""
     pins = {name: value for name, value in job.pins.items() if not name.startswith("dp")}
     states = job.workload.bytes_per_parameter * job.model.parameters
     least = states / (job.cluster.memory * job.cluster.devices)
@@ -252,7 +251,7 @@ def with_more_nodes(job: Job) -> Iterator[JobChange]:
 
 
 def node_multiples() -> Iterator[int]:
-    """Yields 2, 3, 4, 6, 8, 12, 16, ...: powers of two and one and a half times powers of two, which have many
+    """Yields 2, 3, 4, 6, 8, 12, 16, ...: powers of two, and 1.5 times powers of two. These numbers have many
     divisors."""
     for power in count(1):
         yield 2**power

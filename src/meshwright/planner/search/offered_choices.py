@@ -1,5 +1,5 @@
-"""Selects the choices that are worth offering for a job, and splits integers: devices into degrees, blocks into
-stages."""
+"""Selects the choices that are worth searching for a job. It also splits integers: devices into degrees, and blocks
+into stages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from meshwright.spec.precision import recipe
 
 
 def split_with_lighter_last_stage(blocks: int, stages: int, less: int) -> tuple[int, ...]:
-    """Returns the blocks of each stage if the last stage has `less` blocks fewer than an even split. Remaining blocks
-    go to the last of the other stages. Returns an empty tuple if the last stage would have no block.
+    """Returns the blocks of each stage if the last stage has `less` blocks fewer than an even split. The remainder goes
+    to the last of the other stages. Returns an empty tuple if the last stage would have no block.
 
     >>> split_with_lighter_last_stage(32, 4, 1), split_with_lighter_last_stage(4, 4, 1)
     ((8, 8, 9, 7), ())
@@ -40,12 +40,12 @@ def even_split(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 MAX_FEWER_LAST_BLOCKS = 4
-"""Maximum number of blocks by which the last stage of a pipeline may be shorter than all other stages. The actual
-number is the work of the head in blocks, rounded up."""
+"""The last stage may have at most this many blocks fewer than the other stages. The searched number is the work of the
+head divided by that of a block, rounded up."""
 
 MIN_ATTENTION_CORE_FRACTION = 0.01
-"""Minimum fraction of a block's saved activations that must belong to the attention core for recompute of the attention
-core to be offered. Fused attention saves almost nothing there, and a plan that recomputes it is then never better."""
+"""Recompute of the attention core is searched if at least this fraction of a block's saved activations belongs to the
+attention core. Fused attention saves almost nothing there, so recomputing it never helps."""
 
 
 def attention_core_fraction(job: Job) -> float:
@@ -62,13 +62,13 @@ def attention_core_fraction(job: Job) -> float:
 
 
 MIN_RECOMPUTABLE_FRACTION = 0.1
-"""Minimum fraction of a block's saved activations that must be recomputable for selective recompute to be offered."""
+"""Selective recompute is searched if at least this fraction of a block's saved activations is cheap to recompute."""
 
 
 def recomputable_fraction(job: Job) -> float:
     """Returns the fraction of the blocks' saved activations that cheap operations can recompute.
 
-    For compiled blocks, only activations that the compiled block saves count.
+    For compiled blocks, only the activations that a compiled block saves count.
     """
     size = recipe(job.workload.precision).size
     blocks = [layer for layer in job.model.layers if layer.name == "block"]

@@ -1,18 +1,18 @@
-"""Searches the number of recomputed blocks of a stage for plans that do not fit with a margin without recompute.
+"""Searches the number of recomputed blocks per stage for plans that need recompute to fit with a margin.
 
-The result is the smallest number of blocks with which each plan fits, and with which it fits with a margin. There are
-two rungs. In the first, some blocks use selective recompute and the others none. In the second, some blocks use full
-recompute and the others selective recompute.
+The results for each plan are the smallest number of blocks with which it fits, and the smallest with which it fits with
+a margin. There are two rungs (pairs of recompute kinds). In the first, some blocks use selective recompute and the
+others none. In the second, some blocks use full recompute and the others selective recompute.
 
-More recompute takes longer. So the search of a plan ends at the first number of blocks that fits with a margin, or at
-the first that is too slow. This does not hold if activations are offloaded. Recomputed activations need no transfer, so
-a medium number of blocks can be the fastest, and all numbers are tried. The search first increases the number of blocks
-in RECOMPUTE_PARTS_PER_STAGE parts of a stage. Then it tries single numbers between two parts if they can still give the
+More recompute takes longer. So the search for a plan ends at the first number of blocks that fits with a margin or is
+too slow. If activations are offloaded, this is different: recomputed activations need no transfer, so a medium number
+of blocks can be the fastest. Then all numbers are tried. The search first increases the number of blocks in
+RECOMPUTE_PARTS_PER_STAGE parts of a stage. Then it tries single numbers between two parts if they can still give the
 best plan. So the result is exact to one block.
 
 [Note: valley] If activations are offloaded, the seconds are assumed to be a convex function of the number of blocks.
-The work grows linearly, and the exposed time is the maximum of two linear functions. So the line through two parts is a
-lower bound outside the interval between them. The cost of parts whose bound exceeds the best plan is not computed.
+The work grows linearly, and the exposed time is the maximum of two linear functions. So the line through the values at
+two parts is a lower bound outside the interval between them. Parts whose bound exceeds the best plan are skipped.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from meshwright.planner.search.top_k import PricedGrid
 from meshwright.spec.enums import offloads_activations
 
 SMALL_GRID_PLANS = 4096
-"""Number of plans up to which the cost of a whole grid is computed as quickly as that of a part of it."""
+"""Up to this number of plans, computing the cost of a whole grid is as fast as computing a part of it."""
 
 VALLEY_PROBE_ORDER = (
     (RECOMPUTE_PARTS_PER_STAGE // 2,),
     (RECOMPUTE_PARTS_PER_STAGE // 4, 3 * RECOMPUTE_PARTS_PER_STAGE // 4),
     tuple(range(1, RECOMPUTE_PARTS_PER_STAGE, 2)),
 )
-"""The parts of a valley in the order in which they are tried."""
+"""The parts in the order in which they are tried with offload ([Note: valley])."""
 
 PRUNED_VALUES = (np.inf, np.inf, 0.0, False, False)
 """The values of a plan that cannot be the best, in the order of the fields of `PricedGrid`."""
 
 
 class RecomputeInterval(NamedTuple):
-    """The numbers of blocks between part `until` and the part before it. `open` marks the plans that may need fewer
-    blocks than `until` (over obs1zf). `least` is a lower bound of their seconds."""
+    """The numbers of blocks between part `until` and the part before. `open` marks the plans that may need fewer blocks
+    than `until`, along the axes `obsczf` of GRID_AXES with length 1 along c. `least` is a lower bound of the seconds
+    of these plans."""
 
     until: int
     open: Array
@@ -52,10 +53,12 @@ class RecomputeInterval(NamedTuple):
 
 
 class PartialRecompute:
-    """Searches the plans of `box` in which some blocks recompute as `rung.kind` and the others as `rung.rest`. `price`
+    """Searches the plans of `box` in which some blocks have recompute `rung.kind` and the others `rung.rest`. `price`
     computes the cost of a grid. A plan with a score above `record` is not the best.
 
-    `fastest_seconds` is the minimum seconds of each plan (obs1zf), whether it fits or not."""
+    `fastest_seconds` is the minimum seconds of each plan along the axes `obsczf` of GRID_AXES (length 1 along c),
+    whether it fits or not.
+    """
 
     def __init__(
         self, box: PlanGrid, rung: RecomputeChoice, price: Callable[[PlanGrid], PricedGrid], record: float
@@ -67,8 +70,9 @@ class PartialRecompute:
         self.fastest_seconds = np.empty(0)
 
     def explore(self, mask: Array, none: PricedGrid, whole: PricedGrid) -> Iterator[tuple[PlanGrid, PricedGrid]]:
-        """Yields the best numbers of blocks of each plan that `mask` marks, over obs1zf. `none` is the cost if all
-        blocks recompute as `rung.rest`, `whole` the cost if all blocks recompute as `rung.kind`."""
+        """Yields the best numbers of blocks of each plan that `mask` marks, along the axes `obsczf` of GRID_AXES with
+        length 1 along c. `none` is the cost if all blocks have recompute `rung.rest`, `whole` the cost if all have
+        `rung.kind`."""
         mask, self.fastest_seconds = mask.copy(), np.minimum(none.seconds, whole.seconds)
         for span in [
             *(
@@ -85,8 +89,8 @@ class PartialRecompute:
             yield part, each._replace(score=np.where(each.score <= best[at], each.score, np.inf))
 
     def _parts(self, mask: Array, before: Array) -> Iterator[RecomputeInterval]:
-        """Computes the cost of one part after another until a part is enough, several parts together if they have few
-        plans. Yields the intervals between parts."""
+        """Computes the cost of one part after another, until a part is enough for the plan to fit. If the parts have
+        few plans, several are computed together. Yields the intervals between parts."""
         parts = self.coarse
         while parts and mask.any():
             part, at = crop_grid(self.box, mask)
@@ -129,12 +133,12 @@ class PartialRecompute:
         parts = sorted(known)
         for before, part in pairwise(parts):
             least = _interval_lower_bound(known[before], known[part])
-            if before + 1 < part:  # pruned parts; their neighbours may be searched
+            if before + 1 < part:  # pruned parts lie between; numbers next to them may still be searched
                 yield RecomputeInterval(before + 1, mask, least)
             yield RecomputeInterval(part, mask & _may_fit(found[before], found[part]), least)
 
     def _between(self, span: RecomputeInterval) -> None:
-        """Computes the cost of the numbers of blocks between two parts if they can still be the best."""
+        """Computes the cost of those numbers of blocks between two parts that can still be the best."""
         near = span.open & (span.least <= self.record)
         if not near.any():
             return
@@ -165,7 +169,7 @@ def _may_fit(one: PricedGrid, other: PricedGrid) -> Array:
 
 
 def _interval_lower_bound(one: Array, other: Array) -> Array:
-    """Returns a lower bound of the seconds between two neighbouring parts of a valley."""
+    """Returns a lower bound of the seconds between two neighbouring parts ([Note: valley])."""
     low, high = np.minimum(one, other), np.maximum(one, other)
     return low - np.subtract(high, low, out=np.zeros_like(low), where=np.isfinite(high))
 
@@ -186,15 +190,15 @@ def _convex_lower_bound(known: dict[int, Array], part: int) -> Array:
 
 
 def _scatter(shape: tuple[int, ...], at: Any, values: Array, otherwise: Any) -> Array:
-    """Returns an array with `values` at the positions `at` and `otherwise` at all others."""
+    """Returns an array of shape `shape` with `values` at the positions `at` and `otherwise` at all other positions."""
     found = np.full(shape, otherwise, dtype=values.dtype)
     found[at] = values
     return found
 
 
 def crop_grid(box: PlanGrid, mask: Array) -> tuple[PlanGrid, Any]:
-    """Returns the smallest grid that contains all plans of `mask`, and its position in `mask`. `mask` may have one
-    recompute choice that represents all."""
+    """Returns the smallest grid that contains all plans of `mask`, and its position in `mask`. If `mask` has length 1
+    along c, this one choice represents all recompute choices."""
     one = mask.shape[3] == 1
     chosen = {
         name: np.flatnonzero(mask.any(axis=_other_axes(axis, mask.ndim))) for axis, name in enumerate(CHOICE_FIELDS)

@@ -89,7 +89,7 @@ class PlanChoices:
         return self._shards_of[dp, cp]
 
     def _list_zero_choices(self, dp: int, cp: int) -> Iterator[ZeroChoice]:
-        """Yields the ZeRO choices of a data-parallel degree."""
+        """Yields the ZeRO choices of a data-parallel and a context-parallel degree."""
         if self.pins.get("dp", dp) != dp:
             return
         for zero in self.select("zero", list(range(min(self._min_zero_stages, default=0), 4))):
@@ -104,7 +104,7 @@ class PlanChoices:
     def expert_choices(
         self, tp: int, cp: int, shards: tuple[ZeroChoice, ...]
     ) -> dict[tuple[int, int], list[ZeroChoice]]:
-        """Returns the ZeRO choices that are possible for each expert degree and number of tensor ranks per expert."""
+        """Returns the possible ZeRO choices by (expert-parallel degree, tensor ranks per expert)."""
         degrees = self.select("ep", divisors(self.job.model.experts) if self.job.model.experts else [1])
         if not degrees and self.pins["ep"] > 1:
             degrees = [self.pins["ep"]]
@@ -117,7 +117,7 @@ class PlanChoices:
         return found
 
     def axis_orders(self, layout: RankLayout, data: int) -> tuple[tuple[MeshAxis, ...], ...]:
-        """Returns the orders of axes that use the links differently."""
+        """Returns the orders of axes that differ in their use of the links."""
         found: dict[tuple[int, ...], tuple[MeshAxis, ...]] = {}
         for axes in self.select("axes", list(AXIS_ORDERS)):
             strides = layout._replace(axes=axes).strides(data)
@@ -130,8 +130,8 @@ class PlanChoices:
         return tuple(found.values())
 
     def schedule_choices(self, pp: int) -> list[ScheduleChoice]:
-        """Returns schedules with a block for every stage. The first schedule is present even if there are too few
-        blocks."""
+        """Returns the schedules for which every stage has a block. The first schedule is included even if there are too
+        few blocks."""
         blocks = max(self.job.model.blocks, 1)
         given = tuple(self.pins.get("layers_per_stage", ()))
         pinned, actions = self.pins.get("schedule"), tuple(self.pins.get("actions", ()))
@@ -168,8 +168,8 @@ class PlanChoices:
         return found
 
     def context_methods(self, cp: int, tp: int) -> list[tuple[ContextParallelMethod, int]]:
-        """Returns the attention methods of a context-parallel degree: ring, ulysses, or both with as many ulysses ranks
-        as the heads allow."""
+        """Returns the attention methods of a context-parallel degree: ring, ulysses, or both, with as many ulysses
+        ranks as the number of heads allows."""
         heads = self.job.model.divisible.get("heads", 0)
         part = self.pins.get("ulysses") or max(
             (part for part in divisors(cp)[:-1] if heads % (part * tp) == 0), default=1
@@ -190,8 +190,8 @@ class PlanChoices:
         return tuple(RecomputeChoice(kind) for kind in self.select("recompute", self._recompute))
 
     def partial_recompute(self, orders: list[ScheduleChoice]) -> tuple[RecomputeChoice, ...]:
-        """Returns the choices for every number of recomputed blocks of a stage. The other blocks have the next lighter
-        recompute kind."""
+        """Returns the recompute choices for every number of recomputed blocks of a stage. The other blocks have the
+        next lighter recompute kind."""
         most = max((max(order.stage_layers) for order in orders), default=0) if self._varies_recompute_layers else 0
         return tuple(
             rung._replace(layers=count, fewer=True)

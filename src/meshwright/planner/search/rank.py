@@ -7,11 +7,11 @@ every group, or fewer devices if it has only one node.
 Offload fractions: the search offloads all optimizer states or weights, or none. `minimize_offload` then lowers the
 fractions for the resulting plans.
 
-Guarantees: a plan with lower fractions is as safe as the original plan (if the original fits with a margin, it does
-too) and not slower. The costs of all fractions in steps of FRACTION_STEP_PERCENT are computed together, for every pair
-of fractions of states and weights. Of the safe pairs the fastest is chosen, and of equally fast pairs the one with the
-most bytes on the device. Weights that are updated on the host need their states there, so the fraction of weights is at
-most that of states.
+Guarantees: a plan with lower fractions is not slower than the original plan and as safe: if the original fits with a
+margin, so does the new plan. The costs of all fractions in steps of FRACTION_STEP_PERCENT are computed together, for
+every pair of fractions of states and weights. The fastest safe pair is chosen; among equally fast pairs, the pair with
+the most bytes on the device. The offloaded fraction of weights is at most that of states, since the host needs the
+states to update weights.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FIT_STATUS_ORDER = (FitStatus.no, FitStatus.tight, FitStatus.fits)
 
 
 def minimize_offload(pricer: CostModel, box: PlanGrid) -> tuple[PlanGrid, Estimate]:
-    """Returns the only plan of `box` with the lowest offload fractions that are equally safe, and its estimate."""
+    """Returns the only plan of `box` with its offload fractions minimized, and the estimate of the new plan."""
     whole = estimate_grid(pricer, box)
     less = _fastest_fractions(pricer, box, FIT_STATUS_ORDER.index(whole.verdict)) if whole.fits else None
     if less is None:
@@ -60,7 +60,8 @@ def minimize_offload(pricer: CostModel, box: PlanGrid) -> tuple[PlanGrid, Estima
 
 
 def _fastest_fractions(pricer: CostModel, box: PlanGrid, safety: int) -> PlanGrid | None:
-    """Returns the plan with the best fractions that are equally safe, or None if there are no alternatives."""
+    """Returns the grid with the best offload fractions that are as safe as `safety`, or None if there are no
+    alternatives."""
     job, (offload,) = pricer.setting.job, box.offload
     pins, both = upgrade_offload_fields(job.pins), offloads_states(offload) and offloads_weights(offload)
     of_states, of_weights = (
@@ -114,7 +115,8 @@ def search_plans(
 def rank_plans(
     job: Job, found: PlanSearch, top: int, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
 ) -> tuple[tuple[RankedPlan, ...], tuple[PlanFamily, ...]]:
-    """Returns the ranked plans of a search, including heterogeneous plans, and the best plan of every family."""
+    """Returns the ranked plans of a search, including plans over heterogeneous groups, and the best plan of every
+    family."""
     scored = [_ranked_plan(found.pricer, each) for each in found.ranking.best]
     if objective == SearchObjective.fastest:
         scored += [
@@ -135,7 +137,7 @@ def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, Ra
 
 
 def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnable: bool) -> PlanSearch:
-    """Returns the search on the number of devices that is best for the objective."""
+    """Searches each cluster size, and returns the search on the size that is best for the objective."""
     if objective not in (SearchObjective.fewest, SearchObjective.cheapest):
         return search_top_plans(job, top, objective, runnable)
     chosen, lowest = None, float("inf")
@@ -152,7 +154,8 @@ def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnabl
             found = search_top_plans(
                 job.but(cluster=cluster), top, objective, runnable, ceiling=lowest / (price or 1.0)
             )
-        except InputError:  # the pins do not divide this number of devices; only the whole cluster raises the error
+        # the pins do not divide this number of devices; only for the whole cluster the error is raised
+        except InputError:
             continue
         if not found.ranking.best:
             continue
@@ -172,7 +175,7 @@ def with_used_devices(job: Job, answer: SearchResult) -> Job:
 
 
 def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
-    """Yields the cluster with fewer nodes, or with fewer devices if it has one node, in ascending order. The whole
+    """Yields the cluster with fewer nodes, or with fewer devices if it has one node, in ascending order; the whole
     cluster is last."""
     group = cluster.groups[0]
     if len(cluster.groups) == 1 and group.nodes == 1:
@@ -190,10 +193,10 @@ def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def best_per_family(ranking: TopK, ranked: Sequence[tuple[float, RankedPlan]] = ()) -> tuple[PlanFamily, ...]:
-    """Returns the best plan of each family. Families that fit are first, sorted by speed, then the nearest plans of the
-    other families. The families of a search contain only uniform plans. A plan in `ranked` may be better than the best
-    of its family and then replaces it.
-    """
+    """Returns the best plan of each family. Families with plans that fit come first, sorted by speed. Other families
+    follow with the plans that are nearest to fitting. During the search, families contain only plans with uniform
+    recompute and without offload. So if a plan in `ranked` is better than the best of its family, it replaces that
+    plan."""
     scores = {name: it.score for name, it in ranking.families.items()}
     found = {
         name: PlanFamily(name=name, plan=it.plan, fits=name in scores, seconds=it.seconds, reserved=it.reserved)

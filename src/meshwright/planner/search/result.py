@@ -18,11 +18,11 @@ class SearchObjective(StrEnum):
     fastest = "fastest"
     """The shortest step on all devices."""
     fewest = "fewest"
-    """The fewest devices on which a plan fits, whole nodes if there are several; then the shortest step."""
+    """The fewest devices on which a plan fits (whole nodes in a cluster of several nodes); then the shortest step."""
     cheapest = "cheapest"
     """The lowest price of a step, on any number of nodes."""
     headroom = "headroom"
-    """The lowest memory of the peak-memory rank, without offload."""
+    """The lowest memory on the rank with the highest peak, without offload."""
 
 
 class RankedPlan(StrictModel):
@@ -47,8 +47,8 @@ class PlanRejection(StrictModel):
 
 
 class PlanFamily(StrictModel):
-    """The plans of one kind, such as 'tensor' or 'ZeRO-3'. `plan` is the best plan that fits, or else the nearest
-    plan."""
+    """The plans of one kind, such as 'tensor' or 'ZeRO-3'. `plan` is the best plan that fits, or else the plan that is
+    nearest to fitting."""
 
     name: str
     plan: Plan
@@ -58,7 +58,8 @@ class PlanFamily(StrictModel):
 
 
 class SearchResult(StrictModel):
-    """The result of a search. `plans` fit and are sorted by time; at equal time the simpler plan comes first."""
+    """The result of a search. `plans` are the best plans that fit, sorted by time; at equal time the simpler plan comes
+    first."""
 
     plans: tuple[RankedPlan, ...] = Field(min_length=1)
     families: tuple[PlanFamily, ...] = ()

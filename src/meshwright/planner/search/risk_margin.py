@@ -1,11 +1,10 @@
-"""Defines the risk margin: the fraction by which an uncertain plan must be faster than a certain plan to rank before
-it.
+"""Defines the risk margin: the fraction by which an uncertain plan must be faster to rank before a certain plan.
 
-A plan is uncertain if its memory is tight, or if it depends on a host link that is not profiled. The catalog describes
-such a link for one device. In real nodes the devices of one switch share the link, both directions slow each other, and
-all devices share the memory of the host. A quarter to a half of the rate remains (ZeRO-Infinity, arXiv:2104.07857,
-section 3; NVIDIA/nvbandwidth#11, #53). `meshwright probe` measures the link with all devices at the same time, and the
-update on the host. On a measured cluster only the estimated time counts.
+A plan is uncertain if its memory is tight, or if it depends on a host link that is not profiled. The rate in the
+catalog is that of a single active device. In real nodes the devices of one switch share the link, both directions slow
+each other, and all devices share the memory of the host. From a quarter to a half of the rate remains (ZeRO-Infinity,
+arXiv:2104.07857, section 3; NVIDIA/nvbandwidth#11, #53). `meshwright probe` measures the link with all devices at the
+same time, and the update on the host. On a measured cluster, plans with offload have no risk margin for the link.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ reasons."""
 
 def uses_unmeasured_link(cluster: Cluster, offload: tuple[Offload, ...]) -> bool:
     """Returns whether a plan with the offload choice `offload` uses a host link that was not measured. CPU ranks have
-    no such link."""
+    no host link."""
     return bool(offload) and cluster.host_bandwidth > 0 and not all(group.host_update for group in cluster.groups)
 
 
@@ -40,7 +39,7 @@ def risk_adjusted_seconds(job: Job, plan: Plan, priced: Estimate) -> float:
 def required_gain(job: Job, chosen: tuple[Plan, Estimate], other: tuple[Plan, Estimate]) -> float:
     """Returns the fraction by which `other` must be faster than `chosen` to come first.
 
-    The result is 0 unless `other` is faster and ranks lower only because of the risk margin.
+    The result is 0 unless `other` is faster but ranks lower because of the risk margin.
     """
     more = count_risks(job, *other) - count_risks(job, *chosen)
     faster = other[1].over(job.workload.steps) < chosen[1].over(job.workload.steps)

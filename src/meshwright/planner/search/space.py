@@ -3,14 +3,17 @@ context ranks, and all other choices.
 
 The space is the product of these choices:
 
-    tp x pp x cp x dp_replicate x dp_shard = devices ep divides the experts and dp_shard x cp x tp ZeRO 0 (one shard) or
-    1 to 3 (two shard ranks or more) micro-batch divides batch for pp > 1: 1f1b, gpipe, interleaved with 2 to blocks /
-    pp stages per rank, zbh1, zbv, dualpipev blocks split evenly, or the last stage a few lighter recompute: none;
-    attention core where it is large; by operation where much is recomputable; full; or of the first
-        blocks of each stage, any number of them
-    sequence parallelism for tp > 1
-    offload of any of optimizer, parameters and activations where devices have a link to their host
-    for cp > 1: ring, ulysses, or both with as many ulysses ranks as heads allow
+- degrees: tp x pp x cp x dp_replicate x dp_shard = number of devices
+- expert parallelism: ep divides the number of experts and dp_shard x cp x tp
+- ZeRO: 0 (one rank per shard group), or 1 to 3 (several ranks)
+- micro-batch: the divisors of the batch
+- schedule for pp > 1: 1f1b, gpipe, interleaved with from 2 to blocks / pp stages per rank, zbh1, zbv, dualpipev
+- blocks: split evenly, or with a few blocks less on the last stage
+- recompute: none, attention core (if it is large), selective (if many activations are recomputable), or full; for all
+  blocks of each stage, or for any number of its first blocks
+- sequence parallelism for tp > 1
+- offload of any of optimizer, parameters and activations, if devices have a link to their host
+- context parallelism for cp > 1: ring, ulysses, or both with as many ulysses ranks as the number of heads allows
 
 Other orders of axes are offered only for plans with uniform recompute and without offload. They have data ranks
 outermost, if that changes a link. Tensor ranks stay innermost, because their communication does not overlap with
@@ -68,7 +71,7 @@ from meshwright.spec.violation import Violation
 
 @dataclass
 class RejectionCount:
-    """The number of plans that broke a rule, and the message for the first of them."""
+    """The number of plans that break a rule, and the message for the first of these plans."""
 
     count: int
     example: str
@@ -78,8 +81,8 @@ class RejectionCount:
 class DegreeGroup:
     """Plans of equal degrees.
 
-    `box` contains the plans with the default order of axes, uniform recompute and no offload. Other plans of the group
-    differ in the order of axes, in the number of recomputed blocks, or in the offload choice.
+    `box` contains the plans with the default order of axes, uniform recompute and no offload. The other plans of the
+    group have another order of axes, partial recompute, or offload.
     """
 
     box: PlanGrid
@@ -89,7 +92,7 @@ class DegreeGroup:
 
     @property
     def ways(self) -> tuple[tuple[Offload, ...], ...]:
-        """Returns all offload choices, beginning with that of `box`: none, or the pinned choice."""
+        """Returns all offload choices, beginning with the offload choice of `box`: none, or the pinned choice."""
         return (*self.box.offload, *self.offloads)
 
     @cached_property
@@ -111,7 +114,7 @@ class DegreeGroup:
 
 
 class ContextSlice(NamedTuple):
-    """The legal choices of plans with one context-parallel degree."""
+    """The legal choices for one context-parallel degree."""
 
     layout: RankLayout
     axes: tuple[tuple[MeshAxis, ...], ...]
@@ -141,8 +144,8 @@ class PlanSpace:
         """The offload choices that the optimizer update does not allow."""
 
     def boxes(self) -> Iterator[PlanGrid]:
-        """Yields grids with all plans that are legal except for rules of interleaving, beginning with simple
-        degrees."""
+        """Yields grids that contain all legal plans, beginning with simple degrees. Rules of interleaved schedules are
+        not yet applied."""
         for group in self.groups():
             yield from group.boxes()
 
@@ -174,7 +177,7 @@ class PlanSpace:
                     yield self._group(cells, orders.legal)
 
     def reject(self, reason: str, count: int, example: str) -> None:
-        """Counts rejected plans under a reason, with an example."""
+        """Counts rejected plans under a reason. `example` is the message for one of them."""
         if count:
             self.rejected.setdefault(reason, RejectionCount(0, example)).count += count
 
@@ -243,7 +246,7 @@ class PlanSpace:
     ) -> tuple[list[int], list[bool], list[tuple[ContextParallelMethod, int]]]:
         """Returns the legal micro-batch sizes, sequence-parallel choices and attention methods of plans like `first`.
 
-        All other plans are counted as rejected, `each` plans for every combination.
+        The illegal combinations are counted as rejected, with `each` plans per combination.
         """
         job, batch = self.job, self.job.workload.batch
         if True in parallel and (fault := sequence_cut_violation(job, cut := first.but(sequence_parallel=True))):
@@ -267,7 +270,7 @@ class PlanSpace:
         """Counts plans that the optimizer update of the job does not allow: by offload choice, by schedule, then by
         ZeRO choice.
 
-        `other_choices` is the number of combinations of the other choices.
+        `other_choices`: the number of combinations of all other choices.
         """
         every = [*self._offloads, *self._never_offloaded] or [()]
         axes, whole, parts = (

@@ -1,4 +1,4 @@
-"""Collects the best plans of a search, overall and of each family. `branch_and_bound` decides for which plans the cost
+"""Collects the best plans of a search, overall and of each family. branch_and_bound.py decides for which plans the cost
 is computed."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from meshwright.spec.enums import MESH_AXES
 from meshwright.spec.plan import Plan
 
 SCORE_TOLERANCE = 1e-9
-"""Relative tolerance of scores. The order of summation changes a score by less."""
+"""Relative tolerance of scores. Different orders of summation change a score by less than this."""
 
 
 @dataclass(eq=False)
 class PlanCandidate:
-    """A plan of a grid with its cost. Of two candidates with equal scores the simpler plan is the lesser."""
+    """A plan of a grid with its cost. Candidates are ordered by score; at equal score, the simpler plan comes first."""
 
     box: PlanGrid
     index: tuple[int, ...]
@@ -80,10 +80,9 @@ def simplicity_key(plan: Plan) -> tuple[Any, ...]:
 
 
 class PricedGrid(NamedTuple):
-    """The cost of a grid over `obsczf`: score, seconds, reserved bytes, and whether memory is tight. The score of a
-    plan is infinite if the plan does not fit or is not legal. Its bytes are infinite if it is not legal, was pruned, or
-    lacks host memory for its offloads (`room`).
-    """
+    """The cost of a grid over the axes `obsczf` of GRID_AXES: score, seconds, reserved bytes, and whether memory is
+    tight. The score is infinite for plans that do not fit or are not legal. The bytes (`room`) are infinite for plans
+    that are not legal, were pruned, or lack host memory for their offload."""
 
     score: Array
     seconds: Array
@@ -120,7 +119,8 @@ class PricedGrid(NamedTuple):
 
 @dataclass
 class TopK:
-    """The best plans so far, and the best plan of each family, or its nearest plan if none fits."""
+    """The best plans so far, and the best plan of each family. If no plan of a family fits, its nearest plan is
+    stored."""
 
     top: int
     ceiling: float = np.inf
@@ -131,17 +131,17 @@ class TopK:
 
     @property
     def limit(self) -> float:
-        """Returns the score above which a plan is not among the best."""
+        """Returns the score above which a plan is not among the best plans."""
         return min(self.best[-1].score if len(self.best) == self.top else np.inf, self.ceiling) * (1 + SCORE_TOLERANCE)
 
     @property
     def record(self) -> float:
-        """Returns the score above which a plan is not the best."""
+        """Returns the score above which a plan is not the best plan."""
         return min(self.best[0].score if self.best else np.inf, self.ceiling) * (1 + SCORE_TOLERANCE)
 
     def bound(self, box: PlanGrid) -> Array:
-        """Returns the score (b) above which no plan of `box` changes the results, except for families in which no plan
-        fits."""
+        """Returns, over axes (b) of GRID_AXES, the score above which no plan of `box` changes the results. Families in
+        which no plan fits are ignored."""
         bound = np.full(len(box.micro_batches), self.limit)
         for name, rows, _ in family_slices(box) if self.by_family else ():
             if name in self.families:
@@ -149,7 +149,7 @@ class TopK:
         return bound
 
     def wanting(self, box: PlanGrid) -> Array:
-        """Returns in which micro-batch choices of `box` a family has no plan that fits so far (b)."""
+        """Returns, over axes (b) of GRID_AXES, whether a family with plans in `box` has no plan that fits so far."""
         wanting = np.zeros(len(box.micro_batches), dtype=bool)
         for name, rows, _ in family_slices(box) if self.by_family else ():
             wanting[rows] |= name not in self.families
@@ -184,7 +184,7 @@ def _candidate_value(candidate: PlanCandidate, by_score: bool) -> float:
 
 
 def family_slices(box: PlanGrid) -> list[tuple[str, Array, Array]]:
-    """Returns the families in a grid: the name, and the choices of b and z that belong to it."""
+    """Returns the families in a grid. Each item: the name, and the indices along b and z of the family's choices."""
     shards, no_context = np.arange(len(box.shards)), box.contexts == 1
     if box.layout.ep > 1:
         return [("expert", np.arange(len(no_context)), shards)]

@@ -1,12 +1,12 @@
-"""Selects plans for trials, which run for a few steps, and refits the cluster so that its estimates match the
-measurements.
+"""Selects plans for trials, which run for a few steps. Then it refits the cluster, so that the estimates match the
+measured step times.
 
 - Refit: there is one factor for all devices and one for all links. The factors minimise the sum of log(estimate /
   measured)^2 over the trials plus RIDGE_WEIGHT log(factor)^2. The second term keeps a factor near 1 if the trials do
   not depend on it.
-- Next trial: at first the best plan, then the best plan with other degrees, which depends on other parts of the
-  cluster. After that it is the first untried plan of the refitted ranking, as long as its predicted gain over the best
-  measured plan is at least MIN_TRIAL_GAIN.
+- Next trial: the first trial is the best plan. The second is the best plan with other degrees, which depends on other
+  parts of the cluster. After that it is the first untried plan of the refitted ranking, as long as its predicted gain
+  over the best measured plan is at least MIN_TRIAL_GAIN.
 
 The refitted cluster is an ordinary `Cluster`. The whole search runs on it, and it is saved for the next job.
 """
@@ -33,7 +33,8 @@ MIN_TRIAL_GAIN = 0.01
 RIDGE_WEIGHT = 5e-4
 REFIT_STEP_FACTORS = (2.0, 1.3, 1.08, 1.02, 1.005)
 REFIT_ROUNDS, FREE_SPEEDUP = 3, 1e6
-"""Number of rounds of refitting, and a speed-up with which a part of the step costs almost nothing."""
+"""The number of rounds of refitting, and a speed-up so large that the accelerated part of a step takes almost no
+time."""
 
 MAX_TRIAL_CANDIDATES = 40
 """Number of plans among which the next trial is chosen."""
@@ -88,8 +89,8 @@ def refit_job(job: Job, trials: Sequence[Trial]) -> Job:
 
 
 def _step_parts(job: Job, plan: Plan, compute: float, links: float) -> tuple[float, float, float]:
-    """Returns the seconds of a step that depend on the devices, on the links, and on neither. They are the differences
-    in the estimate if devices or links are almost infinitely fast."""
+    """Returns the seconds of a step that depend on the devices, on the links, and on neither. They are differences from
+    estimates with almost infinitely fast devices or links."""
 
     def step(compute: float, links: float) -> float:
         return estimate(job.but(cluster=scale_cluster(job.cluster, compute, links)), plan).time.step

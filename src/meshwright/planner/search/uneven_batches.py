@@ -7,18 +7,19 @@ If n micro-batches could be divided arbitrarily, all replicas would end at
 
     T = (n + sum of f_r / t_r) / (sum of 1 / t_r),
 
-which is a lower bound. In the order of T, plans get whole numbers of micro-batches as long as T is below the best
-result. Each replica gets the micro-batches that it finishes by T. Each remaining micro-batch goes to the replica that
-would then end first, which is optimal for whole numbers. The cost of the best of these plans is then computed exactly.
+which is a lower bound. In ascending order of T, as long as T is below the best result, plans get integer numbers of
+micro-batches. Each replica gets the micro-batches that it finishes by T. Each remaining micro-batch goes to the replica
+that would end first with it, which is optimal for integers. Then the exact cost of the best of these plans is computed.
 
-If one micro-batch size does not fit on every group, or is too coarse, each group may have a separate size
-(uneven_micro_batch.py).
+If a common micro-batch size does not fit on every group or divides the work too coarsely, each group may have a
+separate size (uneven_micro_batch.py).
 
-Uneven shards: if equal shards do not fit on every group, the sizes of shards follow memory. ZeRO 1 allows any numbers
-of micro-batches. The replicas of ZeRO 2 and 3 synchronize in every micro-batch and need equal numbers. A rank needs a +
-b w bytes, where w is the size of its shard relative to an equal shard. The free memory of a group limits w. Ranks below
-their limit divide the remaining states evenly, so that the largest shard, for which all ranks wait, is as small as
-possible. The weights are rounded down to SHARD_WEIGHT_LEVELS levels of the largest weight.
+Uneven shards: if equal shards do not fit on every group, shard sizes are chosen by memory. With ZeRO 1, replicas may
+have any number of micro-batches. With ZeRO 2 and 3, replicas synchronize in every micro-batch and need equal numbers. A
+rank needs a + b w bytes, where w is the size of its shard relative to an equal shard, and a and b are constants. The
+free memory of a group limits w. Ranks below their limit divide the remaining states evenly, so that the largest shard,
+for which all ranks wait, is as small as possible. The weights are rounded down to SHARD_WEIGHT_LEVELS levels of the
+largest weight.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ SHARD_WEIGHT_LEVELS = 16
 
 def shard_weight_caps(on: Mapping[int, CostModel], box: PlanGrid) -> list[Array]:
     """Returns for each group the size of the largest shard that fits on its devices, relative to an equal shard, over
-    `obsczf`. The value is negative if a plan does not fit even without a shard."""
+    `obsczf`. The size is negative if a plan does not fit even without a shard."""
     return [_shard_weight_cap(pricer, box) for pricer in on.values()]
 
 
@@ -79,8 +80,8 @@ def _shard_weight_cap(pricer: CostModel, box: PlanGrid) -> Array:
 
 
 def balance_shard_weights(cap: Sequence[Array], replicas: Sequence[int]) -> Array:
-    """Returns the sizes of the shards of each group (first axis), relative to an equal shard. `replicas` is the number
-    of replicas on each group. The result is NaN if the states do not fit.
+    """Returns the shard size of each group (first axis), relative to an equal shard, or NaN if the states do not fit.
+    `cap`: the largest size that fits on each group. `replicas`: the number of replicas on each group.
 
     >>> balance_shard_weights([np.array([0.5, 1.5, 0.5]), np.array([9.0, 1.5, 1.2])], [2, 2]).round(2).tolist()
     [[0.5, 1.0, nan], [1.5, 1.0, nan]]
@@ -99,7 +100,7 @@ def balance_shard_weights(cap: Sequence[Array], replicas: Sequence[int]) -> Arra
 
 
 def round_shard_weights(levels: Sequence[float], replicas: Sequence[int]) -> tuple[int, ...]:
-    """Returns integer weights of the shards of all replicas, group by group; empty if all shards are equal.
+    """Returns integer weights of the shards of all replicas, group by group, or () if all shards are equal.
 
     >>> round_shard_weights([0.5, 1.5], [2, 2]), round_shard_weights([1.0, 1.0], [2, 2])
     ((5, 5, 16, 16), ())
@@ -112,12 +113,13 @@ def round_shard_weights(levels: Sequence[float], replicas: Sequence[int]) -> tup
 
 
 ADJACENT_PIPELINE_AXES: tuple[MeshAxis, ...] = ("dp", "pp", "tp")
-"""The order of axes in which the ranks of a pipeline are neighbours."""
+"""The order of axes in which the ranks of one pipeline have consecutive indices."""
 
 
 class BoundedPlan(NamedTuple):
-    """A plan before its micro-batch counts are known. `least` is T plus `after`, the seconds of the common work after
-    the last micro-batch. `each` and `once` are the seconds of each replica per micro-batch and once."""
+    """A plan whose micro-batch counts are not yet determined. `least` is the lower bound T plus `after`, the seconds of
+    the common work after the last micro-batch. `each` is the seconds of each replica per micro-batch, `once` its
+    further seconds per step."""
 
     least: float
     after: float
@@ -128,7 +130,7 @@ class BoundedPlan(NamedTuple):
     weights: tuple[int, ...] = ()
 
     def shared(self, batch: int) -> tuple[float, Plan]:
-        """Returns the approximate seconds of a step with whole numbers of micro-batches, and the plan."""
+        """Returns the approximate seconds of a step with integer numbers of micro-batches, and the plan."""
         plan = self.box.plan(self.at).but(shard_weights=self.weights)
         number = batch // plan.micro_batch
         counts = split_micro_batches(number, self.each, self.once) if plan.zero < 2 else (number // plan.dp,) * plan.dp
@@ -172,14 +174,14 @@ def uneven_batch_plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
 
 
 def _plan_score(job: Job, plan: Plan) -> float:
-    """Returns the score of a plan; infinite if the plan does not fit or breaks a rule."""
+    """Returns the score of a plan, or infinity if the plan does not fit or breaks a rule."""
     if any(plan_violations(job, plan)) or (priced := estimate(job, plan)).verdict == FitStatus.no:
         return np.inf
     return risk_adjusted_seconds(job, plan, priced)
 
 
 def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
-    """Returns the grid of all plans of these degrees, with the number of micro-batches of an even batch."""
+    """Returns the grid of all plans of these degrees, where all replicas have equal numbers of micro-batches."""
     batch, dp = job.workload.batch, job.cluster.devices // (tp * pp)
     parallel = (
         (False, True) if tp > 1 and job.workload.sequence % tp == 0 and not job.model.against_sequence else (False,)
@@ -196,8 +198,9 @@ def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
 
 
 class GroupGridCosts(NamedTuple):
-    """The cost of the plans of a grid on each group, over `obsczf`: seconds per micro-batch, seconds once, seconds of
-    the common work afterwards, and whether a plan fits. `replicas` is the number of replicas on each group."""
+    """The cost of the plans of a grid on each group, over the axes `obsczf` of GRID_AXES: seconds per micro-batch,
+    further seconds per step, seconds of the common work afterwards, and whether a plan fits. `replicas` is the number
+    of replicas on each group."""
 
     box: PlanGrid
     on: dict[int, CostModel]
@@ -222,14 +225,14 @@ class GroupGridCosts(NamedTuple):
         return cls(box, on, job.workload.batch, replicas, each, once, after, fits)
 
     def tables(self) -> Iterator[uneven_micro_batch.MicroBatchTable]:
-        """Yields the tables for micro-batch sizes that differ by group."""
+        """Yields the input of the search for micro-batch sizes that differ by group."""
         return uneven_micro_batch.micro_batch_tables(
             self.box, self.each, self.once, self.after, self.fits, self.replicas
         )
 
     def bounded(self) -> Iterator[BoundedPlan]:
-        """Yields the plans that fit on every group, with or without uneven shards, and their bounds. Omits plans that
-        need neither uneven counts nor uneven shards."""
+        """Yields the plans that fit on every group, with or without uneven shards, and their bounds. Plans that need
+        neither uneven counts nor uneven shards are omitted."""
         box, replicas, fits = self.box, self.replicas, np.logical_and.reduce(self.fits)
         after = np.maximum.reduce(self.after)
         number = np.array([self.batch // micro_batch.size for micro_batch in box.micro_batches]).reshape(
@@ -264,8 +267,8 @@ def _micro_batch_seconds(prices: GridCost) -> Array:
 
 
 def _fixed_seconds(prices: GridCost) -> Array:
-    """Returns the seconds that do not depend on the number of micro-batches. The number of messages is that of an even
-    batch."""
+    """Returns the seconds that do not depend on the number of micro-batches. The number of messages is that with equal
+    numbers of micro-batches."""
     return (prices.seconds.bubble + prices.seconds.messages)[0]
 
 

@@ -1,14 +1,14 @@
-"""Searches micro-batch sizes that differ between the replicas of heterogeneous groups, if one size does not fit or is
-too coarse.
+"""Searches micro-batch sizes that differ between the replicas of heterogeneous groups, if a common size does not fit or
+divides the work too coarsely.
 
-The space is that of uneven_batches.py with one size for each group (divisors of the batch). ZeRO 0 and 1 allow any
-number of micro-batches for each replica. The replicas of ZeRO 2 and 3 synchronize in every micro-batch and need equal
-numbers. A replica with m sequences and t seconds per micro-batch, and f seconds once, finishes m (T - f) / t sequences
-by time T. So with R replicas in each group no step ends before
+The space is that of uneven_batches.py with one size for each group (divisors of the batch). With ZeRO 0 and 1, replicas
+may have any number of micro-batches. With ZeRO 2 and 3, replicas synchronize in every micro-batch and need equal
+numbers. Let a replica have m sequences and t seconds per micro-batch, and f further seconds per step. It finishes m (T
+- f) / t sequences by time T. So with R replicas in each group, no step ends before
 
     T = (batch + sum of R f m / t) / (sum of R m / t) + the common work afterwards.
 
-In the order of T, choices of sizes get whole numbers of micro-batches, as long as T is below MAX_UNEVEN_STEP_RATIO
+In the order of T, choices of sizes get integer numbers of micro-batches, as long as T is below MAX_UNEVEN_STEP_RATIO
 times the best result. The groups must add up to the batch exactly. This is checked with the set of reachable sums,
 stored as the bits of one integer.
 """
@@ -25,23 +25,23 @@ from meshwright.planner.cost.plan_grid import Array, PlanGrid
 from meshwright.spec.plan import Plan
 
 MAX_UNEVEN_STEP_RATIO = 0.99
-"""Maximum step time relative to a plan with one size. With less gain the plan with one size is preferred, because it is
-simpler."""
+"""The maximum step time relative to a plan with a common size. With a smaller gain the plan with a common size is
+preferred, because it is simpler."""
 
 MAX_SPLIT_SIZE_CHOICES = 500
-"""Maximum number of size choices of one kind of plan that get whole numbers of micro-batches. The most promising ones
-are chosen."""
+"""For each kind of plan, integer numbers of micro-batches are computed for at most this many size choices, the most
+promising first."""
 
 MAX_SIZE_CHOICES = 2**17
-"""Maximum number of size choices of one kind of plan that are considered. If there are more, the sizes with the highest
-rates of each group are chosen."""
+"""For each kind of plan, at most this many size choices are considered. If there are more, only the fastest sizes of
+each group are used."""
 
 MAX_REACHABLE_SUMS = 2**16
 """Maximum number of sums that are searched, in units of the greatest common divisor of all sizes."""
 
 
 class GroupMicroBatches(NamedTuple):
-    """The `replicas` replicas of one group: sequences and seconds of a micro-batch, and seconds once."""
+    """The `replicas` replicas of one group: sequences and seconds per micro-batch, and further seconds per step."""
 
     replicas: int
     size: int
@@ -54,8 +54,8 @@ class GroupMicroBatches(NamedTuple):
 
 
 class MicroBatchTable(NamedTuple):
-    """Plans of one kind over (group, size): seconds of a micro-batch (infinite if it does not fit), seconds once, and
-    seconds of the common work afterwards."""
+    """The times of plans of one kind over (group, size): seconds per micro-batch (infinite if the plan does not fit),
+    further seconds per step, and seconds of the common work afterwards."""
 
     box: PlanGrid
     at: tuple[int, ...]
@@ -87,7 +87,8 @@ def micro_batch_tables(
     fits: Sequence[Array],
     replicas: Sequence[int],
 ) -> Iterator[MicroBatchTable]:
-    """Yields one table for each kind of plan of `box`. The arrays of each group are over `obsczf`."""
+    """Yields one table for each kind of plan of `box`. The arrays of each group are over the axes `obsczf` of
+    GRID_AXES."""
     parts = [
         np.moveaxis(np.stack([np.broadcast_to(one, box.shape) for one in part]), 2, -1)
         for part in (each, once, after, fits)
@@ -101,7 +102,8 @@ def micro_batch_tables(
 def uneven_micro_batch_plans(
     found: Sequence[MicroBatchTable], batch: int, best: float, score: Callable[[Plan], float]
 ) -> Iterator[tuple[float, Plan]]:
-    """Yields plans with uneven sizes and their scores. Each is better than `best` and than the plans before it."""
+    """Yields plans with uneven sizes and their scores. Each plan is better than `best` and than all plans yielded
+    before."""
     ordered = sorted(((least, number) for number, table in enumerate(found) if (least := table.least(batch)) < inf))
     for least, number in ordered:
         if least >= MAX_UNEVEN_STEP_RATIO * best:
@@ -158,9 +160,9 @@ def _build_plan(table: MicroBatchTable, sizes: tuple[int, ...], counts: tuple[tu
 
 
 def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
-    """Returns the end of the step, and the number of micro-batches of each replica of each kind. They add up to the
-    batch exactly, each replica has at least one, and the step ends as early as possible. The end is infinite if this is
-    impossible.
+    """Returns the seconds until the step ends, and the number of micro-batches of each replica of each group. The
+    micro-batches contain exactly `batch` sequences, each replica has at least one, and the step ends as early as
+    possible. The time is infinite if there is no such split.
 
     >>> split_batch_exactly([GroupMicroBatches(1, 4, 4.0, 0.0), GroupMicroBatches(1, 1, 2.0, 0.0)], 11)
     (8.0, ((2,), (3,)))
@@ -181,7 +183,8 @@ def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple
         ]
         if not ends:
             return inf, ()
-        most[min(ends)[1]] += 1  # explicit, because rounding could hide one micro-batch next to a large `once`
+        # each replica has at least one micro-batch, which rounding could hide next to a large `once`
+        most[min(ends)[1]] += 1
     shares = tuple(
         tuple(total // kind.replicas + (at < total % kind.replicas) for at in range(kind.replicas))
         for total, kind in zip(totals, kinds, strict=True)
@@ -192,8 +195,9 @@ def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple
 
 
 def _exact_totals(kinds: Sequence[GroupMicroBatches], most: Sequence[int], batch: int, unit: int) -> list[int] | None:
-    """Returns the total number of micro-batches of each kind that add up to the batch, or None. No replica has more
-    than `most`. Bit n of an integer is set if the sum n can be reached."""
+    """Returns the total number of micro-batches of each group such that their sequences add up to `batch`, or None if
+    this is impossible. No replica of a group has more than the group's number in `most`. In the code, bit n of an
+    integer is set if the sum n is reachable."""
     reached, mask = [1], (1 << (batch + 1)) - 1
     for kind, count in zip(kinds, most, strict=True):
         size, more = kind.size // unit, kind.replicas * (count - 1)

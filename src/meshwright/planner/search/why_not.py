@@ -1,8 +1,7 @@
-"""Explains why a plan was not chosen: the rules that it breaks, the memory that it lacks, or the additional time by
-kind.
+"""Explains why a plan was not chosen: it breaks rules, lacks memory, or takes longer.
 
-The terms are the differences of the fields of `TimeBreakdown` between the other plan and the chosen plan. They add up
-to the difference of both steps. `pin_conflict` names the pins that contradict each other, with the reason.
+The additional time is divided by kind: the differences of the fields of `TimeBreakdown` between the two plans, which
+add up to the difference of the step times. `pin_conflict` names the pins that contradict each other, with the reason.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ MAX_CONFLICTING_PINS = 3
 
 
 def pin_conflict(job: Job) -> str:
-    """Returns one line with the smallest set of pins that leaves no plan, whatever the rules of the model; empty if
-    there is none."""
+    """Returns one line with the smallest set of pins that together leave no plan for any model, or '' if there is
+    none."""
     for count in range(1, min(len(job.pins), MAX_CONFLICTING_PINS) + 1):
         for names in combinations(job.pins, count):
             pins = {name: job.pins[name] for name in names}
@@ -56,8 +55,8 @@ def pin_conflict(job: Job) -> str:
 
 
 def leaves_no_plans(job: Job) -> bool:
-    """Returns whether the pins leave no plan to consider. Returns False if a pin is invalid without another pin, such
-    as a number of blocks without a recompute kind."""
+    """Returns whether the pins leave no plan to consider. It returns False if a pin is valid only with another pin,
+    such as a number of blocks without a recompute kind."""
     try:
         space = PlanSpace(job)
     except InputError:
@@ -66,7 +65,7 @@ def leaves_no_plans(job: Job) -> bool:
 
 
 def pin_violation(pins: dict[str, Any]) -> str:
-    """Returns the rule that a plan with only these pins breaks; empty if there is none."""
+    """Returns the rule that a plan with only these pins breaks, or ''."""
     given = {("dp_replicate" if name == "dp" else name): value for name, value in pins.items()}
     try:
         Plan().but(**given)
@@ -90,8 +89,8 @@ TIME_ITEMS = tuple(name for name in TimeBreakdown.model_fields if name != "step"
 
 
 class ComparisonOutcome(StrEnum):
-    """The outcome of the comparison with the chosen plan. `faster` is possible if the search does not try the plan, or
-    has another objective."""
+    """The outcome of the comparison with the chosen plan. `faster` occurs if the search does not try the plan or has
+    another objective."""
 
     chosen = "chosen"
     slower = "slower"
@@ -111,8 +110,8 @@ class TimeDelta(StrictModel):
 
 
 class PlanComparison(StrictModel):
-    """A plan compared with the chosen plan. `faults` are the rules that it breaks, or that all requested plans break.
-    There is then no estimate."""
+    """A plan compared with the chosen plan. `faults` are the rules that the plan breaks, or that all requested plans
+    break; then there is no estimate."""
 
     name: str
     outcome: ComparisonOutcome
@@ -168,8 +167,8 @@ def compare_families(job: Job, answer: SearchResult) -> tuple[PlanComparison, ..
 def why_not(
     job: Job, chosen: RankedPlan, name: str, wanted: Plan | Mapping[str, Any], runnable: bool = False
 ) -> PlanComparison:
-    """Compares `wanted` with the chosen plan of `job`. `wanted` is a plan, or pins that allow several plans. Of several
-    plans the best is compared, or the nearest if none fits."""
+    """Compares `wanted` with the chosen plan of `job`. `wanted` is a plan, or pins that allow several plans. If it
+    allows several plans, the best of them is compared, or the plan nearest to fitting if none fits."""
     if isinstance(wanted, Plan):
         broken = tuple(fault.message for fault in plan_violations(job, wanted))
         if broken:

@@ -1,4 +1,4 @@
-"""Implements a discrete-event simulation: tasks that proceed at a rate, events for which callbacks wait, and sequential
+"""Implements a discrete-event simulation: tasks that progress at a rate, events with callbacks, and sequential
 processes.
 
 Guarantees: events occur in the order of their times. Events at the same time occur in the order in which they were
@@ -50,7 +50,7 @@ class SimEvent:
 
 
 class SimTask:
-    """A task of `seconds` of undisturbed work. Its rate may change. `done` is called at its end."""
+    """A task that takes `seconds` at rate 1. Its rate may change. `done` is called at its end."""
 
     __slots__ = ("done", "left", "rate", "serial", "since")
 
@@ -87,7 +87,7 @@ class SimClock:
         self.at(SimTask(seconds, call), 1.0)
 
     def start(self, process: SimProcess) -> None:
-        """Runs `process` until it waits."""
+        """Runs `process` until it yields an event that has not occurred."""
 
         def go_on() -> None:
             for signal in process:
@@ -109,7 +109,7 @@ class SimClock:
 
 
 class LinkTier(StrEnum):
-    """The tier of a link: inside a node or between nodes."""
+    """The tier of a link: between devices of one domain, or between all devices."""
 
     near = "near"
     far = "far"
@@ -126,7 +126,8 @@ class LinkPort:
 
 
 class LinkTransfer:
-    """A transfer that takes `seconds` without contention. `pace` slows it if it shares a device with compute."""
+    """A transfer that takes `seconds` without contention. `pace` is a factor on its rate while compute runs on the same
+    device."""
 
     __slots__ = ("clock", "pace", "ports", "work")
 

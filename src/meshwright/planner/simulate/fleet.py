@@ -10,10 +10,10 @@ it. Without a spare all devices wait.
     interval       t = sqrt(2 d M) (1 + sqrt(d / 2 M) / 3 + d / 18 M) - d           for d < 2 M, else M
     progress       t e^(-w / M) / (M e^(R / M) (e^((t + d) / M) - 1))               of the wall time
 
-The interval is Daly's optimum. The progress is his efficiency (J. T. Daly, Future Generation Computer Systems 22, 2006,
-equations 37 and 20) times the probability that no failure occurs between a save and the time from which it can be
-restored. It is exact for this model. `expected_fractions` computes each kind of lost time in the same way.
-`simulate_fleet` simulates single failures, with spares.
+The interval is Daly's optimum. The progress is Daly's efficiency times the probability that no failure occurs between a
+save and the time from which it can be restored. The formula is exact for this model. Source: J. T. Daly, Future
+Generation Computer Systems 22, 2006, equations 37 and 20. `expected_fractions` computes each kind of lost time in the
+same way. `simulate_fleet` simulates each failure, and a limited number of spares.
 
 `--failures` is the failure rate of a device: a name of the catalog, failures per device hour (`2e-5`), or the time
 between two failures of one device (`5 y`).
@@ -179,7 +179,7 @@ def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
     failing = fleet.repair / fleet.mean_between_failures
     term = total = math.exp(-failing)
     count = 0
-    if term == 0.0:  # large enough to approximate Poisson by the normal distribution
+    if term == 0.0:  # many nodes: the normal distribution approximates the Poisson distribution
         return math.ceil(failing + 3.0902 * math.sqrt(failing))
     while total < chance:
         count += 1
@@ -231,7 +231,7 @@ class _FleetSimulation:
             self.now += seconds
 
     def _train(self, until_failure: float) -> None:
-        """Trains until the next failure or the end. Only work up to the last checkpoint that can be restored counts as
+        """Trains until the next failure or the end. Only work up to the last restorable checkpoint counts as
         progress."""
         interval, save = self.interval, self.policy.save
         ends = self.now + until_failure >= self.end

@@ -3,8 +3,9 @@
 The forward or backward of one micro-batch on one virtual stage is a list of segments. A segment ends where
 communication begins. At ZeRO 3 each layer is a segment, because its weights are gathered before it and its gradients
 are reduced after its backward. At ZeRO 2 every backward has one segment for each gradient bucket. At most
-MAX_BUCKETS_SIMULATED buckets are simulated; small buckets are merged. At lower stages only the last backward has
-several segments. All other passes have one segment. If the schedule splits backward, gradients are reduced after W.
+MAX_BUCKETS_SIMULATED buckets are simulated; small buckets are merged. At ZeRO 0 and 1 only the last backward has
+several segments. All other passes have one segment. If the schedule splits backward, gradients are reduced after W (the
+weight gradients).
 """
 
 from __future__ import annotations
@@ -31,14 +32,13 @@ from meshwright.spec.schedules.schedule import stage_to_rank
 MAX_BUCKETS_SIMULATED = 8
 
 ComputeCommSeconds = tuple[float, float]
-"""Seconds of compute, and of waiting for communication inside it."""
+"""Seconds of compute, and of communication during which compute waits."""
 
 
 class PassSegment(NamedTuple):
     """One segment of a pass: seconds of compute, and seconds of tensor, context and expert communication. `unit` is the
-    index of the parameter group that the segment needs or whose gradients it fills. If `ahead` is set, the weights of
-    the group are requested when the previous segment begins (ZeRO 3).
-    """
+    index of the parameter group whose weights the segment needs or whose gradients it computes. `ahead`: the weights
+    are requested when the previous segment begins (ZeRO 3)."""
 
     compute: float
     exchange: float
@@ -50,10 +50,10 @@ PassSegments = tuple[PassSegment, ...]
 
 
 class StageOpTimes(NamedTuple):
-    """The times of one virtual stage: its passes, the last backward (or W), and the seconds of a gather and of a
-    reduction of each parameter group.
+    """The times of one virtual stage: its passes, the last backward (or W), and the seconds to gather and to reduce
+    each parameter group.
 
-    `weights` is W of a split backward; `backward` then excludes it.
+    `weights` is W (the weight gradients) of a split backward; then `backward` excludes W.
     """
 
     forward: PassSegments
@@ -75,8 +75,8 @@ class EndOfStepTimes(NamedTuple):
 
 
 class OpTimes(NamedTuple):
-    """All times that a simulation of a plan needs. `message` is the bytes that a pipeline rank sends to the next
-    rank."""
+    """All times that a simulation of a plan needs. `message` is the bytes of one message between neighbouring pipeline
+    ranks."""
 
     stages: tuple[StageOpTimes, ...]
     endings: tuple[EndOfStepTimes, ...]
@@ -98,8 +98,8 @@ class LayerOpTimes(NamedTuple):
 
 
 class GroupCommCost(NamedTuple):
-    """The cost of reductions and gathers over one shard group and one replica group. `holders` ranks shard a buffer,
-    which is padded accordingly."""
+    """The cost of reductions and gathers over one shard group and one replica group. A buffer is padded to equal shards
+    on `holders` ranks."""
 
     shard: CollectiveRates
     replicate: CollectiveRates
@@ -119,8 +119,8 @@ class GroupCommCost(NamedTuple):
 
 
 class DataParallelCost(NamedTuple):
-    """The communication cost of data ranks, for dense weights and for experts. `size` is the bytes of a stored element,
-    `sent` in a reduction, and `fetched` in a gather."""
+    """The communication cost of data ranks, for dense weights and for experts. The bytes of an element are `size` when
+    stored, `sent` in a reduction and `fetched` in a gather."""
 
     dense: GroupCommCost
     experts: GroupCommCost
@@ -130,7 +130,7 @@ class DataParallelCost(NamedTuple):
     fetched: int
 
     def reduction(self, dense: Sequence[int], experts: int) -> float:
-        """Returns the seconds of the reductions of several buckets and of the experts in sequence."""
+        """Returns the total seconds of the reductions of several buckets and of the experts, one after the other."""
         cost = GroupCommCost.reduce if self.zero == 0 else GroupCommCost.scatter
         return sum(cost(self.dense, each, self.sent) for each in dense) + cost(self.experts, experts, self.sent)
 
@@ -193,7 +193,7 @@ def _as_scalars(group: CollectiveRates) -> CollectiveRates:
 
 
 def layer_op_times(pricer: CostModel, box: PlanGrid) -> list[tuple[LayerOpTimes, LayerOpTimes]]:
-    """Returns for each entry the times of one layer with the recompute of the plan, and with the recompute of the
+    """Returns two times of one layer for each layer run: with the recompute kind of the plan, and with that of the
     remaining blocks."""
     entries = pricer.setting.entries
     classes = [_single_layer_class(at, len(entries)) for at in range(len(entries))]
@@ -212,15 +212,15 @@ def layer_op_times(pricer: CostModel, box: PlanGrid) -> list[tuple[LayerOpTimes,
 
 
 def _single_layer_class(at: int, entries: int) -> RankClass:
-    """Returns the class of a rank with one layer of entry `at`."""
+    """Returns the class of a rank whose only layer belongs to layer run `at`."""
     content = np.zeros((1, entries), dtype=np.int64)
     content[0, at] = 1
     return RankClass(at, 1, content, ((tuple(content[0].tolist()), 1),))
 
 
 def _split_pass(passes: PassTime, at: int) -> tuple[ComputeCommSeconds, ComputeCommSeconds, ComputeCommSeconds]:
-    """Returns forward, backward, and the deferrable part of backward, each as compute and communication. Communication
-    has the same fraction of the time in forward and backward."""
+    """Returns forward, backward, and the deferrable part of backward, each as compute and communication. The fraction
+    of communication is assumed to be equal in forward and backward."""
     forward, backward, compute, again, weights = (
         float(np.broadcast_to(part, passes.forward.shape)[at].item())
         for part in (passes.forward, passes.backward, passes.compute, passes.recompute, passes.weights)
@@ -236,7 +236,8 @@ def _split_pass(passes: PassTime, at: int) -> tuple[ComputeCommSeconds, ComputeC
 def stage_layers(
     table: Sequence[tuple[LayerOpTimes, LayerOpTimes]], content: Sequence[int], box: PlanGrid
 ) -> list[LayerOpTimes]:
-    """Returns the layers of a stage in forward order. With partial recompute the first blocks recompute."""
+    """Returns the layers of a stage in forward order. With partial recompute, the first blocks have the plan's
+    recompute kind."""
     found: list[LayerOpTimes] = []
     recomputing = box.recompute[0].blocks(box.orders[0])
     for (as_planned, plain), count in zip(table, content, strict=True):
@@ -281,8 +282,8 @@ def stage_op_times(
 ) -> StageOpTimes:
     """Returns the times of a virtual stage of `layers`, in forward order.
 
-    `ends` is the elements of its parameter groups. Each micro-batch waits `waits` seconds for transfers to and from the
-    host. `split_backward` means that backward is two actions.
+    `ends` is the number of elements of each parameter group. Each micro-batch waits `waits` seconds for transfers to
+    and from the host. `split_backward` means that backward is two actions.
     """
     if split_backward:
         without = [
@@ -336,7 +337,7 @@ def single_segment(parts: Sequence[ComputeCommSeconds]) -> PassSegments:
 
 
 def add_wait(pieces: PassSegments, seconds: float) -> PassSegments:
-    """Returns `pieces` with a wait at the beginning of the first segment."""
+    """Returns `pieces` with a wait of `seconds` at the beginning of the first segment."""
     return (pieces[0]._replace(exchange=pieces[0].exchange + seconds), *pieces[1:])
 
 
@@ -369,8 +370,8 @@ def merge_buckets(ends: Sequence[int]) -> list[list[int]]:
 
 
 def bucket_boundaries(elements: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """Returns the numbers of layers, in backward order, after which the buckets of `ends` elements are full. A layer
-    without elements belongs to the bucket of its neighbour.
+    """Returns after how many layers, in backward order, each bucket is full. `elements`: the elements of each layer.
+    `ends`: the elements of each bucket. A layer without elements belongs to the bucket of its neighbour.
 
     >>> bucket_boundaries([10, 10, 0, 10, 0], [20, 10])
     [2, 5]
@@ -407,5 +408,5 @@ def end_of_step_times(pricer: CostModel, box: PlanGrid, data: DataParallelCost) 
 def sum_collectives(
     cost: Callable[[int, int], float], dense: Sequence[tuple[int, int]], experts: Sequence[tuple[int, int]]
 ) -> float:
-    """Returns the seconds of one collective for each buffer."""
+    """Returns the total seconds of one collective per buffer."""
     return sum(cost(end, 0) * times for end, times in dense) + sum(cost(0, end) * times for end, times in experts)

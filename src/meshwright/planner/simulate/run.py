@@ -1,13 +1,13 @@
 """Simulates one step of a job under a plan, with faults, and several steps during which ranks die.
 
 `simulate` returns the time of a step, the actions and waits of each pipeline rank, and the estimate. Without faults the
-simulation agrees with the estimate. It agrees to rounding for gpipe, and for 1f1b and interleaved with equal stages, if
-no communication overlaps with compute. The simulation is finer for reductions: it simulates each bucket on each rank,
-while the estimate adds up the reductions of the slowest rank.
+simulation agrees with the estimate. They are equal up to rounding for gpipe, and for 1f1b and interleaved with equal
+stages, if no communication overlaps with compute. For reductions the simulation is more detailed: it simulates each
+bucket on each rank, while the estimate adds up the reductions of the slowest rank.
 
 If a rank dies during a step, on average half of the step is lost. Then the failure is detected, processes restart and
 the state is loaded (`RecoveryPolicy`). The state of a rank is also on ranks of other replicas: at ZeRO 0 on all data
-ranks, from ZeRO 1 on in other shard groups. If one of these ranks is alive, the same step begins again. Otherwise
+ranks, from ZeRO 1 on in other shard groups. If one of these ranks is alive, the interrupted step is repeated. Otherwise
 training resumes from the last checkpoint and repeats the steps since then.
 """
 
@@ -51,8 +51,8 @@ LOST_STEP_FRACTION = 0.5
 class RankDeaths(NamedTuple):
     """Ranks that die together in `step`.
 
-    `holders` is the smallest number of living ranks with the state of any of them. `again` is the number of whole steps
-    that are repeated.
+    `holders` is the number of living ranks that have the state of a dead rank, for the dead rank with the fewest.
+    `again` is the number of complete steps that are repeated.
     """
 
     step: int
@@ -180,7 +180,7 @@ class SimulationResult:
     """One simulated step.
 
     `healthy` is the seconds of the same step without faults. `cells` contains every action and transfer, for traces.
-    `stretch` is the simulation of several steps during which ranks die.
+    `stretch` is the simulation of several steps with deaths of ranks, if requested.
     """
 
     job: Job
@@ -207,7 +207,8 @@ def simulate(
     every: int = DEFAULT_SAVE_EVERY_STEPS,
     policy: RecoveryPolicy = DEFAULT_RECOVERY_POLICY,
 ) -> SimulationResult:
-    """Simulates one step of `plan`, and `steps` steps (0: up to the last death) with a save after every `every` steps.
+    """Simulates one step of `plan`. If ranks die, also simulates `steps` steps (0: up to the last death) with a save
+    after every `every` steps.
 
     Raises: InputError if the plan cannot run, or if a fault names a rank or a step that does not exist.
     """
@@ -225,8 +226,8 @@ def simulate(
 
 
 def check_equal_replicas(plan: Plan) -> None:
-    """Raises InputError for replicas with different work or states, because one replica is simulated for all healthy
-    replicas."""
+    """Raises InputError for replicas with different work or states, because the simulation uses one replica for all
+    healthy replicas."""
     for field, code in (("micro_batch_sizes", "mb"), ("shares", "ga"), ("shard_weights", "zw")):
         if numbers := getattr(plan, field):
             raise InputError(
@@ -241,7 +242,7 @@ def check_equal_replicas(plan: Plan) -> None:
 
 
 def simulate_step(job: Job, plan: Plan, faults: Faults) -> list[SimulatedRank]:
-    """Simulates one step. Returns the ranks of every replica class after it."""
+    """Simulates one step. Returns the ranks of every replica class in their final state."""
     pricer = CostModel(job)
     box = grid_of_plan(plan, job.workload.batch, job.model.blocks)
     rows = replica_classes(plan, faults)

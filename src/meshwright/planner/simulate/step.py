@@ -3,11 +3,12 @@
 The simulation contains every forward and backward of every virtual stage in the order of the schedule, and every
 message between stages. It also contains every gather and reduction of the data ranks, and the update.
 
-These rules apply in addition to those of the schedule. A rank posts its collectives in order. A collective starts when
-all members have arrived and their previous collectives have ended. A collective and compute on the same device slow
-each other by OVERLAP_SLOWDOWN. On a CPU, whose cores do both, compute stops during a collective. Transfers on one port
-share its bandwidth. At ZeRO 2 and 3 at most MAX_INFLIGHT_REDUCE reductions are in flight while backward fills the next
-parameter group. If gradients are clipped, no rank updates before all ranks have reduced their gradients.
+The following rules apply in addition to the order of the schedule. A rank posts its collectives in order. A collective
+starts when all members have arrived and their previous collectives have ended. A collective and compute on one device
+slow each other by OVERLAP_SLOWDOWN. On a CPU, where the cores also communicate, compute stops during a collective.
+Transfers on one port share its bandwidth. At ZeRO 2 and 3 at most MAX_INFLIGHT_REDUCE reductions are in flight while
+backward fills the next parameter group. If gradients are clipped, no rank updates before all ranks have reduced their
+gradients.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class LinkSpeed(NamedTuple):
 
 
 class StepProgram(NamedTuple):
-    """The input of a simulation: the order of actions by pipeline rank, their times, the replica classes, the links by
-    tier, and the tier that each group uses."""
+    """The input of a simulation: the order of actions by pipeline rank, the times of the actions, the replica classes,
+    the links by tier, and the tier that each process group uses."""
 
     orders: RankOrders
     durations: OpTimes
@@ -129,7 +130,7 @@ COLLECTIVE_SCOPES: tuple[tuple[str, Callable[[SimulatedRank, int], bool]], ...] 
     ("tie", lambda cell, width: cell.pp in (0, width - 1)),
     ("all", lambda cell, width: True),
 )
-"""The kinds of groups, with the ranks of each group."""
+"""The kinds of process groups, each with a condition for its member ranks."""
 
 
 class StepSimulator:
@@ -156,7 +157,7 @@ class StepSimulator:
         self.pace = 1.0 / (1.0 + OVERLAP_SLOWDOWN)
 
     def run(self) -> list[SimulatedRank]:
-        """Returns the ranks in their state at the end of the step."""
+        """Runs the simulation and returns the ranks in their final state."""
         for cell in self.cells:
             self._faults(cell)
         for cell in self.cells:
@@ -305,7 +306,7 @@ class StepSimulator:
         return done
 
     def _set_rate(self, cell: SimulatedRank) -> None:
-        """Slows compute while a collective overlaps with it. On a CPU, compute stops."""
+        """Sets the rate of compute: slower while a collective overlaps with it, and zero on a CPU."""
         if cell.computing is not None:
             rate = 0.0 if self.play.durations.on_host else self.pace
             self.clock.at(cell.computing, 1.0 if cell.running is None else rate)
@@ -343,7 +344,7 @@ class StepSimulator:
         )
 
     def _post(self, cell: SimulatedRank, name: str, scope: str, seconds: float) -> SimEvent:
-        """Posts the next collective of `scope`. Returns the event of its end."""
+        """Posts the next collective of the process group `scope`. Returns the event that occurs at its end."""
         place = self._place(cell, scope)
         number = cell.posted.get((scope, place), 0)
         cell.posted[scope, place] = number + 1
@@ -357,13 +358,13 @@ class StepSimulator:
         return collective.done
 
     def _place(self, cell: SimulatedRank, scope: str) -> int:
-        """Returns a key that is equal for all members of the same collectives of `scope`."""
+        """Returns a key of the rank's process group of kind `scope`; all members of the group have the same key."""
         if scope == "data":
             return cell.pp if self.play.zero == 0 else cell.lane.group * self.width + cell.pp
         return {"replicas": cell.pp, "tie": cell.at - cell.pp, "all": 0}[scope]
 
     def _try(self, collective: SimulatedCollective) -> None:
-        """Starts the collective when all members have arrived and no earlier one is in flight."""
+        """Starts the collective if all members have arrived and no earlier collective of them is in flight."""
         if (
             collective.started
             or collective.came < len(collective.members)

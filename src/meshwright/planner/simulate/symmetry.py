@@ -1,10 +1,11 @@
 """Selects the ranks to simulate: one of each set of identical ranks.
 
-The tensor and context ranks of one pipeline rank advance together. They are one simulated rank, as slow as the slowest
-of them. A lane is a replica with one simulated rank for each pipeline rank. Healthy replicas are identical, so one lane
-represents all of them. A fault breaks this symmetry. A faulty replica has a separate lane. A healthy lane represents
-the other replicas of its shard group, which wait for it in every collective of the group. A further lane represents all
-other shard groups, which synchronize with the faulty group when gradients are reduced over replicas.
+The tensor and context ranks of one pipeline rank advance together. They are simulated as one rank with the speed of the
+slowest of them. A lane is a simulated replica, with one simulated rank for each pipeline rank. Healthy replicas are
+identical, so one lane represents all of them. A fault breaks this symmetry. Each faulty replica has a separate lane. A
+second lane represents the healthy replicas of its shard group, which wait for the faulty replica in every collective of
+the group. A third lane represents all other shard groups, which synchronize with the faulty group when gradients are
+reduced over replicas.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class RankFault(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Returns the fraction of the bandwidth that remains permanently."""
+        """Returns the fraction of the link bandwidth that is permanently available."""
         return min((link.share for link in self.links if link.seconds is None), default=1.0)
 
 
@@ -36,8 +37,8 @@ ReplicaFaults = tuple[RankFault, ...]
 
 
 class ReplicaClass(NamedTuple):
-    """A class of `replicas` identical replicas. `ranks` is the first rank of each pipeline rank, `marks` their faults,
-    and `group` the class of shard group."""
+    """A class of `replicas` identical replicas. For each pipeline rank, `ranks` has its first rank and `marks` its
+    fault. `group` is the class of the shard group."""
 
     replicas: int
     group: int
@@ -50,7 +51,7 @@ class ReplicaClass(NamedTuple):
 
 
 def replica_classes(plan: Plan, faults: Faults) -> list[ReplicaClass]:
-    """Returns one lane for every class of identical replicas. Lanes with faults are first.
+    """Returns one lane for every class of identical replicas. Lanes with faults come first.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> [(lane.replicas, lane.ranks) for lane in replica_classes(parse_plan("dp4.tp2.pp2"), Faults(slow=[(5, 2.0)]))]
@@ -90,7 +91,7 @@ def _faults_by_replica(plan: Plan, faults: Faults) -> dict[tuple[int, int], Repl
 
 
 def rank_at_coords(plan: Plan, place: Coords) -> int:
-    """Returns the rank at the coordinates `place`, with the axes in the order of the plan.
+    """Returns the rank at the coordinates `place`, in the plan's order of axes.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> rank_at_coords(parse_plan("dp4.tp2.pp2"), Coords(pp=1, dp_replicate=2, dp_shard=0, cp=0, tp=1))

@@ -1,8 +1,8 @@
-"""Converts a row of the tables to a job, the plans that the row can mean, and the measured values, or to the reason why
-it cannot be predicted.
+"""Converts a row of the tables of published measurements to a job, the plans that the row may mean, and the measured
+values. If a row cannot be predicted, the result is the reason.
 
-Choices that the source omits (micro-batch, virtual stages, recompute) are made as the authors would: the fastest plan
-that fits.
+Choices that the source omits (micro-batch, virtual stages, recompute) are assumed to be the best: the fastest plan that
+fits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VOCABULARY_SIZES = (
 
 
 class MemoryMeter(StrEnum):
-    """What the memory figure of a published benchmark counts."""
+    """Which bytes the memory figure of a published benchmark counts."""
 
     first = "peak allocated on rank 0"
     last = "peak allocated on the last rank"
@@ -54,8 +54,8 @@ class MemoryMeter(StrEnum):
 
 
 class BenchmarkCase(NamedTuple):
-    """A row with its job and plans. There is one plan if the source states all of it. `seconds` and `memory` (bytes)
-    are None if they were not measured."""
+    """A row with its job and plans. If the source states the complete plan, there is one plan. `seconds` and `memory`
+    (bytes) are None if they were not measured."""
 
     row: MeasurementRow
     job: Job
@@ -149,8 +149,8 @@ def case_sizes(row: MeasurementRow, system: Framework) -> ArchitectureSizes:
 
 
 def vocabulary_size(row: MeasurementRow) -> int:
-    """Returns the vocabulary size that the row states, or else that of the tokenizer common to all models of this name.
-    Returns 0 if neither is known."""
+    """Returns the vocabulary size that the row states, or else the size of the tokenizer that all models of this name
+    share. Returns 0 if neither is known."""
     name = row.text("model").lower()
     return row.count("vocab", 0) or next((size for word, size in VOCABULARY_SIZES if word in name), 0)
 
@@ -200,8 +200,8 @@ def device_name(row: MeasurementRow) -> str:
 
 
 def case_network(row: MeasurementRow) -> str:
-    """Returns the network in the notation of `--cluster`: `4x Omni-Path 100Gb/s per node` is 4x100Gb. The rate is per
-    node or per device. Returns an empty text if the source states none."""
+    """Returns the network in the notation of `--cluster`: `4x Omni-Path 100Gb/s per node` is 4x100Gb. The rate may be
+    per node or per device. Returns '' if the source states no network."""
     text = row.text("inter_link")
     if "EFA" in text:
         return EFA_LINK if "3200" in text else "efa-p4d"
@@ -222,7 +222,7 @@ def case_workload(row: MeasurementRow) -> Workload:
 
 
 def case_plans(row: MeasurementRow, system: Framework) -> list[Plan]:
-    """Returns every plan that the row can mean."""
+    """Returns every plan that the row may mean."""
     batch = case_workload(row).batch
     dp, pp, tp = row.count("dp"), row.count("pp"), row.count("tp")
     micro = (
@@ -276,10 +276,9 @@ def case_plan(
 
 
 def nanotron_stage_split(row: MeasurementRow, pp: int) -> tuple[int, ...]:
-    """Returns the blocks of each stage by nanotron's rule: a stage ends with the layer at which the cumulative cost
-    exceeds an even part per stage. Costs are those of nanotron's Llama: the matrix products of a block, the vocabulary
-    for the head, and 0 for the embedding.
-    """
+    """Returns the number of blocks of each stage by nanotron's rule: a stage ends with the layer at which the
+    cumulative cost exceeds an equal share of the total. The costs are those of nanotron's Llama: matrix products for a
+    block, the vocabulary product for the head, and 0 for the embedding."""
     layers, hidden = row.count("layers"), row.count("hidden")
     block = hidden * (4 * hidden + 3 * row.count("ffn"))
     total = layers * block + hidden * row.count("vocab")
@@ -293,8 +292,8 @@ def nanotron_stage_split(row: MeasurementRow, pp: int) -> tuple[int, ...]:
 
 
 def fill_empty_stages(found: list[int]) -> tuple[int, ...]:
-    """Moves blocks so that every stage has a block, as this project requires. A last stage with only the head takes one
-    block from the stage before it. Raises InputError if further stages are empty."""
+    """Moves blocks so that every stage has a block, as this project requires. If the last stage has only the head, it
+    takes one block from the stage before. Raises InputError if other stages are empty."""
     if found[-1] == 0 and found[-2] > 1:
         found = [*found[:-2], found[-2] - 1, 1]
     if not min(found):

@@ -2,12 +2,12 @@
 
 The table is in elements of the compute type per token. Sources: Korthikanti et al. (arXiv 2205.05198), table 2, for
 fused kernels with dropout: 10 and 24 bytes s b h per layer, and 5 a s^2 b for attention that is not fused (s tokens,
-batch b, hidden size h, a heads). All other operations follow the rules of autograd
+batch b, hidden size h, a heads). For all other operations the rules of autograd apply
 (planner/inputs/activation_formulas.py).
 
 | operation | fused: saves, moves | not fused: saves, moves |
 |---|---|---|
-| norm of width h | h, 2 h | as our runtime |
+| norm of width h | h, 2 h | as in this project's runtime |
 | rotation of q and k | 0, 2 (q + k) | 0, 10 (q + k) |
 | gelu of width f | f, 2 f | f, 2 f and the bias 2 f |
 | gated product of width f | 2 f, 3 f | 3 f, 5 f |
@@ -26,8 +26,8 @@ from meshwright.spec.model import LayerSpec, ModelSpec
 
 
 class FrameworkKernels(NamedTuple):
-    """The kernels of a framework. `flash` means that attention is one kernel. `loss` is the elements per logit that the
-    forward of the loss moves."""
+    """The kernels of a framework. `flash`: whether attention is one fused kernel. `loss`: the elements per logit that
+    the forward of the loss moves."""
 
     norm: bool = True
     rotation: bool = True
@@ -37,21 +37,21 @@ class FrameworkKernels(NamedTuple):
     dropout: bool = False
     loss: float = 8.0
     operand: float = 1.0
-    """Elements that an operand of an 8-bit product saves, relative to the compute type. Transformer Engine saves its
-    8-bit copy; other frameworks save the original."""
+    """Saved elements per operand element of an 8-bit product, in elements of the compute type. Transformer Engine saves
+    its 8-bit copy; other frameworks save the original."""
     passing: float = 1.0
-    """Additional elements of the compute type per logit while the loss runs. The value is 4 if logits are first
+    """Transient elements of the compute type per logit while the loss runs. The value is 4 if logits are first
     converted to float32 (8 of 12 bytes)."""
     chunked: bool = False
     """Whether logits stay in the compute type and are converted to float32 chunk by chunk."""
     logits: float = 0.0
-    """Additional bytes saved per logit, for copies that the loss makes."""
+    """Additional saved bytes per logit, for copies that the loss makes."""
     gathered: int = 1
-    """Number of tensor ranks if the plan saves the gathered inputs of column-parallel products, which every rank then
-    has completely; otherwise 1."""
+    """The number of tensor ranks if each rank saves the complete gathered inputs of column-parallel products, otherwise
+    1."""
     again: bool = False
-    """Whether selective recompute is used. It saves the block's input, attention, and the output of every second matrix
-    product."""
+    """Whether selective recompute is used. With it, the block's input, the attention output and the output of every
+    second matrix product are saved."""
     labelled: float = 1.0
     """Fraction of the tokens whose logits are computed. It is below 1 for masked language models whose head reads only
     masked positions."""

@@ -1,6 +1,7 @@
-"""Describes the frameworks behind the rows by properties of their code, with sources. No number is fitted to a row.
+"""Describes the frameworks of the published measurements by properties of their code, with sources. No number is fitted
+to a measurement.
 
-The first entry whose pattern matches the row's `system` applies. Properties that the row states (attention kernel,
+The first framework whose pattern matches the row's `system` is used. Properties that the row states (attention kernel,
 recompute, compilation, sequence parallelism) take precedence.
 """
 
@@ -15,7 +16,7 @@ from meshwright.planner.validation.tables import MeasurementRow
 
 
 class Framework(NamedTuple):
-    """A framework. `bias` and `learned` are set if plain GPT models of this framework have biases and learned
+    """A framework. `bias` and `learned`: whether plain GPT models of this framework have biases and learned
     positions."""
 
     name: str
@@ -26,7 +27,7 @@ class Framework(NamedTuple):
     bias: bool = False
     learned: bool = False
     balanced: bool = False
-    """Whether stages are split by FLOPs, including the head. If not, they are split by number of blocks."""
+    """Whether stages are split by FLOPs, including the head. Otherwise stages are split by number of blocks."""
     selective: str = "core"
     """The meaning of `selective` recompute: the attention core (`core`), every second product and the operations around
     it (`op`), or only gelu (`gelu`)."""
@@ -194,8 +195,8 @@ FRAMEWORKS = (
 
 
 def _megatron_transformer_engine(flags: dict[str, Any]) -> Framework:
-    """Returns Megatron-LM with Transformer Engine, by its command line. Options that the row omits have Megatron's
-    defaults (dropout 0.1, biases, no overlap)."""
+    """Returns the description of Megatron-LM with Transformer Engine, for the options `flags` of its command line.
+    Options that the row omits have Megatron's defaults (dropout 0.1, biases, no overlap)."""
     return Framework(
         "Megatron-Core",
         "",

@@ -1,11 +1,12 @@
 """Predicts published measurements with the cost model and scores the predictions by family of rows.
 
-`meshwright validate` prints the scores, and a test freezes them. Memory is predicted as the source's meter measures it:
+`meshwright validate` prints the scores, and a test checks that they do not change. Memory is predicted in the quantity
+that the source measures:
 
 | meter | what it is | predicted as |
 |---|---|---|
 | first, last | torch's peak of allocated bytes on that rank | that pipeline rank's total |
-| peak rank | the same on the rank with most | the largest total |
+| peak rank | torch's peak of allocated bytes on the rank with the most | the largest total |
 | reserved | torch's peak of reserved bytes, no context | the peak rank's, without the driver |
 | device | nvidia-smi: reserved, context and communication buffers | the peak rank's, reserved and context |
 
@@ -50,7 +51,8 @@ from meshwright.spec.plan import Plan
 
 
 class StepPrediction(NamedTuple):
-    """The prediction for one case. `memory` is in terms of the case's meter. `fits` is the planner's decision."""
+    """The prediction for one case. `memory` is in the quantity that the case's source measures. `fits` is the planner's
+    decision."""
 
     case: BenchmarkCase
     plan: Plan
@@ -63,7 +65,7 @@ class StepPrediction(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Returns the predicted bytes in the terms of the case's meter."""
+        """Returns the predicted bytes in the quantity that the case's source measures."""
         stages, busiest = self.estimate.per_stage, self.estimate.memory
         context = self.case.job.cluster.groups[0].device.context
         match self.case.meter:
@@ -84,8 +86,8 @@ class StepPrediction(NamedTuple):
 
 
 def predict_case(case: BenchmarkCase) -> StepPrediction | str:
-    """Predicts a case. Returns the fastest plan whose allocated bytes fit, or the plan with the least memory if none
-    fits. Returns the reason if no plan can be estimated."""
+    """Returns the prediction for a case: for the fastest plan whose allocated bytes fit, or for the plan with the least
+    memory if none fits. If no plan can be estimated, returns the reason."""
     pricer = CostModel(case.job, case.practice)
     found = []
     for plan in case.plans:
@@ -113,7 +115,7 @@ MIN_GROUP_PLANS = 5
 
 
 class RelativeErrors(NamedTuple):
-    """Statistics of relative errors. `signed` is the median with its sign."""
+    """Statistics of relative errors. `signed` is the median of the signed errors."""
 
     rows: int
     median: float
@@ -239,7 +241,7 @@ def _memory_scores(found: dict[str, list[StepPrediction]]) -> Iterable[MemorySco
 
 
 def _certain_predictions(found: Sequence[StepPrediction]) -> list[StepPrediction]:
-    """Returns the predictions of timed rows that ran, without rows whose source has two results for one plan."""
+    """Returns the predictions of timed rows that ran, except rows for whose plan the source has two results."""
     return [
         each
         for each in found
@@ -274,14 +276,14 @@ def _ranking_regrets(found: Sequence[StepPrediction]) -> list[float]:
 
 
 def _planner_key(each: StepPrediction) -> tuple[bool, float]:
-    """Returns the sort key with which the planner ranks: plans that do not fit are last, and an uncertain plan must be
-    faster by RISK_MARGIN."""
+    """Returns the sort key with which the planner ranks: plans that do not fit come last, and the time of an uncertain
+    plan is raised by RISK_MARGIN."""
     doubts = (each.estimate.verdict == FitStatus.tight) + uses_unmeasured_link(each.case.job.cluster, each.plan.offload)
     return not each.fits, each.seconds * (1.0 + RISK_MARGIN) ** doubts
 
 
 def _rank_correlation(group: Sequence[StepPrediction]) -> float:
-    """Returns Spearman's rank correlation, without handling of ties."""
+    """Returns Spearman's rank correlation, without special treatment of ties."""
     predicted, measured = (
         np.argsort(np.argsort(values))
         for values in zip(*((each.seconds, each.case.seconds) for each in group), strict=True)

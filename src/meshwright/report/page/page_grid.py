@@ -1,8 +1,8 @@
 """Searches plans for all settings that a page can show: a few values of devices, batch, sequence, and memory per device
 around those of the job. If the cluster has a budget, the page varies the budget instead of the memory.
 
-Values double and halve. A value is omitted if it is not an integer, or if the sequence exceeds the positions of the
-model. The number of devices varies only if the cluster is written as `NODESxDEVICES:device`.
+Neighbouring values differ by a factor of 2. A value is omitted if it is not an integer, or if the sequence exceeds the
+positions of the model. The number of devices varies only if the cluster is written as `NODESxDEVICES:device`.
 
 Each setting is a separate search, so that the page shows what `plan` prints for the same setting.
 """
@@ -104,7 +104,7 @@ def memory_limits(cluster: Cluster, count: int) -> tuple[float, ...]:
 
 
 def grid_shape_for(seconds: float) -> GridShape:
-    """Returns the finest grid that can be searched in time if one search takes `seconds`.
+    """Returns the finest grid that can be searched in GRID_BUDGET_SECONDS if one search takes `seconds`.
 
 
     >>> grid_shape_for(0.04), grid_shape_for(0.2), grid_shape_for(9.0)
@@ -145,8 +145,8 @@ def cluster_sizes(cluster: Cluster, count: int) -> tuple[Cluster, ...]:
 
 
 def resize_cluster(cluster: Cluster, step: int) -> Iterator[Cluster]:
-    """Yields the cluster with 2**step times its nodes. With less than one node it yields one node with fewer devices.
-    Yields nothing if the name cannot express the cluster."""
+    """Yields the cluster with 2**step times its nodes. If this is less than one node, it yields one node with fewer
+    devices. It yields nothing if the cluster's notation cannot express the result."""
 
     def other(match: re.Match[str]) -> str:
         nodes, devices = int(match[1]), int(match[2])
@@ -206,8 +206,8 @@ class GridResult(NamedTuple):
 
 
 class GridPoint(NamedTuple):
-    """The results for one cluster, batch and sequence, one for each memory value. `error` is the reason if there are
-    none."""
+    """The results for one cluster, batch and sequence, one for each memory value. `error` is the reason if there are no
+    results."""
 
     job: Job
     standings: tuple[GridResult, ...]
@@ -249,13 +249,13 @@ def search_page_grid(
     others = active_children()
     with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
         try:
-            # `map` would cancel pending futures at exit, which fails if the processes of the pool have
-            # died.
+            # at exit, `map` would cancel pending futures, which fails if processes of the pool have died
             with blocked_stop_signals():
                 found = [pool.submit(search_point, job, axes.memories, objective, runnable) for job in jobs]
             return PageGrid(question, axes, objective, tuple(each.result() for each in found))
         except BaseException:
-            for process in set(active_children()).difference(others):  # otherwise each would complete its searches
+            # otherwise each process would complete its searches
+            for process in set(active_children()).difference(others):
                 process.kill()
             raise
 

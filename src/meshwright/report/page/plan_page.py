@@ -1,8 +1,8 @@
 """Builds the HTML page of a plan: its data, its pipeline chart and the HTML frame around both.
 
 The pipeline chart shows when each forward and backward of a stage begins and ends. `spec/schedules` orders and
-simulates these actions; the cost model prices them in seconds. A chart has at most the micro-batches that fill the
-pipeline. If there are many ranks, it has only the first and the last ones. Work after the last backward (gradient
+simulates these actions; the cost model prices them in seconds. A chart has only as many micro-batches as fill the
+pipeline. If there are many ranks, it shows only the first and the last ranks. Work after the last backward (gradient
 reduction, optimizer update) is not in the chart.
 
 The page embeds the grid of plans as compact JSON. Numbers have ten significant digits, and all names are in both
@@ -51,7 +51,7 @@ ACTION_KINDS = "FBW"
 
 
 def simulate_pipeline(pricer: CostModel, plan: Plan, micro_batches: int) -> ScheduleTimeline:
-    """Simulates the first `micro_batches` micro-batches of a step. Each virtual stage takes the seconds of its own
+    """Simulates the first `micro_batches` micro-batches of a step. The duration of a virtual stage is that of its
     layers."""
     setting = pricer.setting
     box = grid_of_plan(plan, setting.job.workload.batch, setting.job.model.blocks)
@@ -84,8 +84,8 @@ def simulate_pipeline(pricer: CostModel, plan: Plan, micro_batches: int) -> Sche
 
 
 def pipeline_chart(pricer: CostModel, plan: Plan) -> dict[str, Any]:
-    """Returns the data of the chart: the numbers of micro-batches of the step and of the chart, the seconds, and a row
-    for each rank shown."""
+    """Returns the data of the chart: the number of micro-batches of the step, the number in the chart, the seconds, and
+    a row for each shown rank."""
     whole = plan.micro_batches(pricer.setting.job.workload.batch)
     count = min(whole, chart_micro_batches(plan))
     shown = chart_ranks(plan.pp, MAX_CHART_ACTIONS // (2 * plan.virtual_stages * count))
@@ -200,8 +200,8 @@ def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None)
 
 
 def point_data(point: GridPoint, families: Sequence[str], reasons: Sequence[str], whole: bool) -> dict[str, Any]:
-    """Returns the data of one cluster, batch and sequence. Each plan occurs once; results refer to it by index. The
-    best plan of each result has the memory of several ranks. If `whole` is set, all plans have it."""
+    """Returns the data of one cluster, batch and sequence. Each plan occurs once; results refer to plans by index. The
+    best plan of each result has the memory of several ranks, with `whole` every plan."""
     shown = [
         priced
         for standing in point.standings
@@ -245,7 +245,8 @@ def grid_result_data(standing: GridResult, place: Mapping[Plan, int], families: 
 def priced_plan_data(priced: PricedPlan, whole: bool) -> list[Any]:
     """Returns one plan with its estimate, in the order of PLAN_FIELDS.
 
-    Without `whole` it has only the memory of the peak-memory rank. Empty fields at the end are omitted.
+    Without `whole`, the data contains only the memory of the rank with the highest peak. Empty fields at the end are
+    omitted.
     """
     estimate = priced.estimate
     ranks, peak_rank = ranks_with_memory(estimate)
@@ -343,7 +344,7 @@ def plan_page_text(found: PageGrid, command: Sequence[str], cluster: str | None,
 
 
 def fill_frame(page: str, title: str, data: Mapping[str, Any], language: str) -> str:
-    """Returns the frame filled for `page`. Inserted texts are not interpreted, whatever they contain."""
+    """Returns the frame filled for `page`. Inserted texts are never interpreted as HTML."""
     places = {
         "TITLE": html.escape(title),
         "LANGUAGE": language,

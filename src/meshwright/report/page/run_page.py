@@ -89,8 +89,8 @@ def thin_curve(points: Sequence[tuple[int, float]], most: int = MAX_CURVE_POINTS
 
 
 def timeline_data(run: RunFolder) -> dict[str, Any] | None:
-    """Returns the peak bytes of each kind in each part of the step on the peak rank, or None where no rank recorded
-    any."""
+    """Returns the peak bytes of each kind in each part of the step on the rank with the highest peak, or None if no
+    rank recorded a timeline."""
     if not any(name.endswith(".json") for name in list_names(Path(run.folder) / "memory")):
         return None
     peak_rank: MemoryTimeline = read_timelines(Path(run.folder))[0]

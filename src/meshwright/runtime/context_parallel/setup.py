@@ -43,7 +43,7 @@ def make_context_state(
         return None
     try:
         if anatomy.blocks is None or not anatomy.vocabulary:
-            raise CannotCutSequence(Message("it has no blocks behind a vocabulary embedding, so no sequence to cut"))
+            raise CannotCutSequence(Message("it has no blocks after a vocabulary embedding, so no sequence to split"))
         use_torch_sdpa(model)
         way = verify_sequence_cut(model, anatomy, example)
     except CannotCutSequence as error:

@@ -2,8 +2,8 @@
 
 An order is valid under these conditions. Each pair of stage and micro-batch has exactly one F and one B, and all
 actions of a stage are on one rank. A stage has W for all of its micro-batches or for none. There is a global order in
-which the inputs of every action are present. Sends never block, and a rank waits at its first action whose input is
-missing.
+which the inputs of every action are present. Sends never block; a rank waits before an action until its inputs are
+present.
 
 Between two ranks, messages are received in the order in which they are sent (`stage_messages`), so that one channel
 serves forward and backward.
@@ -117,7 +117,7 @@ def check_orders(orders: RankOrders, stages: int, micro_batches: int) -> None:
         if count > 1:
             raise InputError(
                 Message(
-                    "pipeline action {action} stands {count} times{action_location}; each stands once",
+                    "pipeline action {action} occurs {count} times{action_location}; each action must occur once",
                     action=action,
                     count=count,
                     action_location=_action_location(orders, action),

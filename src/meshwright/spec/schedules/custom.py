@@ -74,7 +74,7 @@ class CustomSchedule(Schedule):
         return round(simulate_orders(table, thirds, backward, 0.0, thirds).makespan, 9) - micro_batches
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns the points of time at which the rank's list has its memory peaks."""
+        """Returns the actions of the rank's list before which memory can be at its peak."""
         return listed_in_flight(self.actions[rank])
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:

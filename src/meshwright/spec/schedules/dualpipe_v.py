@@ -1,11 +1,11 @@
 """DualPipe-V: two stages on each rank as a V, as in ZB-V. In the steady state a forward of one stage is paired with a
 backward of the other stage. A runtime can then overlap the communication of either with the computation of the other.
 
-W follows B at once, except where a rank would wait. In the published schedule a rank idles for at most (p - 1) (F&B + B
-- 3 W), where B is a whole backward. Here it idles less, because the gradient of the input is sent before the gradients
-of the weights are computed. The idle time is (p - 1) f if forward and both halves of backward each take f seconds on a
-stage. Every rank has (2 p + 1) / 2 micro-batches of both stages in flight. The number of micro-batches m is at least 2
-p.
+W follows B at once, except where a rank would wait. Let p be the number of ranks. In the published schedule a rank
+idles for at most (p - 1) (F&B + B - 3 W), where B is a whole backward. Here a rank idles less, because the gradient of
+the input is sent before the gradients of the weights are computed. The idle time is (p - 1) f if forward and both
+halves of backward each take f seconds on a stage. Every rank has (2 p + 1) / 2 micro-batches of both stages in flight.
+The number of micro-batches m is at least 2 p.
 
 Source: DeepSeek-V3 technical report, arXiv 2412.19437, section 3.2.1; deepseek-ai/DualPipe, dualpipev.py.
 
@@ -25,7 +25,7 @@ from meshwright.spec.schedules.zb_v import ActionWriter
 
 
 class DualPipeV(Schedule):
-    """DualPipe-V: two stages on each rank, as a V, with forwards and backwards in pairs."""
+    """DualPipe-V: two stages on each rank, as a V, with each forward paired with a backward."""
 
     name = "dualpipev"
     preference = 5
@@ -79,7 +79,7 @@ class DualPipeV(Schedule):
         return writer.actions
 
     def bubble(self, f: Any, b: Any, w: Any, virtual_stages: Any) -> Any:
-        """Returns max(f + b - w, f, b) / 2."""
+        """Returns max(f + b - w, f, b) / 2, where f, b and w are the seconds of F, B and W."""
         return elementwise_max(elementwise_max(f + b - w, f), b) / 2
 
     def drain_bubble(self, f: Any, b: Any, w: Any) -> tuple[Any, Any] | None:
@@ -100,7 +100,7 @@ class DualPipeV(Schedule):
 def _drain_backwards(writer: ActionWriter, rank: int) -> list[int]:
     """Writes the last backwards of both stages: at first whole backwards, then only gradients of inputs.
 
-    Returns the sides whose W is deferred, in order.
+    Returns the side (0 or 1, the first or second stage) of each deferred W, in order.
     """
     sides = [side for _ in range(rank + 1) for side in (1, 0)]
     whole = 2 * ((rank + 1) // 2) + (rank % 2 == 0)

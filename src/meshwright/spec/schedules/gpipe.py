@@ -1,8 +1,9 @@
 """GPipe: every forward, then every backward.
 
-With equal stages the bubble is the fraction (p - 1) / (m + p - 1) of the step. Every rank has all m micro-batches in
-flight at its peak. Backwards run in the order of the forwards. The paper runs them in reverse order, at the same cost.
-The order used here sums gradients in the order of 1F1B, so that both schedules give bit-equal results.
+With p ranks, m micro-batches and equal stages, the bubble is the fraction (p - 1) / (m + p - 1) of the step. Every rank
+has all m micro-batches in flight at its peak. Backwards run in the order of the forwards. The paper runs them in
+reverse order, at the same cost. The order used here sums gradients in the order of 1F1B, so that both schedules give
+bit-equal results.
 
 Source: Huang et al., GPipe, arXiv 1811.06965, section 2.3.
 

@@ -1,8 +1,9 @@
-"""Interleaved 1F1B: a rank has v stages at distance p (stage s is on rank s % p). Micro-batches run in groups of p.
+"""Interleaved 1F1B with p ranks: a rank has v stages at distance p (stage s is on rank s % p). The m micro-batches run
+in groups of p.
 
 With equal stages the bubble is the fraction (p - 1) / (v m + p - 1) of the step. Rank r has at most (2 (p - r - 1) + (v
 - 1) p + 1) / v micro-batches of all its stages in flight, and never more than m. The number of micro-batches m is a
-multiple of p.
+  multiple of p.
 
 Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, section 2.2.2, and its
 forward_backward_pipelining_with_interleaving.
@@ -62,8 +63,8 @@ class Interleaved(Schedule):
         return alternate_actions(forwards, backwards, warmup=2 * (pp - 1 - rank) + (virtual_stages - 1) * pp)
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[InFlight]:
-        """Returns one possible memory peak for m = p. For larger m it returns v, one before the p backwards of each
-        stage.
+        """Returns one possible memory peak for m = p. For larger m it returns v possible peaks, one before the p
+        backwards of each stage.
 
         [Note: moments] A rank runs p backwards of its last stage, then p of the stage before it, and so on. These p
         backwards are a phase. Within a phase the number of micro-batches in flight changes linearly, and only the stage

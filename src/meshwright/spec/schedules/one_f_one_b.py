@@ -1,7 +1,8 @@
 """1F1B: first as many forwards as there are later ranks, then alternately one forward and one backward, then the
 remaining backwards.
 
-With equal stages the bubble is the fraction (p - 1) / (m + p - 1) of the step, as with GPipe. Rank r has only min(m, p
+With p ranks, m micro-batches and equal stages, the bubble is the fraction (p - 1) / (m + p - 1) of the step, as with
+GPipe. Rank r has only min(m, p
 - r) micro-batches in flight.
 
 Source: Narayanan et al., PipeDream, SOSP 2019; its flushing form in Megatron-LM, arXiv 2104.04473, section 2.2.1.
@@ -38,7 +39,7 @@ class OneFOneB(Schedule):
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
         """Returns 2 (p - 1) + 2 (n - floor(n / p)) messages, n = max(m - 2, 0).
 
-        Because as few micro-batches as possible are in flight, each micro-batch waits for its own messages.
+        With so few micro-batches in flight, each micro-batch waits for its messages.
         """
         if pp == 1:
             return 0

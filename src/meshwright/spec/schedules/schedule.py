@@ -1,8 +1,8 @@
 """Defines `Schedule`, the class with all properties of a pipeline schedule that the planner, the runtime and the
 reports need.
 
-A schedule is one file of this folder with one subclass of `Schedule`; `schedule_registry` finds it there. No other file
-compares names of schedules; each reads the property on which its decision depends.
+A schedule is one file of this folder with one subclass of `Schedule`; `schedule_registry` finds it there. Other files
+do not compare names of schedules; they use the properties of this class.
 
 Symbols: p pipeline ranks, v virtual stages on each rank, m micro-batches, rank r; f, b and w seconds of forward, of the
 gradients of inputs, and of the gradients of weights. Formulas accept numbers and NumPy arrays, although this package
@@ -32,7 +32,7 @@ class InFlight(NamedTuple):
 
 
 class Schedule:
-    """The rules of a pipeline schedule. A subclass overrides what differs from these defaults.
+    """The rules of a pipeline schedule. A subclass overrides the properties that differ from these defaults.
 
     `actions` is the order that a plan lists; only the custom schedule reads it.
     """
@@ -40,8 +40,8 @@ class Schedule:
     name: ClassVar[str]
     """The value of `Plan.schedule`."""
     preference: ClassVar[int]
-    """The position among all schedules, from simple to complex. Of equally fast plans the search prefers the simpler
-    schedule."""
+    """The position among all schedules, from simple to complex. If plans are equally fast, the search prefers the
+    simpler schedule."""
     listed: ClassVar[bool] = False
     """Whether a plan lists the order in `Plan.actions`. The search offers only schedules that are not listed."""
     stages_per_rank: ClassVar[int] = 1
@@ -51,7 +51,7 @@ class Schedule:
     splits_backward: ClassVar[bool] = False
     """Whether backward is, or may be, two actions: B for the gradients of inputs, W for the gradients of weights."""
     defers_weights: ClassVar[bool] = False
-    """Whether micro-batches have a deferred W at the memory peak. False if W follows B at once at the peak."""
+    """Whether some W are still deferred at the memory peak. It is False if each W directly follows its B there."""
     in_rounds: ClassVar[bool] = False
     """Whether micro-batches run in rounds of p. Their number is then a multiple of p, and every round after the first
     has the same activations in flight."""
@@ -143,8 +143,8 @@ class Schedule:
         return (f + b + w) / virtual_stages
 
     def drain_bubble(self, f: Any, b: Any, w: Any) -> tuple[Any, Any] | None:
-        """Returns a second lower bound of the bubble, or None if the schedule has none. The bound is a pair of seconds:
-        what each rank except the slowest adds, and what the slowest rank adds."""
+        """Returns a second lower bound of the bubble, or None if the schedule has none. The bound is a pair: the
+        seconds that each rank except the slowest adds, and the seconds that the slowest rank adds."""
         return None
 
     def idle_micro_batches(self, virtual_stages: int) -> float:
@@ -152,7 +152,7 @@ class Schedule:
         return 0.0
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns the points of time at which the activations of a rank can be at their peak.
+        """Returns the points of a step at which the saved activations of a rank can be at their peak.
 
         `micro_batches` is an array, except for a schedule with `in_rounds`, which gets one number.
         """
@@ -163,7 +163,7 @@ class Schedule:
         return 2 * pp
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
-        """Returns the number of messages in sequence on the longest path of a step, which the order cannot hide."""
+        """Returns the number of consecutive messages on the critical path of a step."""
         return 2 * (pp * virtual_stages - 1)
 
     # Names of plans.

@@ -3,7 +3,7 @@ rank.
 
 An action starts when its rank is free and its inputs are present. A result from another rank arrives `transfer` seconds
 after its action ends; sending takes no time on the sender. A micro-batch is in flight on a stage from the start of its
-F to the end of its B. If the order has W, it is in flight until the end of its W.
+F to the end of its B. If the order has W, the micro-batch is in flight until the end of its W.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def simulate_orders(
 def max_in_flight(order: Sequence[Action], sizes: Sequence[float] | None = None) -> float:
     """Returns the peak of the activations that a rank stores for backward.
 
-    `sizes` is what one micro-batch stores on each stage, for example in bytes. Without `sizes` the result is a number
-    of micro-batches: each stage counts 1 / (stages of the rank). W frees the activations if the stage has W, otherwise
-    B does.
+    `sizes` is the size of the activations of one micro-batch on each stage, for example in bytes. Without `sizes` the
+    result is a number of micro-batches: each stage counts 1 / (stages of the rank). W frees the activations if the
+    stage has W, otherwise B frees them.
 
     >>> from meshwright.spec.schedules.schedule_registry import schedule_orders
     >>> [max_in_flight(order) for order in schedule_orders("1f1b", 4, 1, 16)]

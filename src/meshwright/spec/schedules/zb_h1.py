@@ -1,7 +1,8 @@
 """ZB-H1: 1F1B whose backward is two actions. W fills idle time, and the gradient of the input is not delayed.
 
-A rank idles for (p - 1) (f + b - w). If f, b and w are equal, this is a third of the (p - 1) (f + b + w) of 1F1B. Rank
-r defers W by r micro-batches, so that every rank stores min(m, p) micro-batches. The first rank of 1F1B stores as many.
+Let p be the number of ranks, m that of micro-batches, and f, b and w the seconds of F, B and W. A rank idles for (p -
+1) (f + b - w). If f, b and w are equal, this is a third of the idle time of 1F1B, (p - 1) (f + b + w). Rank r defers W
+by r micro-batches, so that every rank stores min(m, p) micro-batches. The first rank of 1F1B stores as many.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.2 and figure 3.
 
@@ -37,7 +38,7 @@ class ZBH1(Schedule):
         return actions + [Action(ActionKind.W, rank, micro_batch) for micro_batch in last]
 
     def bubble(self, f: Any, b: Any, w: Any, virtual_stages: Any) -> Any:
-        """Returns max(f + b - w, f, b)."""
+        """Returns max(f + b - w, f, b), where f, b and w are the seconds of F, B and W."""
         return elementwise_max(elementwise_max(f + b - w, f), b)
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:

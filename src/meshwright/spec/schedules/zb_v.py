@@ -1,9 +1,9 @@
 """ZB-V: two stages on each rank in the shape of a V: stage r and stage 2 p - 1 - r are on rank r.
 
-Stages p - 1 and p are both on the last rank, so that no message is needed between them. Backward ends on the rank where
-forward began. A rank idles for (p - 1) f if forward and both halves of backward each take f seconds on a stage. This is
-half of the idle time of ZB-H1 and a sixth of that of 1F1B. Every rank has min(m, p) micro-batches of both stages in
-flight.
+With p ranks, the stages p - 1 and p are both on the last rank, so that no message is needed between them. Backward ends
+on the rank where forward began. A rank idles for (p - 1) f if forward and both halves of backward each take f seconds
+on a stage. This is half of the idle time of ZB-H1 and a sixth of that of 1F1B. Every rank has min(m, p) micro-batches
+of both stages in flight.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6.
 
@@ -77,12 +77,12 @@ class ZBV(Schedule):
         return [action for action in writer.actions if action.micro_batch < micro_batches]
 
     def bubble(self, f: Any, b: Any, w: Any, virtual_stages: Any) -> Any:
-        """Returns max(f / 2, b / 2, b - w)."""
+        """Returns max(f / 2, b / 2, b - w), where f, b and w are the seconds of F, B and W."""
         return elementwise_max(elementwise_max(f, b) / 2, b - w)
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns the micro-batches in flight on both stages before a backward of the first stage and before one of the
-        second.
+        """Returns the micro-batches in flight on both stages: before a backward of the first stage, and before a
+        backward of the second stage.
 
         Before a backward of the first stage these are min(m, 2 p - r) and min(max(m - p + r, 0), r). Before a backward
         of the second stage they are min(m, 2 p - 1 - r) and min(m, r + 1).

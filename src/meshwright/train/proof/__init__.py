@@ -1,1 +1,1 @@
-"""Proof runs: loss and gradients of a plan compared with those of one device."""
+"""Proof runs: they compare loss and gradients of a plan with those of one device."""

@@ -1,7 +1,7 @@
-"""An isolated pass of the plan: the engine, its model and the random states do not change.
+"""An isolated pass under the plan: afterwards the engine, its model and the random states are unchanged.
 
-During the pass, dropout multiplies by a constant factor instead of random numbers, on both sides of a proof. So a proof
-detects a dropout that is missing under the plan.
+During the pass, dropout multiplies by a constant factor instead of a random mask, under the plan and on one device. So
+a proof detects a dropout that is missing under the plan.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from meshwright.runtime.preflight.step_checks import Preflight
 from meshwright.runtime.tensor_parallel.random import has_dropout
 
 UNCHECKED_STEP = 4
-"""A number of completed steps after which no check is due: the next step, 5, is not in `CHECKED_STEPS`."""
+"""A step count for which `CHECKED_STEPS` requires no check: after 4 completed steps, step 5 is next, and it is not in
+`CHECKED_STEPS`."""
 MIN_DROPOUT_FACTOR = 0.75
-"""The factor that replaces dropout at rate 0. It grows with the rate p, so a different rate on one side shows."""
+"""The factor that replaces dropout at rate 0. The factor grows with the rate, so a proof detects a wrong rate."""
 
 
 class ConstantDropout(TorchFunctionMode):
@@ -53,7 +54,7 @@ def dropout_factor(rate: float) -> float:
 
 @contextmanager
 def preserve_engine(engine: Engine) -> Iterator[None]:
-    """Restores the engine's state that a backward pass changes in addition to gradients: the set of reached parameters,
+    """Restores the engine's state that a backward pass changes, except gradients: the set of reached parameters,
     records, and the error feedback of compression."""
     preflight = engine.preflight
     unchecked = Preflight(preflight.stages_run, UNCHECKED_STEP, paths=preflight.paths)
@@ -64,8 +65,8 @@ def preserve_engine(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def isolate_pass(engine: Engine, trains: bool, seed: int) -> Iterator[None]:
-    """Restores random states and the model when the context ends. Inside it, dropout is a constant factor. `trains`:
-    modules keep their modes; otherwise they are in eval mode."""
+    """Restores random states and the model when the context ends. Inside the context, dropout is a constant factor.
+    With `trains`, modules keep their training modes; otherwise they are in eval mode."""
     engine.mesh.error_propagator.report_alive()
     model, compiles = engine.model, engine.mesh.plan.compile
     modes = [(module, module.training) for module in model.modules()]

@@ -1,10 +1,10 @@
 """Digests of module outputs. They locate the first module whose output under the plan differs from that on one device.
 
-No output is stored: the digests are sums over the outputs of each module, added up over all ranks. A module's output is
-sharded by rows, positions or features, or replicated on several ranks. The number of elements over all ranks, divided
-by the number on one device, is how often each element is counted. So the sums of outputs and of their squares are
-comparable with those of one device under any sharding. Outputs for which the ratio is not an integer are skipped, such
-as partial sums.
+No output is stored. A digest consists of sums over the elements of a module's outputs, added up over all ranks. A
+module's output is sharded by rows, positions or features, or replicated on several ranks. The number of elements over
+all ranks divided by the number on one device is how often each element is counted. The sums divided by this ratio are
+comparable with those of one device under any sharding. Outputs whose ratio is not an integer, such as partial sums, are
+skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OutputDigests:
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Adds the outputs of all modules of `model` inside the context, while `records` is set."""
+        """Collects the outputs of all modules of `model` inside the context, while `records` is set."""
         handles = [module.register_forward_hook(self._hook(path)) for path, module in model.named_modules() if path]
         try:
             yield
@@ -42,7 +42,7 @@ class OutputDigests:
 
     @contextmanager
     def of_plan(self, engine: Engine) -> Iterator[None]:
-        """Adds the outputs of this rank's forward passes inside the context, without recomputes."""
+        """Collects the outputs of this rank's forward passes inside the context, except those of recomputes."""
         inner, pipeline = engine.pipeline.forward, engine.pipeline
         self.records = False
 
@@ -81,8 +81,8 @@ class OutputDigests:
 def first_differing_module(
     engine: Engine, one: Mapping[str, tuple[float, float, float]], ours: OutputDigests, limit: float
 ) -> str:
-    """Returns a description of the first module whose output differs by more than `limit`, or ''. `one`: the sums of
-    one device, on every rank."""
+    """Returns a description of the first module whose digest differs by more than `limit` (relative), or ''. `one`: the
+    sums of one device by module, on every rank."""
     rows = [ours.sums.get(path, (0.0, 0.0, 0.0)) for path in one]
     table = torch.tensor(rows, dtype=torch.float64, device=engine.mesh.device).view(-1)
     if table.numel():

@@ -1,5 +1,5 @@
-"""The batches of a proof: a few real rows with unequal numbers of labels, and a second batch with other values, order
-and length."""
+"""The batches of a proof: a few real rows with unequal numbers of labels, and a second batch with other values, row
+order and length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.train.step.size_ranges import sizes_of
 @dataclass
 class ProofBatch:
     """A whole batch, identical on every rank. `title` describes it. `optional`: if one device cannot run the batch, a
-    note says so and no error is raised. `uncut`: the batch with its original rows, if they were shortened."""
+    note says so and no error is raised. `uncut`: the batch before its sequences were truncated, if they were."""
 
     title: str
     batch: Batch
@@ -32,7 +32,7 @@ def build_proof_batches(
     engine: Engine, batch: Batch | LocalBatch, own_loss: bool, longest: int = 0
 ) -> list[ProofBatch]:
     """Returns the batches of a proof, identical on every rank. All ranks call it. `longest`: the largest number of
-    tokens per row, 0 for all."""
+    tokens per row; 0 means no limit. `own_loss`: whether the user has passed a loss."""
     rows = check_batch_size(engine.mesh.plan)
     whole = batch if isinstance(batch, dict) else _gather_batch(engine, batch.micro_batches)
     found = num_rows(whole)
@@ -59,7 +59,7 @@ def build_proof_batches(
 
 def _gather_batch(engine: Engine, micro_batches: list[Batch]) -> Batch:
     """Gathers the first micro-batches of every replica into a full batch. Micro-batches whose sizes differ from those
-    of the first one are left out."""
+    of the first micro-batch are left out."""
     plan, place = engine.mesh.plan, engine.mesh.coords
     count = (
         plan.shares[engine.mesh.replica]
@@ -89,8 +89,8 @@ def _slice_rows(batch: Batch, rows: slice) -> Batch:
 
 
 def with_unequal_labels(batch: Batch) -> Batch:
-    """Gives rows unequal numbers of valid labels, which reveals a loss that is a mean of means. A row with valid labels
-    keeps at least one of them."""
+    """Masks some labels, so that rows have unequal numbers of valid labels. This reveals a loss that is a mean of
+    means. A row with valid labels keeps at least one of them."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.ndim or labels.is_floating_point():
         return batch
@@ -106,8 +106,8 @@ def with_unequal_labels(batch: Batch) -> Batch:
 
 
 def with_other_values(batch: Batch, own_loss: bool) -> Batch:
-    """Reverses the rows, permutes the token ids that occur, and redraws images and features with their mean and
-    deviation."""
+    """Reverses the rows, permutes the token ids that occur, and replaces images and features by random values with the
+    same mean and standard deviation."""
     random = torch.Generator().manual_seed(1)
     ids = {name: value for name, value in batch.items() if _is_token_ids(name, value)}
     seen = (
@@ -160,7 +160,7 @@ def _sequence_length(batch: Batch) -> int:
 
 def truncate_sequences(batch: Batch, length: int, short: int) -> Batch:
     """Truncates each dimension of size `length` to `short`. For features of shape (rows, positions, ...), it truncates
-    only the positions."""
+    only the second dimension."""
 
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -1,9 +1,9 @@
-"""The proof run: loss and every gradient of a small batch, once under the plan on the real ranks and once as on one
-device.
+"""A proof run: it computes the loss and every gradient of a small batch twice, under the plan and as on one device.
 
 Rule: both sides run in training mode, with equal weights and equal batches. The plan's side is the trainer's own
-backward pass. The side of one device runs on rank 0, which streams the weights (reference_side.py). A proof compares
-the loss, the gradient of every parameter, the number of labels, and the set of parameters that the loss reaches.
+forward and backward pass. One device's side runs on rank 0, which fetches the weights block by block
+(reference_side.py). A proof compares the loss, the gradient of every parameter, the number of labels, and the set of
+parameters that the loss reaches.
 
 Guarantees: weights, optimizer states, buffers, random states and counters do not change.
 """
@@ -40,7 +40,7 @@ from meshwright.train.step.passes import StepPasses
 from meshwright.train.step.state import TrainState
 
 RANDOMNESS_TOLERANCE = 1e-9
-"""If two losses of one device differ by more than this (relative), the model draws random numbers."""
+"""If two losses of one device on the same batch differ by more than this (relative), the model uses random numbers."""
 NOTHING_PROVEN_TEXT = mark_msgid("plan {plan}: the proof run proves nothing with this batch: {note}: use another batch")
 ONE_DEVICE_FAILED_TEXT = mark_msgid(
     "plan {plan}: the proof run cannot compute one device's side ({problem}): train without it with prove='never'"
@@ -51,16 +51,16 @@ NO_GRADIENTS_TEXT = mark_msgid(
 
 
 def no_gradients(plan: str, problem: str) -> InputError:
-    """Returns the error for a failed backward pass of one device."""
+    """Returns the error for a failed backward pass on one device."""
     return InputError(Message(NO_GRADIENTS_TEXT, plan=plan, problem=problem))
 
 
 class NothingProven(InputError):
-    """The batch proves nothing. Every rank raises this error, and training continues as on one device."""
+    """The batch cannot prove anything. Every rank raises this error, and training continues."""
 
 
 class ProofRun:
-    """One proof. All ranks make it and call `prove`. Rank 0 decides the result of all ranks."""
+    """One proof. All ranks construct it and call `prove`. The decision of rank 0 is the result on all ranks."""
 
     def __init__(
         self, state: TrainState, skeleton: ModelCopy, expected: Mapping[str, torch.Tensor] | None = None
@@ -69,11 +69,12 @@ class ProofRun:
         self.state, self.engine = state, state.engine
         self.side = ReferenceSide(state.engine, skeleton, expected)
         self.compared: list[Batch] = []
-        """The compared batches, and the original versions of shortened ones. Their sizes count as proven."""
+        """The compared batches, and the untruncated versions of truncated ones. The sizes of all of them count as
+        proven."""
 
     def prove(self, batch: Batch | LocalBatch, longest: int = 0) -> ProofResult:
-        """Runs the proof on `batch`. All ranks call it. `longest`: the largest number of tokens per row, 0 for all.
-        Raises NothingProven."""
+        """Runs the proof on `batch`. All ranks call it. `longest`: the largest number of tokens per row, 0 for no
+        limit. Raises NothingProven."""
         began = time.perf_counter()
         state, own_loss = self.state, self.side.skeleton.loss is not None
         contents = build_proof_batches(self.engine, batch, own_loss, longest)
@@ -108,7 +109,8 @@ class ProofRun:
     # --- one batch --------------------------------------------------------------------------------
 
     def _content(self, content: ProofBatch) -> tuple[ProofComparison, ProofOutcome] | None:
-        """Compares one batch. If one device cannot run it, it adds a note and returns None."""
+        """Compares one batch. If the batch is optional and one device cannot run it, it adds a note and returns
+        None."""
         low = self.side.is_low
         reference, (loss, labels, problem) = self.side.forward(content, self.side.options())
         if problem:
@@ -138,8 +140,8 @@ class ProofRun:
         return compared, verdict
 
     def _without_streaming(self, content: ProofBatch, problem: str) -> tuple[ProofComparison, ProofOutcome] | None:
-        """Repeats the comparison with all weights stored whole, after one device's backward with streamed weights has
-        failed. Raises InputError if it fails again."""
+        """Repeats the comparison with all weights stored whole on rank 0. It is called after one device's backward with
+        streamed weights has failed. Raises InputError if the repetition fails too."""
         if not self.side.streamed:
             raise no_gradients(self.state.plan.name, problem)
         self.side.stream_less(StreamingLevel.NOTHING, "the backward does not run a block at a time")
@@ -148,9 +150,9 @@ class ProofRun:
     def _measure(
         self, content: ProofBatch, compared: ProofComparison, sketches: dict[str, torch.Tensor], scale: float
     ) -> None:
-        """Measures two differences and stores them in `compared`: of the plan from one device in the next higher
-        precision, and one device's rounding in the plan's own precision. `sketches`: sketches of the gradients in the
-        higher precision, empty if not yet measured."""
+        """Measures two differences and stores them in `compared`: the plan's gradients against one device in the next
+        higher precision, and one device's rounding in the plan's own precision. `sketches`: sketches of the gradients
+        in the higher precision; they are filled here if empty."""
         if not sketches and not self.side.is_low:
             high, (loss, _, problem) = self.side.forward(
                 content, ReferenceOptions(torch.float64, high=True, streamed=self.side.streamed)
@@ -193,8 +195,8 @@ class ProofRun:
     # --- the plan's side --------------------------------------------------------------------------
 
     def _planned(self, batch: Batch) -> tuple[float, int, float, set[str]]:
-        """Runs the plan's side. Returns loss, labels, loss scale, and reached parameters. The gradients stay in the
-        flat buffers."""
+        """Runs the plan's side. Returns loss, labels, loss scale, and reached parameters. The gradients remain in the
+        engine's flat buffers."""
         state, zero = self.state, self.engine.zero
         factor = state.scale.factor
         try:
@@ -204,7 +206,7 @@ class ProofRun:
                     reached = set(zero.param_names) - set(zero.unused)
                 if all(map(math.isfinite, squares)) or state.scale.factor <= 1.0:
                     return loss, labels, state.scale.factor, reached
-                state.scale.factor /= 16.0  # in float16 the first scales of a run are too large
+                state.scale.factor /= 16.0  # in float16 the initial loss scale would overflow
         finally:
             state.scale.factor = factor
 
@@ -243,8 +245,8 @@ class ProofRun:
         )
 
     def _proof(self, found: list[tuple[ProofComparison, ProofOutcome]], first: str) -> ProofResult:
-        """Returns the result: the largest differences over all batches, and all else from the last batch. If a batch
-        differs, it is the last."""
+        """Returns the proof result: the largest differences over all batches, and all other values from the last batch.
+        Comparison stops at a differing batch, so such a batch is the last."""
         compared, verdict = found[-1]
         worst = max((each for _, each in found), key=lambda each: each.gradient / max(each.gradient_limit, 1e-300))
         worst = worst if verdict.good else verdict

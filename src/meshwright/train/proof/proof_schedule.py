@@ -1,9 +1,10 @@
-"""The schedule of proof runs (train/proof/proof_run.py) and their consequences: before the first update, before the
-second, and rarely after that.
+"""The schedule of proof runs (train/proof/proof_run.py) and their consequences. Proofs run before the first update,
+before the second, and rarely after that.
 
-All ranks make the same decision: rank 0 decides what depends on time. If a plan differs from one device, all ranks
-refuse it before the update counts. If `parallelize` gets no `prove`, the environment variable `MESHWRIGHT_PROVE` (auto,
-start, never or a number of steps) sets the default. Without this variable the default is `auto`.
+All ranks make the same decisions. A decision that depends on measured times is made by rank 0 for all. If a plan
+differs from one device, all ranks refuse it before the update. If `parallelize` gets no `prove`, the environment
+variable `MESHWRIGHT_PROVE` (auto, start, never or a number of steps) sets the default. Without this variable the
+default is `auto`.
 
 The schedule also tracks plain values of modules, such as step counters, that have changed since the model was copied.
 """
@@ -56,17 +57,17 @@ from meshwright.train.step.size_ranges import SizeRanges
 from meshwright.train.step.state import TrainState
 
 ModuleValues = dict[str, dict[str, Any]]
-"""Plain values of modules, by path and name."""
+"""Plain values (numbers, strings, tuples) of modules, by module path and attribute name."""
 SCALAR_TYPES = (bool, int, float, str, type(None))
 
 
 LOSS_PATH = "(loss)"
-"""The path of a loss that is an object with attributes."""
+"""The path under which the attributes of the user's loss object are stored."""
 
 
 def module_values(model: nn.Module, loss: Any = None) -> ModuleValues:
-    """Returns the plain values of modules and of the user's loss, such as step counters. They are numbers, strings and
-    tuples of these. Training modes are left out."""
+    """Returns the plain values of modules and of the user's loss, such as step counters. Plain values are numbers,
+    strings, None and tuples of these. Training modes are left out."""
 
     def is_plain(value: Any) -> bool:
         """Returns whether a value is a number, a string, None, or a tuple of these."""
@@ -99,8 +100,9 @@ def changed_values(before: ModuleValues, now: ModuleValues) -> ModuleValues:
 
 
 def follow_frozen(model: nn.Module, engine: Engine) -> None:
-    """Freezes in the copy `model` every parameter that is frozen on all ranks that store it. A parameter that some of
-    these ranks still train stays trained, since their part of its gradient is compared. All ranks call it."""
+    """Freezes in the copy `model` every parameter that is frozen on all ranks that store a part of it. If some of these
+    ranks still train the parameter, it stays trained, since their parts of its gradient are compared. All ranks call
+    it."""
     stored = {
         name: parameter.requires_grad for unit in engine.zero.units for name, parameter in unit.parameters.items()
     }
@@ -124,7 +126,7 @@ PROVE_VARIABLE = "MESHWRIGHT_PROVE"
 REPEAT_UPDATES = (1, 9, 99, 999)
 """The updates of this run after which a cheap proof is repeated: before steps 2, 10, 100 and 1000."""
 ANNOUNCE_SECONDS = 10.0
-"""The estimated seconds above which a proof is announced before it runs."""
+"""If a proof is estimated to take longer than this, in seconds, it is announced before it runs."""
 
 
 def resolve_proof_mode(given: ProofMode | None) -> ProofMode:
@@ -138,7 +140,8 @@ def resolve_proof_mode(given: ProofMode | None) -> ProofMode:
 UNREADABLE_LOSS_REASON = Message(
     "the loss reads parameters beside the output, and the copy of the model that a proof compares with has others"
 )
-"""Why a plan with a loss that reads parameters is not proven. Such a loss needs all of these on the data ranks."""
+"""Why a plan with a loss that reads parameters is not proven. Such a loss needs all of these parameters on the ranks
+that compute it."""
 
 
 class ProofSchedule:
@@ -149,7 +152,7 @@ class ProofSchedule:
     """
 
     def __init__(self, mode: ProofMode, model: nn.Module | None, loss: LossFunction | None, compute: str = "") -> None:
-        """`model`: the user's model, unchanged; `compute`: the dtype of computation."""
+        """`model`: the user's model before sharding. `compute`: the dtype of the computation."""
         self.mode = mode
         try:
             self.skeleton = None if mode == "never" or model is None else copy_to_meta(model, loss)
@@ -163,11 +166,11 @@ class ProofSchedule:
             else weight_fingerprints(model, getattr(torch, compute))
         )
         self.versions: list[int] = []
-        """The versions of the weights when they were sharded."""
+        """The version counters of this rank's weights when they were sharded."""
         self.sizes = SizeRanges()
-        """The sizes of batches for which a proof has found the plan equal."""
+        """The sizes of batches for which a proof has passed."""
         self.plain: ModuleValues = {}
-        """The plain values of modules that the skeleton, a copy of the model, has."""
+        """The current plain values of modules in the skeleton, a copy of the model without weights."""
         self.required = ""
         """Why the next update requires a proof, or ''."""
         self.reason = ""
@@ -180,7 +183,7 @@ class ProofSchedule:
         self.predicted = ProofCost()
         self._updates = 0
         self._seconds = 0.0
-        """The seconds of the last proof before an update; 0 without one."""
+        """The duration of the last proof before an update in seconds; 0 before the first proof."""
         self._began = time.perf_counter()
 
     def begin(self, engine: Engine) -> None:
@@ -189,7 +192,7 @@ class ProofSchedule:
         self.plain = module_values(engine.model, engine.objective.loss)
 
     def before(self, state: TrainState, batch: Batch | LocalBatch) -> None:
-        """Runs a proof before an update on `batch`, where one is due. Raises PlanRefused on every rank where the plan
+        """If a proof is due before the update on `batch`, runs it. Raises PlanRefused on every rank where the plan
         differs from one device."""
         reason = self._reason(state, batch)
         self._updates += 1
@@ -212,7 +215,7 @@ class ProofSchedule:
             state.on_phase(RankPhase.data)
 
     def during(self, state: TrainState, batch: Batch | LocalBatch, reason: str) -> None:
-        """Runs a proof for a step that is outside of what was proven, after its passes and before its update. The
+        """Runs a proof for a step whose conditions no earlier proof covers, after its passes and before its update. The
         gradients of the step do not change. Raises PlanRefused as `before` does."""
         stored = [(unit, unit.gradients.shard.to("cpu", copy=True)) for unit in state.engine.zero.trainable]
         state.on_phase(RankPhase.prove)
@@ -237,7 +240,7 @@ class ProofSchedule:
             if not proof.equal and state.mend():  # the cause was a replica with wrong weights, not the plan
                 proof = self.prove(state, batch)
         except NothingProven as nothing:
-            self.required = reason  # one device would skip this step too, so the plan is not refused
+            self.required = reason  # one device would also skip this step, so the plan is not refused
             self.say(Message("{nothing}; the next update is proven instead", nothing=nothing))
             return
         shown = self.reason != reason and reason not in map(_before_step, REPEAT_UPDATES)
@@ -283,14 +286,15 @@ class ProofSchedule:
         self.last = run.prove(batch, self.predicted.length)
         if self.last.equal:
             self.sizes.add(run.compared)
-        self.fingerprints = {}  # only the first proof uses fingerprints, since weights change after it
-        gc.collect()  # one device's side has reference cycles, which would retain weights and gradients
+        self.fingerprints = {}  # only the first proof uses fingerprints, since updates change the weights
+        gc.collect()  # one device's side leaves reference cycles, which would keep weights and gradients in memory
         shrink_staging_buffers([state.mesh.world])
         malloc_trim()
         return self.last
 
     def resume(self, earlier: RecordedProof, updates: int) -> None:
-        """Uses a proof of this plan by an earlier process of this run as the proof before the first update."""
+        """Accepts a proof of this plan by an earlier process of this run in place of the proof before the first
+        update."""
         self.last, self._seconds, self._updates = earlier.result, max(earlier.result.seconds, 1e-3), max(updates, 1)
         self.sizes = SizeRanges(earlier.sizes)
 
@@ -363,7 +367,8 @@ class ProofSchedule:
         return self._too_dear(work / rate, step / rate, state)
 
     def _too_dear(self, seconds: float, step: float, state: TrainState) -> str:
-        """Returns why 'auto' skips a proof that takes `seconds`, or '' if it does not."""
+        """Returns why mode 'auto' skips a proof that takes `seconds`, or '' if it runs the proof. `step`: the seconds
+        of a step."""
         if self._all(state, is_proof_cheap(seconds, step)):
             return ""
         return Message(
@@ -381,7 +386,7 @@ def _before_step(updates: int) -> str:
 
 
 def _passed_line(proof: ProofResult, when: str, predicted: float) -> str:
-    """Returns one line about a proof that has found the plan equal."""
+    """Returns one line about a passed proof. `when`: the point of the run. `predicted`: the planner's estimate."""
     seconds = show_seconds(proof.seconds)
     if predicted:
         seconds = Message("{seconds}, {predicted} predicted", seconds=seconds, predicted=show_seconds(predicted))
@@ -400,7 +405,7 @@ def _passed_line(proof: ProofResult, when: str, predicted: float) -> str:
 
 
 def is_one_device(plan: Plan) -> bool:
-    """Returns whether a plan is one device that computes as plain torch does."""
+    """Returns whether a plan uses one device and computes exactly as plain torch does."""
     return (
         plan.world == 1
         and plan.recompute == Recompute.none
@@ -409,14 +414,14 @@ def is_one_device(plan: Plan) -> bool:
 
 
 def run_preflight(state: TrainState, batch: Batch | LocalBatch) -> None:
-    """Runs the preflight checks before a proof, since they describe an error more precisely than a proof does."""
+    """Runs the preflight checks before a proof, since their errors are more specific than those of a proof."""
     batches, _ = StepPasses().split(state, batch)
     state.engine.zero.abort_step()
     state.engine.preflight.check(state.engine, batches, True)
 
 
 def weight_versions(engine: Engine) -> list[int]:
-    """Returns how often each main weight of this rank was written to."""
+    """Returns the version counter of each main weight of this rank: how often it was written to in place."""
     return [part._version for unit in engine.zero.units for part in unit.optim_shard.parts]
 
 

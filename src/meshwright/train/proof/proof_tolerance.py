@@ -1,11 +1,11 @@
 """The tolerances of a proof: the allowed differences of the loss and of each gradient between the plan and one device.
 
 [Note: tolerance] In float64, losses and gradients agree to 1e-10; in float32, losses agree to 1e-6 and gradients to
-1e-5. Where they do not, and always in precisions below float32, rounding is measured instead of assumed. Three
+1e-5. Where they differ by more, and always in precisions below float32, rounding is measured instead of assumed. Three
 gradients are used: g of the plan, h of one device in the next higher precision, and l of one device in the plan's own
-precision. Then |g - h| <= K |l - h| + floor |h| must hold, where floor is one of LOW_PRECISION_FLOORS. g and l are two
-roundings of one number, with errors of similar size. So K = 1 would be typical, and K = 4 allows for other orders of
-sums. Sketches of l and h estimate |l - h| (`sketch_gradient`).
+precision. Then |g - h| <= K |l - h| + floor |h| must hold, where floor is one of LOW_PRECISION_FLOORS. g and l round
+the same number with errors of similar size, so the ratio |g - h| / |l - h| is typically 1. K = 4 (ROUNDING_FACTOR)
+allows for other orders of sums. Sketches of l and h estimate |l - h| (`sketch_gradient`).
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from dataclasses import dataclass, field
 import torch
 
 STRICT_TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-6, 1e-5)}
-"""The largest relative difference of the loss and of a gradient, by the dtype of computation."""
+"""The largest relative differences of the loss and of a gradient, by the dtype of computation."""
 LOW_PRECISION_FLOORS = {torch.bfloat16: (4e-3, 4e-3), torch.float16: (5e-4, 5e-4)}
-"""The same for dtypes below float32, in addition to the measured rounding: the error of one rounding to the dtype."""
+"""The limits added to the measured rounding for dtypes below float32: the relative error of one rounding to the dtype.
+"""
 ROUNDING_FACTOR = 4.0
 SMALL_GRADIENT_ELEMENTS = 16
 """The measured rounding of a gradient with few elements may be small by chance. So it is multiplied by
 1 + SMALL_GRADIENT_ELEMENTS / elements."""
 SKETCH_ELEMENTS = 4096
-"""The elements of a sketch. The norm of a sketch estimates the norm of a difference within
-1 / sqrt(SKETCH_ELEMENTS / 2) = 2 %. If parts of the difference are identical, the error is up to 4 %."""
+"""The elements of a sketch. The norm of a sketch estimates the norm of a difference within 1 / sqrt(SKETCH_ELEMENTS /
+2) = 2 %. If parts of the difference are identical, the error of the estimate is up to 4 %."""
 
 COMPARE_CHUNK_ELEMENTS = 1 << 18
-"""The elements of a gradient that are compared at a time, a multiple of SKETCH_ELEMENTS."""
+"""The number of elements of a gradient that are compared at a time, a multiple of SKETCH_ELEMENTS."""
 
 
 @dataclass
 class GradientGap:
     """The comparison of one gradient: the norms of the difference, of one device's gradient and of the plan's gradient.
-    `noise`: the norm of one device's rounding."""
+    `noise`: the norm of one device's rounding error."""
 
     elements: int
     off: float = 0.0
@@ -46,8 +47,8 @@ class GradientGap:
     noise: float = 0.0
 
     def add(self, one: torch.Tensor, planned: torch.Tensor, scale: float) -> None:
-        """Adds some elements of one device's gradient and of the plan's gradient. The plan's gradient has been
-        multiplied by `scale`. The comparison is in float64."""
+        """Adds the comparison of some elements of one device's gradient (`one`) and of the plan's (`planned`, which is
+        multiplied by `scale`). It computes in float64."""
         for mine, theirs in zip(one.split(COMPARE_CHUNK_ELEMENTS), planned.split(COMPARE_CHUNK_ELEMENTS), strict=True):
             mine, theirs = mine.double(), theirs.double().div(scale)
             self.norm, self.planned = (
@@ -61,22 +62,22 @@ class GradientGap:
 
 @dataclass
 class ProofComparison:
-    """The values of one batch on both sides, as rank 0 has them."""
+    """The values of one batch on both sides, stored on rank 0."""
 
     losses: tuple[float, float]
     labels: tuple[int, int]
     gaps: dict[str, GradientGap] = field(default_factory=dict)
     reached: list[str] = field(default_factory=list)
-    """The parameters that one device's loss reaches, nearest to it first."""
+    """The parameters that one device's loss reaches, nearest to the loss first."""
     planned: set[str] = field(default_factory=set)
     rounded: float = 0.0
-    """The rounding of the loss."""
+    """The rounding error of the loss."""
 
 
 @dataclass
 class ProofLimits:
-    """The allowed relative differences, in addition to ROUNDING_FACTOR times the measured rounding. `eps`: of the dtype
-    that both sides use."""
+    """The allowed relative differences, in addition to ROUNDING_FACTOR times the measured rounding. `eps`: the machine
+    epsilon of the dtype that both sides use."""
 
     loss: float
     gradient: float
@@ -94,7 +95,7 @@ class ProofOutcome:
     gradient_limit: float
     rounding: int
     beyond: list[str]
-    """Gradients beyond their limits, nearest to the loss first."""
+    """Parameters whose gradients exceed their limits, nearest to the loss first."""
 
     @property
     def good(self) -> bool:
@@ -103,8 +104,9 @@ class ProofOutcome:
 
 
 def judge_comparison(compared: ProofComparison, limits: ProofLimits) -> ProofOutcome:
-    """Compares the differences with their limits and finds the largest ratio of the two. A gradient whose norm is below
-    10 eps of that of the whole gradient on both sides is only rounding."""
+    """Returns the result: each difference compared with its limit, and the largest ratio of the two. If the norm of a
+    parameter's gradient is below 10 eps times the norm of all gradients on both sides, it is only rounding and is not
+    compared."""
     whole = math.sqrt(sum(gap.norm**2 for gap in compared.gaps.values()))
     small = 10 * limits.eps * whole
     one, plan = compared.losses
@@ -135,17 +137,19 @@ def judge_comparison(compared: ProofComparison, limits: ProofLimits) -> ProofOut
 
 
 def _float64_norm(flat: torch.Tensor) -> float:
-    """Returns the norm of a float64 vector. On a CPU it is eight times as fast as torch's norm."""
+    """Returns the norm of a float64 vector. On a CPU this is eight times as fast as torch's norm."""
     return math.sqrt(float(torch.dot(flat, flat)))
 
 
 def sketch_gradient(name: str, gradient: torch.Tensor, first: int = 0) -> torch.Tensor:
     """Returns a sketch of `gradient`, of shape (SKETCH_ELEMENTS,): sums of its elements with random signs. The norm of
-    the sketch estimates the norm of `gradient`. The difference of two sketches is the sketch of the difference.
+    the sketch estimates the norm of `gradient`. Sketches are linear: the difference of two sketches is the sketch of
+    the difference.
 
     The sketches of all parts of a gradient add up to the sketch of the whole. `first`: the index of the first element
-    of a part, a multiple of COMPARE_CHUNK_ELEMENTS. All parts use the same signs for their elements; each has its own
-    signs for its sums. Source: Charikar et al., Finding Frequent Items in Data Streams, 2002 (count sketch).
+    of a part, a multiple of COMPARE_CHUNK_ELEMENTS. Elements at the same offset of each chunk have the same sign. The
+    sums of each chunk have further random signs. Source: Charikar et al., Finding Frequent Items in Data Streams, 2002
+    (count sketch).
     """
     flat = gradient.detach().reshape(-1)
     signs = _chunk_signs(flat.device)
@@ -163,7 +167,7 @@ def sketch_gradient(name: str, gradient: torch.Tensor, first: int = 0) -> torch.
 
 @functools.lru_cache(maxsize=2)
 def _chunk_signs(device: torch.device) -> torch.Tensor:
-    """Returns COMPARE_CHUNK_ELEMENTS random signs, 1 or -1, in float64: 2 MiB."""
+    """Returns random signs, 1 or -1, as a float64 vector of shape (COMPARE_CHUNK_ELEMENTS,): 2 MiB."""
     return _draw_signs(torch.Generator().manual_seed(0), COMPARE_CHUNK_ELEMENTS).to(device)
 
 

@@ -1,23 +1,22 @@
 """One device's side of a proof: loss and gradients of the user's model, computed on rank 0 with the weights of one
 block at a time.
 
-The skeleton is a copy of the model from before `parallelize`; its parameters have no storage. For a proof its blocks
-are wrapped. The forward of a block requests its full weights from the ranks (runtime/gather_service.py), runs under
-non-reentrant activation checkpointing, and drops the weights. Its recompute in backward requests them again. Autograd
-adds up the gradients of all uses of a shared parameter before it reports the sum. Each gradient is passed to `compare`
+The skeleton is a copy of the model from before `parallelize`; its parameters have no storage. For a proof, its blocks
+are wrapped. The forward of a block requests the block's full weights from the ranks (runtime/gather_service.py), runs
+under non-reentrant activation checkpointing, and drops the weights. The recompute in backward requests the weights
+again. Autograd adds up the gradients of all uses of a shared parameter. Each complete gradient is passed to `compare`
 and dropped.
 
-Large modules outside of the blocks (embeddings, heads) are treated as blocks. If they are modules of torch and run once
-per pass, they stream ranges of rows of their weights (streamed_weights.py). All other weights are stored whole.
+Large modules outside of the blocks (embeddings, heads) are treated as blocks. A large torch module that runs once per
+pass requests its weight in ranges of rows (streamed_weights.py). All other weights are stored whole.
 
-[Note: absent weights] A weight that is not gathered is NaN. A model or a loss that reads weights of a block outside of
-the block's forward thus returns NaN instead of a wrong number. Then the run is repeated with the weights outside of the
-blocks stored whole, and if that does not help, with all weights.
+[Note: absent weights] A weight that is not gathered is NaN. So a model or a loss that reads a block's weights outside
+of the block's forward returns NaN instead of a wrong number. Then the run is repeated with fewer streamed weights:
+first the large modules outside of the blocks are stored whole, then all weights.
 
-`use_float64` is for models that cast to float32 inside (norms, softmax, rotary tables): these casts become float64.
-Comparisons to 1e-10 need it, because rounding shards to float32 gives other last bits than rounding the whole. Both
-sides of a comparison use it. It wraps each block separately, so that a recompute in backward is identical to the
-forward.
+`use_float64` turns the casts to float32 inside a model (norms, softmax, rotary tables) into casts to float64.
+Comparisons to 1e-10 need this: float32 sums over shards have other last bits than float32 sums over whole tensors. Both
+sides of a comparison use it. It wraps each block separately, so that a recompute in backward equals the forward.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Float64Mode(TorchFunctionMode):
 
 
 def use_float64(model: nn.Module) -> nn.Module:
-    """Changes `model` in place to compute in float64, and returns it. Its weights must be float64 when it is called."""
+    """Changes `model` in place to compute in float64, and returns it. The weights must already be float64."""
     for module in (
         model,
         *(block for path in find_block_lists(model) for block in model.get_submodule(path).children()),
@@ -94,26 +93,26 @@ def _in_float64(forward: Any) -> Any:
 
 
 CompareGradient = Callable[[ElementRange, torch.Tensor], Callable[[int, torch.Tensor], None] | None]
-"""Takes a range of a gradient and one device's values. Returns the receiver of the plan's values (first element,
-elements from there on), or None where they are not needed."""
+"""Takes a range of a gradient and one device's values of it. Returns a function that receives the plan's values (index
+of the first element, elements), or None where they are not needed."""
 FINGERPRINT_TOLERANCE = 1e-4
 """The relative difference of fingerprints above which weights are not those of the model."""
 MAX_PENDING_GRADIENT_ELEMENTS = 1 << 20
-"""The number of elements of gradients that are buffered before they are compared. A module outside of the blocks is
-treated as a block if it has at least as many parameters."""
+"""The number of gradient elements that are buffered before they are compared. Also the smallest parameter count with
+which a module outside of the blocks is treated as a block."""
 
 
 class StreamingLevel(IntEnum):
-    """Which weights are stored only while their module runs. ROWS: of large linear layers and embeddings, only some
-    rows are stored at a time."""
+    """Which weights are stored on rank 0 only while their module runs. With ROWS, large linear layers and embeddings
+    store only a range of rows at a time."""
 
     NOTHING, BLOCKS, MODULES, ROWS = range(4)
 
 
 @dataclass
 class ReferenceOptions:
-    """The options of a reference run: the dtype of its weights, whether this is `high`er than the plan's own, and which
-    weights are `streamed`."""
+    """The options of a reference run: the dtype of its weights, whether this dtype is higher than the plan's (`high`),
+    and which weights are `streamed`."""
 
     dtype: torch.dtype
     high: bool = False
@@ -121,15 +120,15 @@ class ReferenceOptions:
 
 
 class ReferenceRun:
-    """A run of the skeleton on rank 0. Call `forward`, then `backward`."""
+    """A run of the skeleton on rank 0: `forward` is called first, then `backward`."""
 
     def __init__(self, skeleton: ModelCopy, engine: Engine, tensors: GatherService, side: ReferenceOptions) -> None:
         self.engine, self.tensors, self.side = engine, tensors, side
         device = engine.mesh.device
         nan = torch.full((), math.nan, dtype=side.dtype, device=device)
         self.absent = nan
-        # Each parameter expands its own NaN: torch counts a write to one expanded tensor as a write to all that expand
-        # the same one.
+        # Each parameter expands a separate NaN. If parameters expanded the same NaN, torch would count a write to one
+        # of them as a write to all.
         copied = skeleton.with_parameters(lambda parameter: nan.clone().expand(parameter.shape))
         self.model, self.loss = copied.model, copied.loss
         self.parameters = dict(self.model.named_parameters())
@@ -148,10 +147,10 @@ class ReferenceRun:
         self._waiting: dict[str, torch.Tensor] = {}
         self.compare: CompareGradient | None = None
         self.expected: dict[str, torch.Tensor] = {}
-        """Fingerprints of the weights that have not changed since the model was passed to `parallelize`."""
+        """Fingerprints of the weights that are unchanged since the model was passed to `parallelize`."""
         self.access_guard = ParamAccessGuard(engine.model)
         self.misplaced: list[str] = []
-        """Weights whose fingerprints differ."""
+        """Names of weights whose fingerprints differ from the expected ones."""
         self._projections: dict[str, ChunkedProjection] = {}
         self.entered: set[str] = set()
         for path in self.blocks:
@@ -161,7 +160,8 @@ class ReferenceRun:
                 parameter.register_post_accumulate_grad_hook(self._taker(name))
 
     def _prepare(self, device: torch.device) -> None:
-        """Copies the current buffers, turns caches off, and applies what the plan's semantics add to the model."""
+        """Copies the current buffers, turns caches off, and adds the plan's changes of the computation (such as
+        constant dropout) to the model."""
         engine, model, kind = self.engine, self.model, self.side.dtype
         for module in model.modules():
             config: Any = getattr(module, "config", None)
@@ -236,8 +236,8 @@ class ReferenceRun:
     # --- rows of large weights --------------------------------------------------------------------
 
     def weight_rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Returns some rows of a weight that is streamed by rows. Rows are requested in order. After the last rows of
-        the first pass, the fingerprint of the weight is checked."""
+        """Returns the rows [first, last) of a weight that is streamed by rows. Rows are requested in order. After the
+        last row of the forward pass, the fingerprint of the weight is checked."""
         rows, columns = self.parameters[name].shape
         with without_torch_modes():
             found = self.tensors.weight_range(ElementRange(name, first * columns, last * columns), self.side.dtype)
@@ -249,7 +249,7 @@ class ReferenceRun:
         return found.view(-1, columns)
 
     def pass_gradient(self, name: str, first: int, gradient: torch.Tensor) -> None:
-        """Compares a range of rows of a weight's gradient, from row `first` on, with the plan's."""
+        """Compares a range of gradient rows, from row `first` on, with the plan's gradient."""
         assert self.compare is not None
         columns = self.parameters[name].shape[1]
         self.reached += [name] if not first else []
@@ -261,8 +261,8 @@ class ReferenceRun:
     # --- passes -----------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, scale: float) -> tuple[float, int]:
-        """Returns the mean loss over the valid labels of `batch`, and their number. `scale`: the scale of the loss that
-        `backward` starts from."""
+        """Returns the mean loss over the valid labels of `batch`, and their number. `scale`: the factor of the loss for
+        `backward`."""
         streamed = {name for names in self.blocks.values() for name in names} | {each.name for each in self.rows}
         self._fill([name for name in self.parameters if name not in streamed])
         batch = {name: self._moved(value) for name, value in batch.items()}
@@ -301,8 +301,8 @@ class ReferenceRun:
         return total
 
     def _sum(self, objective: LossHead, batch: Batch, output: Any) -> torch.Tensor:
-        """Returns the sum of torch's own loss over the valid labels, or the user's loss, a mean over rows. Torch's loss
-        is computed one row at a time, so that its temporaries are those of one row."""
+        """Returns the sum of torch's own loss over the valid labels. With a user's loss, which is a mean over rows,
+        returns that loss. Torch's loss is computed one row at a time to save memory."""
         if self.loss is not None:
             return self.loss(output, batch)
         logits = extract_logits(output)
@@ -323,8 +323,8 @@ class ReferenceRun:
         self.close()
 
     def close(self) -> None:
-        """Drops the weights and the saved activations. The model and this object refer to each other, and such a cycle
-        would retain them."""
+        """Drops the weights and the saved activations. Otherwise they would stay in memory, since the model and this
+        object refer to each other."""
         self._close()
         self._total = self.absent
         for parameter in self.parameters.values():
@@ -351,8 +351,8 @@ class ReferenceRun:
 
     @property
     def is_absent(self) -> bool:
-        """Returns whether absent weights may have been read, because some block did not run by its own forward. It is
-        also true if a module that streams rows did not run exactly once."""
+        """Returns whether absent weights may have been read: a block did not run by its own forward, or a module that
+        streams rows did not run exactly once."""
         return self.entered != set(self.blocks) or any(each.calls != 1 for each in self.rows)
 
     def _moved(self, value: Any) -> Any:
@@ -362,7 +362,7 @@ class ReferenceRun:
 
 
 def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of the losses of valid labels, in float32 or a higher precision."""
+    """Returns the sum of the losses over valid labels, in float32 or a higher precision."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum"
@@ -371,8 +371,8 @@ def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, tuple[str, ...]]:
     """Returns the parameters of each block of the block lists, and of each large module without children. Parameters
-    that are also used outside of these are excluded. A block with hooks or parametrizations is excluded, since these
-    may read its weights outside of its forward."""
+    that other modules also use are excluded. Blocks with hooks or parametrizations are excluded, since these may read
+    weights outside of the block's forward."""
     if not streamed:
         return {}
     paths = [
@@ -408,7 +408,8 @@ def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, t
 
 
 def _range_streamed_weights(model: nn.Module, blocks: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Returns the weight of each large module that streams rows. Weights shared with another module are left out."""
+    """Returns the name of the weight of each large module that streams rows, by module path. Weights that other modules
+    share are left out."""
     owners = Counter(
         id(parameter)
         for module in model.modules()

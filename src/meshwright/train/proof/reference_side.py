@@ -31,12 +31,12 @@ from meshwright.train.proof.proof_tolerance import (
 from meshwright.train.proof.reference_run import ReferenceOptions, ReferenceRun, StreamingLevel
 
 WHOLE = "{}: one device's side stored all weights"
-"""The note of a proof in which nothing was streamed."""
+"""The note of a proof for which all weights were stored whole on rank 0."""
 
 
 class ReferenceSide:
-    """One device's side of a proof. All ranks make it and call its methods. `trains`: both sides run in training mode.
-    `seed`: the seed of the random numbers of both sides."""
+    """One device's side of a proof. All ranks construct it and call its methods. `trains`: both sides run in training
+    mode. `seed`: the seed of the random numbers of both sides."""
 
     def __init__(self, engine: Engine, skeleton: ModelCopy, expected: Mapping[str, torch.Tensor] | None) -> None:
         """`expected`: fingerprints of the weights that have not changed since the model was passed to `parallelize`."""
@@ -47,19 +47,20 @@ class ReferenceSide:
         self.trains, self.seed = True, 1
         self.expected = dict(expected or {})
         self.misplaced: list[str] = []
-        """Weights whose values on the ranks are not those that the model had."""
+        """Names of weights whose values on the ranks differ from those of the original model."""
         self.notes: list[str] = []
         self.streamed = StreamingLevel.ROWS
-        if any(gather_objects(bool(engine.preflight.written))):  # a recompute of a block would write once more
+        # a recompute of a block would repeat its writes to buffers
+        if any(gather_objects(bool(engine.preflight.written))):
             self.stream_less(StreamingLevel.NOTHING, "the model writes to its weights in its forward")
 
     @property
     def is_low(self) -> bool:
-        """Returns whether the plan computes in a low precision. Then one device computes in float32."""
+        """Returns whether the plan computes in a precision below float32. If so, one device computes in float32."""
         return self.compute in LOW_PRECISION_FLOORS
 
     def options(self) -> ReferenceOptions:
-        """Returns the options with which one device computes the values that the plan is compared with."""
+        """Returns the options of the reference run that the plan is compared with."""
         return ReferenceOptions(
             torch.float32 if self.is_low else self.compute, high=self.is_low, streamed=self.streamed
         )
@@ -69,20 +70,22 @@ class ReferenceSide:
         return isolate_pass(self.engine, self.trains, self.seed)
 
     def stream_less(self, level: StreamingLevel, reason: str) -> None:
-        """Stores more weights whole from now on. If all weights are, it adds a note with the reason."""
+        """Stores more weights whole on rank 0 from now on. If all weights are stored whole, it adds a note with the
+        reason."""
         self.streamed = level
         if not level:
             self.notes.append(WHOLE.format(reason))
 
     def ignore_fingerprints(self, names: Collection[str]) -> None:
-        """Ignores the fingerprints of these weights, which the proof changes."""
+        """Ignores the fingerprints of these weights, since the proof changes the weights."""
         self.expected = {name: value for name, value in self.expected.items() if name not in names}
 
     def forward(
         self, content: ProofBatch, options: ReferenceOptions
     ) -> tuple[ReferenceRun | None, tuple[float, int, str]]:
-        """Runs one device's forward. If a run with streamed weights has read absent weights, it runs again with more
-        weights stored whole."""
+        """Runs one device's forward. Returns the run (None except on rank 0), and on every rank its mean loss, its
+        number of labels and an error text. If a run with streamed weights has read absent weights, it runs again with
+        more weights stored whole."""
         reference: ReferenceRun | None = None
 
         def run() -> tuple[float, int, str]:
@@ -151,8 +154,8 @@ class ReferenceSide:
         return found
 
     def _set_modes(self, model: nn.Module) -> None:
-        """Gives each module of the skeleton the training mode of its counterpart in the trainer's model. Modules of
-        other pipeline stages keep their modes."""
+        """Gives each module of the skeleton the training mode of its counterpart in the trainer's model. Modules that
+        are on other pipeline stages keep their modes."""
         live = dict(self.engine.model.named_modules())
         for path, module in model.named_modules():
             if not self.trains:
@@ -161,7 +164,8 @@ class ReferenceSide:
                 module.training = live[path].training
 
     def _on_rank_0(self, run: Callable[[], tuple[float, int, str]]) -> tuple[float, int, str]:
-        """Runs `run` on rank 0 while the others serve its requests. All ranks return its result or an error text."""
+        """Runs `run` on rank 0 while the other ranks serve its requests. Every rank returns the result, whose last item
+        is an error text or ''."""
         found = (0.0, 0, "")
         if not self.is_rank_0:
             self.tensors.serve()

@@ -1,9 +1,9 @@
-"""Streamed weights of large embeddings and heads on one device's side of a proof. They exist as one range of rows at a
-time.
+"""Weights of large embeddings and heads on one device's side of a proof. They are streamed: rank 0 stores only one
+range of rows at a time.
 
-Forward requests the weight range by range. Backward requests it again if the input needs a gradient. It passes on each
-range of the weight's gradient as soon as it is computed. Rank 0 stores one range of the weight and one range of its
-gradient, whatever the size of the vocabulary.
+Forward requests the weight range by range. Backward requests the ranges again if the input needs a gradient. Each range
+of the weight's gradient is passed on as soon as it is computed. Rank 0 stores one range of the weight and one range of
+its gradient, whatever the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from meshwright.train.proof.proof_tolerance import COMPARE_CHUNK_ELEMENTS
 
 RANGE_ELEMENTS = 1 << 23
-"""The elements of a weight that one request fetches."""
+"""The largest number of elements of a range."""
 
 
 class RangeExchange(Protocol):
@@ -30,29 +30,30 @@ class RangeExchange(Protocol):
         """Returns rows `first` to `last` (exclusive) of the weight, in the dtype of the run."""
 
     def pass_gradient(self, name: str, first: int, gradient: torch.Tensor) -> None:
-        """Receives the gradient's rows from `first` on, in the order of the rows."""
+        """Receives rows of the gradient from row `first` on. The calls come in the order of the rows."""
 
 
 class StreamedWeight:
-    """The weight (rows, columns) of one module. `calls`: the number of forward passes of the module. If it is 1, one
-    backward completes the weight's gradient."""
+    """The streamed weight (rows, columns) of one module. `calls`: the number of forward calls of the module. After
+    exactly one call, one backward gives the complete gradient of the weight."""
 
     def __init__(self, name: str, weight: torch.Tensor, exchange: RangeExchange) -> None:
         self.name, self.exchange, self.trains = name, exchange, weight.requires_grad
         self.rows, self.columns = weight.shape
         self.anchor = torch.zeros((), dtype=weight.dtype, device=weight.device, requires_grad=self.trains)
-        """Connects the output of an embedding to the autograd graph, since its inputs (indices) have no gradient."""
+        """A scalar that connects the output of an embedding to the autograd graph. The input of an embedding (indices)
+        has no gradient."""
         self.calls = 0
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Returns the ranges of rows [first, last)."""
+        """Yields the ranges of rows [first, last)."""
         step = rows_per_range(self.columns)
         return ((first, min(first + step, self.rows)) for first in range(0, self.rows, step))
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns x (..., columns) times the transposed weight, plus `bias` (rows,)."""
-        # Under autocast, the output for one range of rows has another dtype than the whole output would have. Counting
-        # two calls makes the reference run store the weight whole.
+        # Under autocast, the output for one range of rows may have another dtype than the output for the whole weight.
+        # Counting two calls makes the reference run store the weight whole.
         self.calls += 2 if torch.is_autocast_enabled(x.device.type) else 1
         output: torch.Tensor = _StreamedLinear.apply(x, bias, self.anchor, self)
         return output
@@ -126,8 +127,8 @@ class _StreamedEmbedding(torch.autograd.Function):
 
 
 def rows_per_range(columns: int) -> int:
-    """Returns the number of rows of a range. Ranges begin at multiples of COMPARE_CHUNK_ELEMENTS elements, as sketches
-    and projections of parts require.
+    """Returns the number of rows of a range. Ranges begin at multiples of COMPARE_CHUNK_ELEMENTS elements, as
+    `sketch_gradient` requires.
 
     >>> rows_per_range(2048)
     4096
@@ -152,7 +153,8 @@ def can_stream_rows(module: nn.Module) -> bool:
 
 
 def stream_rows(module: nn.Module, name: str, exchange: RangeExchange) -> StreamedWeight:
-    """Replaces the forward of `module` by one that requests its weight in ranges of rows. `name`: its parameter."""
+    """Replaces the forward of `module` by one that requests its weight in ranges of rows. `name`: the name of the
+    weight."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     streamed = StreamedWeight(name, weight, exchange)

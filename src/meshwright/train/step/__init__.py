@@ -1,1 +1,1 @@
-"""One step of training on one rank: its state, its inputs, its passes, and the checks of these."""
+"""One training step on one rank: state, inputs, forward and backward passes, and checks."""

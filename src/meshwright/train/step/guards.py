@@ -1,5 +1,5 @@
-"""Step guards. The checks of a step hold under certain conditions; the guards record these conditions and compare them
-before each later update.
+"""Step guards. The results of preflight checks and proofs are valid only under the conditions of the checked step. The
+guards record these conditions and compare them with those of each later step, before its update.
 
 The guards record the following:
 - The keys of the batch, and the type, dimensions and sizes of each value, except the number of rows.
@@ -7,7 +7,7 @@ The guards record the following:
 - The number of hooks on modules.
 - Plain numbers, booleans and strings that the user's modules and the user's loss store, such as the weight of a loss
   term.
-- The code path of a forward, where the user's code reads tensor values (runtime/preflight/code_paths.py).
+- The code path of forward, if the user's code branches on tensor values (runtime/preflight/code_paths.py).
 
 | difference from the recorded conditions | what runs after the passes of this step and before its update |
 |---|---|
@@ -16,15 +16,16 @@ The guards record the following:
 | a size outside of the range that proofs have covered | a proof |
 | a parameter that was frozen and is trained now | nothing; the step is refused, as the optimizer has no state for it |
 
-Proofs run only if an earlier proof has found the plan equal. If a number changes repeatedly, two further values are
-checked; then all its values count as known. (torch.compile makes such numbers dynamic in a similar way.) Sizes count as
-known only between the smallest and the largest checked size. Parameters may be frozen later (runtime/zero/reducer.py).
+Proofs run only if an earlier proof has passed. If a number changes repeatedly, two further values are checked; after
+that, every value of this number counts as checked. (torch.compile makes such numbers dynamic in a similar way.) Sizes
+count as known only between the smallest and the largest checked size. Parameters may be frozen later
+(runtime/zero/reducer.py).
 
 The guards also detect changes by the user's code around a step: another optimizer, other parameter groups, step hooks,
-torch modes. The optimizer was probed before sharding, and it has this rank's shards of the model's tensors. Another
-optimizer or an added group was not probed, and it has other tensors. If these are the model's own parameters, they have
-no gradient when an update runs. If they are new parameters, their gradient is only that of this rank's rows. Learning
-rates, weight decays and other group options may change at any time.
+torch modes. The guarded optimizer was probed before sharding, and it updates this rank's shards. Another optimizer or
+an added group was not probed, and it updates other tensors. If these are the model's parameters, they have no gradient
+during the update. If they are new parameters, their gradient covers only this rank's rows. Learning rates, weight
+decays and other group options may change at any time.
 """
 
 from __future__ import annotations
@@ -115,17 +116,17 @@ HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_
 
 
 class Outside(NamedTuple):
-    """How a step of one rank differs from what was checked. A field is '' if it does not differ. `at`: the index of a
-    micro-batch that differs, or -1 if all or none do."""
+    """How a step of one rank differs from what was checked. A text field is '' if nothing differs. `at`: the index of a
+    micro-batch that differs, or -1 if all or none differ."""
 
     trained: str = ""
-    """A parameter that was frozen and is trained now."""
+    """The name of a parameter that was frozen and is trained now."""
     changed: str = ""
     code: str = ""
     sizes: str = ""
-    """Sizes with which rows were not checked."""
+    """Sizes with which the check of rows has not run."""
     unproven: str = ""
-    """Sizes that no proof has covered."""
+    """Sizes that no proof covers."""
     at: int = -1
 
     @property
@@ -139,8 +140,8 @@ class Outside(NamedTuple):
         return self.changed or self.code or self.sizes
 
     def asks_for_proof(self, is_fresh: bool) -> str:
-        """Returns why a proof must run, or ''. `is_fresh`: whether a proof with the plain values of this step ran just
-        before it."""
+        """Returns why a proof must run, or ''. `is_fresh`: whether a proof with the plain values of this step has just
+        run."""
         return self.code or self.unproven or ("" if is_fresh else self.changed)
 
 
@@ -150,7 +151,7 @@ class StepGuards:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = OptimizerGuard(optimizer)
         self._forms: dict[Hashable, set[Hashable]] = {}
-        """The checked numbers, by keys, types and dimensions."""
+        """Values of the checked plain numbers, by keys, types and dimensions of the batch."""
         self._sizes = SizeRanges()
         self._places: list[tuple[str, Mapping[str, Any], str]] = []
         self._values: list[Any] = []
@@ -196,7 +197,7 @@ class StepGuards:
             )
 
     def outside(self, engine: Engine, batches: Sequence[Batch], proven: SizeRanges) -> Outside:
-        """Returns how the step differs from what was checked. `proven`: the sizes that proofs have covered."""
+        """Returns how the step differs from the checked conditions. `proven`: the batch sizes that proofs cover."""
         code, at = engine.preflight.paths.unknown(batches)
         checked, unproven = self._sizes.first_outside(batches), proven.first_outside(batches)
         at = at if at >= 0 else unproven.at if unproven.said else checked.at
@@ -210,7 +211,7 @@ class StepGuards:
         )
 
     def _changed(self, batches: Sequence[Batch]) -> str:
-        """Returns what has changed since the check. Returns '' if nothing has, or before the first check."""
+        """Returns what has changed since the check; '' if nothing has changed or no check has run."""
         for form, numbers in map(_batch_signature, batches) if self._forms else ():
             if form not in self._forms:
                 return f"the batch has other keys, types or dimensions: {', '.join(str(each[0]) for each in form)}"
@@ -223,7 +224,7 @@ class StepGuards:
         return f"{self._places[at][0]} is {now[at]!r} and was {self._values[at]!r}"
 
     def accept(self, engine: Engine, batches: Sequence[Batch]) -> None:
-        """Records that this step's passes were checked."""
+        """Records the conditions of this step as checked."""
         for form, numbers in map(_batch_signature, batches):
             self._forms.setdefault(form, set()).add(numbers)
         self._sizes.add(batches)
@@ -256,7 +257,8 @@ def _batch_signature(batch: Batch) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Yields the plain values that the user's code may read. Items: a name, the mapping with the value, its key."""
+    """Yields the plain values that the user's code may read, as (description, mapping that contains the value, key in
+    the mapping)."""
     for path, module in engine.model.named_modules():
         own = vars(module)
         name = path or "the model"
@@ -292,7 +294,7 @@ def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], st
 
 
 class _HookCount(dict[str, Any]):
-    """Counts the current hooks, except those of this package, since the memory trace adds and removes hooks."""
+    """Counts the current hooks, except hooks of this package, since the memory trace adds and removes its hooks."""
 
     def __init__(self, of: Mapping[int, Any]) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Checks of the inputs of a step. If the inputs of ranks disagree, all ranks raise an error of one line. Without the
-check, a rank could wait forever for a message.
+"""Checks of the inputs of a step. If the inputs of ranks differ, all ranks raise an error of one line. Without these
+checks, a rank could wait forever for a message.
 
 Before the mesh is made, all ranks compare their plans, precisions and models with those of rank 0. At every step with a
-whole batch they compare the names, types, shapes and values of the batch. This finds ranks that read different parts of
-the data, as under DDP, or shuffle it with different generators. They would train on other rows than one device. Values
-are weighted by position; of large tensors, MAX_COMPARED_ELEMENTS are compared. A `LocalBatch` must be identical on the
-ranks of a replica. It is checked only once, since the loader of a job makes it. The comparison is one small all-gather
-of two numbers per rank. Details are gathered only after a mismatch.
+whole batch they compare the names, types, shapes and values of the batch. This detects ranks that read different parts
+of the data, as under DDP, or that shuffle the data differently. Such ranks would not train on the rows of one device.
+The comparison uses sums weighted by position. Of a large tensor, MAX_COMPARED_ELEMENTS values are compared. A
+`LocalBatch` must be identical on the ranks of a replica. It is checked only once, since the loader of a job makes it.
+The comparison is one small all-gather of two numbers per rank. Details are gathered only after a mismatch.
 
 The arguments of `step` are checked before any collective. In one line, the error names the value, its location and the
 remedy.
@@ -14,10 +14,10 @@ remedy.
 The last batch of an epoch may have any number of rows. Rows without valid labels pad it to whole micro-batches of all
 replicas.
 
-Guarantees: loss and gradients are those of one device on the original rows. Padding rows are not part of any sum or
-count of labels. For a user's own loss, a mean over rows, no rows are padded. The last micro-batches then have fewer
-rows, and each micro-batch is weighted by its number of rows. A micro-batch without rows processes the first row of the
-batch with weight zero. If rows interact (batch statistics, a load-balancing loss), the batch is refused.
+Guarantees: loss and gradients are those of one device on the original rows. Padding rows change no sum and no count of
+labels. With a user's own loss, which is a mean over rows, batches are not padded. Then the last micro-batches have
+fewer rows, and each micro-batch is weighted by its number of rows. A micro-batch without rows processes the first row
+of the batch with weight zero. If rows interact (batch statistics, a load-balancing loss), the batch is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_COMPARED_ELEMENTS = 1 << 16
 """The number of values of each tensor of a batch that are compared at every step."""
 
 WEIGHT_TOLERANCE = 1e-3
-"""The relative tolerance of compared weights. Different kinds of devices draw random values that are equal up to
+"""The relative tolerance of compared weights. On devices of different kinds, initial random values are equal only up to
 rounding."""
 
 
@@ -313,7 +313,7 @@ def move_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 
 def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:
-    """Returns the number of valid labels that this rank's replica reads, for local SGD. All ranks call it."""
+    """Returns the number of valid labels in the rows of this rank's replica (for local SGD). All ranks call it."""
     outer, mesh = engine.outer, engine.mesh
     assert outer is not None
     mine = torch.tensor(float(sum(map(engine.objective.count, batches))), dtype=torch.float64, device=mesh.device)
@@ -355,8 +355,8 @@ def pad_batch(batch: Batch, plan: Plan) -> Batch:
 
 
 def split_micro_batches(batch: Batch, plan: Plan, replica: int, is_odd: bool) -> list[Batch]:
-    """Returns the micro-batches of `replica`. If the batch `is_odd`, its rows do not fill all micro-batches. The last
-    ones then have fewer rows, and a micro-batch without rows is a `ZeroWeightBatch`."""
+    """Returns the micro-batches of `replica`. With `is_odd`, the rows do not fill all micro-batches. Then the last
+    micro-batches have fewer rows, and a micro-batch without rows is a `ZeroWeightBatch`."""
     rows = num_rows(batch)
 
     def part(first: int, size: int) -> Batch:

@@ -1,5 +1,5 @@
-"""Step invariants: conditions that hold in every correct step. They are checked in the single reduction that every step
-makes anyway, so that a mismatch is found in the step where it occurs.
+"""Step invariants: conditions that hold in every correct step. The existing reduction of loss and gradient norm also
+checks them, so a mismatch is detected in the step where it occurs.
 
 | invariant | what is compared | what is detected |
 |---|---|---|
@@ -9,15 +9,15 @@ makes anyway, so that a mismatch is found in the step where it occurs.
 | gradients | the sums of the reduced gradients on these ranks | a scaled shard, an incomplete reduction |
 | loss | the loss is finite if the gradient is finite | a loss that is not a number |
 
-The gradient norm of a step counts each element on one rank of each replica (runtime/zero/reducer.py). The sums here are
-an independent second check, since they cover all ranks. Among ranks with replicas of a state, the sum of the first rank
-is multiplied by the number of the other ranks, and the sum of each other rank by minus one. So equal sums cancel, and
-one reduction can add the sums of all states.
+The gradient norm of a step counts each element on one rank of each replica (runtime/zero/reducer.py). The sums here
+cover all ranks and so are an independent check. Let n ranks have replicas of a state. The sum of the first rank is
+multiplied by n - 1, and the sums of the others by -1. So equal sums cancel, and one reduction can add the sums of all
+states.
 
-The sums add the bits of elements as integers. They cover all elements if reading these takes at most MAX_STEP_FRACTION
-of the step, as `window_count` estimates. Otherwise each step reads one window of each parameter group in rotation, and
-a flipped bit is found when its window is read. The weights are those that the passes of this step have read. A state
-without a replica is not compared. For the cost see bench/results/sentinel.md.
+The sums add the bits of elements as integers. If `window_count` estimates that reading all elements takes at most
+MAX_STEP_FRACTION of a step, the sums cover all elements. Otherwise each step reads one window of each parameter group
+in rotation. A flipped bit is then detected when its window is read. The weights are those that forward and backward of
+this step have used. A state without a replica is not compared. For the cost see bench/results/sentinel.md.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from meshwright.train.step.size_ranges import SizeRanges
 from meshwright.train.step.state import TrainState
 
 MAX_STEP_FRACTION = 8e-4
-"""The largest fraction of the time of a step that the sums may take."""
+"""The largest fraction of a step's time that computing the sums may take."""
 SMALL_MODEL_PARAMETERS = 1 << 20
-"""The parameter count up to which reading all elements takes less than a millisecond."""
+"""Below this parameter count, reading all elements takes less than a millisecond."""
 MIN_WINDOW_ELEMENTS, MAX_WINDOWS = 1 << 16, 16
-"""The smallest number of elements of a parameter group in a window, and the largest number of windows."""
+"""The smallest number of elements in a window of a parameter group, and the largest number of windows."""
 INTEGER_DTYPE_BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 REDUCED_VALUES = 7
 """The number of values that a rank adds to the reduction."""
@@ -58,15 +58,15 @@ CHECKSUM_MODULUS = 2**31 - 1
 
 
 class InvariantViolated(MeshwrightError):
-    """A step invariant is violated: the state since then must not be used."""
+    """A step invariant is violated: the state after this step must not be used."""
 
 
 class ReplicaMismatch(MeshwrightError):
-    """The replicas of a state differ, and no value has a majority."""
+    """The replicas of a state differ, and no value of it has a majority."""
 
 
 class StepProver(Protocol):
-    """The interface of an object that proves steps (train/proof/proof_schedule.py)."""
+    """An object that proves steps (train/proof/proof_schedule.py)."""
 
     @property
     def sizes(self) -> SizeRanges:
@@ -77,7 +77,7 @@ class StepProver(Protocol):
         """Returns the last proof."""
 
     def during(self, state: TrainState, batch: Batch | LocalBatch, reason: str) -> None:
-        """Runs a proof after the passes of a step, before its update. Raises PlanRefused where the plan differs from
+        """Runs a proof after the passes of a step and before its update. Raises PlanRefused where the plan differs from
         one device."""
 
 
@@ -103,8 +103,8 @@ def retry_after_repair(state: TrainState, compute: Callable[[], ResultT]) -> Res
 
 
 class StepInvariants:
-    """Checks the invariants on one rank. All ranks reach the same result. `prover` proves steps that the guards find
-    different from what was checked."""
+    """Checks the invariants on one rank. All ranks reach the same result. `prover` proves steps that differ from the
+    conditions of earlier checks."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, prover: StepProver) -> None:
         self.guards, self.prover = StepGuards(optimizer), prover
@@ -138,9 +138,9 @@ class StepInvariants:
         batches: Sequence[Batch],
         given: Batch | LocalBatch,
     ) -> None:
-        """Checks `sums` over all ranks. `made`: the loss, the squared norm of the gradient and the number of labels of
-        the step. `given`: the batch of the step. On every rank it raises InvariantViolated if an invariant is violated,
-        and PlanRefused if a check or a proof of a changed step fails."""
+        """Checks `sums`, the reduced sums of all ranks. `made`: the loss, the squared norm of the gradient and the
+        number of labels of the step. `given`: the batch of the step. On every rank it raises InvariantViolated if an
+        invariant is violated, and PlanRefused if a check or a proof of a changed step fails."""
         loss, norm, tokens = made
         labels, passes, weights, gradients, trained, changed, written = sums
         if written:
@@ -190,8 +190,8 @@ class StepInvariants:
             self.guards.accept(state.engine, batches)
 
     def _check_outside(self, state: TrainState, batches: Sequence[Batch], given: Batch | LocalBatch) -> None:
-        """Checks a step that differs from what was checked before, ahead of its update. If an earlier proof has found
-        the plan equal, the step is also proven. Raises PlanRefused on every rank."""
+        """Runs the preflight checks for a step that differs from the conditions of earlier checks, before its update.
+        If an earlier proof has passed, it also runs a proof. Raises PlanRefused on every rank."""
         engine, plan, step = state.engine, state.plan, state.steps + 1
         everyone = gather_objects((state.mesh.replica, self._outside))
         said = [outside for _, outside in everyone]
@@ -233,7 +233,8 @@ class StepInvariants:
         self, state: TrainState, batches: Sequence[Batch], given: Batch | LocalBatch, said: Sequence[Outside]
     ) -> Batch | LocalBatch:
         """Returns the batch for a proof. If a micro-batch differs from what was checked, it is the micro-batch of the
-        first such rank, repeated to the number of rows of a proof. Otherwise it is `given`."""
+        first such rank, repeated to the number of rows of a proof. Otherwise `given` is returned. `said`: how the step
+        of each rank differs."""
         rank = next((rank for rank, each in enumerate(said) if each.at >= 0), None)
         if rank is None or (isinstance(given, dict) and not any(each.code for each in said)):
             return given
@@ -246,7 +247,7 @@ class StepInvariants:
         return repeat_rows(shown, check_batch_size(state.plan), None)
 
     def _ranks(self, state: TrainState, what: str) -> str:
-        """Returns a text with the values of the ranks, which shows the deviating ranks."""
+        """Returns the compared values of the ranks as text, which shows the deviating ranks."""
         at = 0 if what == "weights" else 1
         if what == "passes":
             off = state.engine.run.passes - state.engine.preflight.began
@@ -281,11 +282,11 @@ def window_count(elements: int, tokens: float, width: int, device: str) -> int:
 
 
 def _replica_checksums(state: TrainState, labels: int) -> torch.Tensor:
-    """Returns two numbers for the weights and two for the reduced gradients, as float64 (2, 2) on the device. The first
-    number is this rank's weighted contribution, the second is its plain sum.
+    """Returns a float64 tensor of shape (2, 2) on the device: one row for the weights and one for the reduced
+    gradients. A row has this rank's weighted sum and its plain sum.
 
-    It reads one window of each parameter group and then makes one small product for all groups together. Many small
-    operations would cost more than reading the windows.
+    It sums one window of each parameter group and weights all sums in a single product, since many small operations
+    would cost more than reading the windows.
     """
     plan, engine, step = state.plan, state.engine, state.steps
     elements = sum(shape.numel() for shape in engine.shapes.values())
@@ -309,14 +310,14 @@ def _replica_checksums(state: TrainState, labels: int) -> torch.Tensor:
 
 
 def _cancelling_factor(replicas: int, index: int) -> float:
-    """Returns the factor of one rank's sum. `index` is 0 on exactly one of the ranks with replicas of a state. The
-    factors of all these ranks add up to zero."""
+    """Returns the factor of one rank's sum. `index`: the index of the rank among the `replicas` ranks with replicas of
+    a state. The factors of these ranks add up to zero."""
     return replicas - 1.0 if index == 0 else -1.0
 
 
 def _window_checksum(tensor: torch.Tensor, step: int, parts: int) -> torch.Tensor:
-    """Returns the bit sum, int64 modulo 2^64, of the window that `step` reads, one of `parts` windows. It reads 64-bit
-    words if the window consists of whole words."""
+    """Returns the bit sum (int64, modulo 2^64) of the window that is read in `step`. The tensor has `parts` windows. A
+    window that consists of whole 64-bit words is summed by words."""
     size = max(MIN_WINDOW_ELEMENTS, -(-tensor.numel() // (8 * parts)) * 8)
     first = step % max(-(-tensor.numel() // size), 1) * size
     window, width = tensor[first : first + size], tensor.element_size()

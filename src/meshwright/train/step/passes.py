@@ -30,19 +30,20 @@ from meshwright.train.step.invariants import REDUCED_VALUES, StepInvariants
 from meshwright.train.step.state import TrainState
 
 GradientSums = tuple[float, int, list[float]]
-"""Mean loss, labels, and squared norms of the scaled gradient."""
+"""Mean loss, number of valid labels, and squared norms of the scaled gradient."""
 
 
 class StepPasses:
-    """The passes of one rank. `rows`, `loads`, `dropped` and `balance_loss` describe the last batch."""
+    """The passes of one rank. `rows`, `loads`, `dropped` and `balance_loss` describe the last batch of all ranks."""
 
     def __init__(self, invariants: StepInvariants | None = None) -> None:
-        """`invariants`: the checks of each step, or None for passes without an update, which report no phases."""
+        """`invariants`: the checks of each step. None: the passes lead to no update and report no phases."""
         self.invariants, self._reports_phases = invariants, invariants is not None
         self.rows = 0
         """The rows of the whole batch."""
         self.loads: list[list[float]] = []
-        """For each expert module, the (token, expert) pairs of each expert divided by their mean over the experts."""
+        """For each expert module: the number of (token, expert) pairs of each expert, divided by the mean over the
+        experts."""
         self.dropped = 0.0
         """The fraction of (token, expert) pairs that were dropped."""
         self.balance_loss: float | None = None
@@ -59,7 +60,7 @@ class StepPasses:
 
     def backward(self, state: TrainState, batch: Batch | LocalBatch) -> GradientSums:
         """Returns the mean loss, the number of valid labels, and the squared norm of the scaled gradient. The gradient
-        stays in the flat buffers. With local SGD there is one squared norm per replica."""
+        remains in the flat buffers. With local SGD there is one squared norm per replica."""
         engine, plan, mesh = state.engine, state.plan, state.mesh
         self._begin(RankPhase.backward, state)
         self.check_around(state)

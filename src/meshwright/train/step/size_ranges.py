@@ -1,5 +1,5 @@
-"""The known sizes of batches: for each dimension, the range from the smallest to the largest size that was checked or
-proven."""
+"""The known sizes of batches: for each dimension, the range from the smallest to the largest size that a check or a
+proof covered."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from meshwright.runtime.loss.objective import Batch
 
 Range = tuple[int, int]
 Ranges = dict[str, tuple[Range, ...]]
-"""By the keys of a batch and their dimensions: the smallest and the largest size of each dimension except the rows, in
-order."""
+"""The smallest and the largest size of each dimension except the rows, by a text with the keys of a batch and their
+dimensions."""
 
 
 class FirstOutside(NamedTuple):
-    """A micro-batch with unknown sizes: a description ('' if all sizes are known) and its index in the step."""
+    """The first micro-batch with unknown sizes: a description ('' if all sizes are known), and its index in the
+    step."""
 
     said: str = ""
     at: int = -1
@@ -49,7 +50,8 @@ class SizeRanges:
             )
 
     def first_outside(self, batches: Sequence[Batch]) -> FirstOutside:
-        """Returns the largest micro-batch with unknown sizes. Before the first `add`, all sizes count as known."""
+        """Returns the largest of the micro-batches with unknown sizes. Before the first `add`, all sizes count as
+        known."""
         outside = [at for at, batch in enumerate(batches) if self.known and not self._covers(batch)]
         if not outside:
             return FirstOutside()
@@ -66,7 +68,7 @@ class SizeRanges:
 
 
 def sizes_of(batch: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Returns the keys and dimensions of the tensors of a batch, and all their sizes except the rows."""
+    """Returns the keys and numbers of dimensions of a batch's tensors as text, and all sizes except the rows."""
     tensors = [(name, value) for name, value in sorted(batch.items()) if isinstance(value, torch.Tensor)]
     return ", ".join(f"{name} {value.ndim}" for name, value in tensors), tuple(
         size for _, value in tensors for size in value.shape[1:]

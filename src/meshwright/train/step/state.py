@@ -1,4 +1,4 @@
-"""The state of a run on one rank: the engine, the optimizer, and the position, with dynamic loss scaling.
+"""The state of a run on one rank: engine, optimizer, position in the run, and loss scale.
 
 Dynamic loss scaling for fp16: the loss is multiplied by a factor, so that small gradients do not become zero. The
 factor starts at 2^16. A step whose gradient overflows is skipped, and the factor is halved. After 2,000 steps without
@@ -22,7 +22,7 @@ GROWTH_INTERVAL_STEPS = 2000
 
 @dataclass
 class LossScale:
-    """The loss scale and the steps since it last changed. Without scaling the factor is always 1."""
+    """The loss scale, and the number of steps since its last change. Without scaling the factor is always 1."""
 
     dynamic: bool
     factor: float = 1.0
@@ -58,9 +58,10 @@ class TrainState:
         self.scale = LossScale.start(engine.recipe.loss_scaling)
         self.steps = self.samples = 0
         self.on_phase: Callable[[RankPhase], None] = lambda phase: None
-        """Called when a phase begins: backward, reduce, agree (when it ends, every rank has reached it), update."""
+        """Called when a phase begins: backward, reduce, agree or update. The phase `agree` ends when every rank has
+        reached it."""
         self.mend: Callable[[], bool] = lambda: False
-        """Replaces replicas that differ from the majority. Returns whether any did."""
+        """Repairs replicas that differ from the majority. Returns whether it has repaired any."""
 
     @property
     def run_state(self) -> RunState:

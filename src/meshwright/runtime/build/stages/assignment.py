@@ -69,14 +69,15 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
     if earlier is not None and len(graph.stacks) > 1:
         raise InputError(
             Message(
-                "blocks of several lists run by turns ({earlier} behind one of a later list): use pp1", earlier=earlier
+                "blocks of several lists alternate ({earlier} runs after a block of a later list): use pp1",
+                earlier=earlier,
             )
         )
     if earlier is not None:
         raise InputError(
             Message(
-                "{where} {earlier} runs behind a later block of its list, and stages run blocks in the order of the "
-                "list: use pp1",
+                "{where} {earlier} runs after a later block of its list, but stages run blocks in the"
+                " order of the list: use pp1",
                 where=where,
                 earlier=earlier,
             )
