@@ -57,10 +57,10 @@ def analyze_model(
 ) -> ModelGraph:
     """Returns the structure of `model`. The model does not change.
 
-    `use_random_weights`: meta parameters get random values, but only those that the check needs (the first block of
-    each kind, and everything outside of the blocks). `example`: a batch to call the model with, where the model does
-    not describe its own inputs (example_inputs.py). `splits`: False where there is no tensor parallelism, so that no
-    region has to be verified. `sequence`: False where there is no sequence parallelism; the result then refuses it.
+    `use_random_weights`: meta parameters that the check needs get random values. These are the parameters of the first
+    block of each kind and all parameters outside of the blocks. `example`: a batch to call the model with, if the model
+    does not describe its own inputs (example_inputs.py). `splits`: False without tensor parallelism, so that no region
+    is verified. `sequence`: False without sequence parallelism, which the result then refuses.
 
     Raises:
         InputError: a block occurs twice in a list, a user's rule is wrong, or the time limit is exceeded.
@@ -110,7 +110,7 @@ def analyze_model(
 
 
 def _count_blocks(model: nn.Module, lists: list[str]) -> list[str]:
-    """Returns a finding for each list: its number of blocks."""
+    """Returns one finding for each list: the number of its blocks."""
     return [
         Message("{count} blocks in {path}", count=len(list(model.get_submodule(path).children())), path=path)
         for path in lists
@@ -348,7 +348,7 @@ def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
 
 
 def _region_summary(state: AnalysisState) -> tuple[list[str], list[str]]:
-    """Returns a line for each kind of region, and a line for each reason why columns stay whole."""
+    """Returns one line for each kind of region, and one for each reason why layers stay unsharded."""
     findings = dict.fromkeys(one.summary(block) for block, regions in state.candidates.items() for one in regions)
     left: dict[str, dict[str, None]] = {}
     for weight, why in state.unsharded.items():
@@ -382,7 +382,7 @@ def _unsupported_reasons(state: AnalysisState, matrix: str, whole: list[str]) ->
 
 
 def _no_sequence_parallel_reason(state: AnalysisState) -> str:
-    """Returns why the calls of the blocks and the shapes of the regions refuse sequence parallelism, '' otherwise."""
+    """Returns why the order of blocks or the shapes of regions rule out sequence parallelism, '' if they do not."""
     if len(state.lists) > 1:
         return f"blocks stand in several lists ({', '.join(state.lists)})"
     if state.trace and state.trace.repeated:
@@ -395,8 +395,9 @@ def _no_sequence_parallel_reason(state: AnalysisState) -> str:
 
 
 def _whole_matrix(blocks: str, shapes: Mapping[str, torch.Size], splits: Mapping[str, TpSplit]) -> str:
-    """Returns a matrix inside the blocks that stays whole, '' where there is none. It may mix positions of the
-    sequence, or would read only a slice of them."""
+    """Returns the name of a matrix inside the blocks that stays unsharded, '' if there is none. Such a matrix may mix
+    positions of the sequence, or would read only a slice of the sequence.
+    """
     names = (name for name, shape in shapes.items() if len(shape) > 1 and name not in splits)
     return next((name for name in names if name.startswith(f"{blocks}.")), "")
 

@@ -270,7 +270,7 @@ def call_with_tensors(
 
 class MetaTwins:
     """Meta tensors with the names and shapes of the parameters and buffers of `model`. `dtype` replaces the
-    floating-point type.
+    floating-point dtype.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -286,7 +286,7 @@ class MetaTwins:
             tensor.requires_grad_(tensor.is_floating_point())
 
     def written_parameter(self) -> str | None:
-        """Returns the name of the first parameter that a run wrote to, None where there is none."""
+        """Returns the name of the first parameter that a run wrote to, None if there is none."""
         return next((name for name, tensor in self.parameters.items() if tensor._version), None)
 
 

@@ -72,7 +72,7 @@ class DataFreeMode(TorchFunctionMode):
 
 
 class MetaRunMode(DataFreeMode):
-    """Runs a model whose tensors have no values. A single random draw returns 1 (`without_drops`)."""
+    """Runs a model on meta tensors. A draw of a single random number returns 1 (`without_drops`)."""
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(function, types, args, kwargs)
@@ -80,8 +80,8 @@ class MetaRunMode(DataFreeMode):
 
 
 def without_drops(name: str, result: Any) -> Any:
-    """Returns `result`, the result of the function `name`, or 1 where the function draws a single random number. Layer
-    dropout compares that number with a rate, so 1 drops nothing.
+    """Returns `result`, the result of the function `name`. If the function draws a single random number, returns 1
+    instead. Layer dropout compares this number with a rate, so 1 drops nothing.
     """
     is_draw = name == "rand" and result.numel() == 1
     return torch.ones(result.shape, device="cpu") if is_draw else result

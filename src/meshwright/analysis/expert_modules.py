@@ -24,7 +24,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def num_experts_by_pairs(module: nn.Module) -> int:
-    """Returns how many experts are stacked in a module that takes (token, expert) pairs; 0 for any other module."""
+    """Returns the number of stacked experts of a module that takes (token, expert) pairs, 0 for any other module."""
     takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     if takes.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) != 3:
         return 0

@@ -132,11 +132,16 @@ class ModelGraph:
     unsupported: dict[str, str] = field(default_factory=dict)
     """Reasons why a feature is unsupported, by kind:
 
-    'sequence': why sequence parallelism would be wrong; 'matrix': the matrix inside the blocks that is the only such
-    reason; 'slices': what differs on a slice of the sequence; 'proof': why splits are unverified; 'run': why the model
-    does not run with the example; 'tensors': what stays whole on tensor ranks; 'rows': the module that couples rows
-    (batch_coupling.py); 'gathering': a parameter that the forward writes to; 'stages': why stages cannot begin between
-    blocks; 'experts': why experts are not distributed.
+    - 'sequence': why sequence parallelism would be wrong;
+    - 'matrix': the matrix inside the blocks that is the only such reason;
+    - 'slices': the first difference on a slice of the sequence;
+    - 'proof': why splits are unverified;
+    - 'run': why the model does not run with the example;
+    - 'tensors': the layers that stay unsharded on tensor ranks, with the reasons;
+    - 'rows': the module that couples rows (batch_coupling.py);
+    - 'gathering': a parameter that the forward writes to;
+    - 'stages': why stages cannot begin between blocks;
+    - 'experts': why experts are not distributed.
     """
     findings: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()

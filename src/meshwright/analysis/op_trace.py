@@ -126,8 +126,8 @@ def trace_ops(
 def find_written_parameter(
     model: nn.Module, example: ExampleInputs | None = None, dtype: torch.dtype | None = None
 ) -> str | None:
-    """Runs `model` as `trace_ops` does, without a log. Returns the name of a parameter that its forward writes to, None
-    where there is none.
+    """Runs `model` as `trace_ops` does, but without a log. Returns the name of a parameter that its forward writes to,
+    None if there is none.
     """
     twins = MetaTwins(model, dtype)
     args, kwargs = call_arguments(make_example(model, example), dtype)

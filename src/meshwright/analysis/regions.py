@@ -309,11 +309,11 @@ class AnalysisState:
     findings: list[str]
     example: ExampleInputs
     modes: dict[nn.Module, bool]
-    """The training mode of each module (run_conditions.py)."""
+    """Whether each module trains in training mode (run_conditions.py)."""
     whole: list[str] = field(default_factory=list)
-    """Those of `findings` that say what every tensor rank keeps whole, each with the reason."""
+    """The findings about layers that stay unsharded, each with the reason."""
     failed_run: str = ""
-    """The finding that the model does not run with the example, '' where it runs."""
+    """The finding that the model does not run with the example, '' if it runs."""
     trace: TraceLog | None = None
     candidates: dict[str, list[RegionCandidate]] = field(default_factory=dict)
     """The candidate regions of each block, in forward order."""

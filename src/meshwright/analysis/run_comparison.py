@@ -38,8 +38,9 @@ RandomMatrices = dict[tuple[str, int], torch.Tensor]
 
 
 class GradProjection(TorchFunctionMode):
-    """A mode in which layers with one of the matrices `weights` compute a projection of its gradient. `splits` are the
-    shardings of the matrices. `matrices` are the random matrices of earlier runs; the mode adds those that are missing.
+    """A mode in which layers that use a matrix in `weights` compute a projection of its gradient. `splits` are the
+    splits of these matrices over ranks. `matrices` are the random matrices of earlier runs. The mode adds those that
+    are missing.
     """
 
     def __init__(

@@ -92,11 +92,11 @@ ROUNDING_TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16
 """Tolerance relative to the largest compared norm, by dtype. A smaller gradient consists of rounding errors."""
 NOISE_SCALE = 0.1
 RANDOM_PERIOD_NUMEL = (1 << 20) - 3
-"""The size of the table of random numbers from which large tensors are filled. It is a prime, so no row length divides
-it.
+"""Number of elements of the table of random numbers from which large tensors are filled. It is a prime, so no row
+length divides it.
 """
 MIN_TABLE_NUMEL = 1 << 14
-"""Elements of the largest tensor that gets random numbers of its own."""
+"""Maximum number of elements of a tensor that gets its own random numbers. Larger tensors are filled from the table."""
 FLOAT64_BY_DTYPE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 
@@ -241,14 +241,14 @@ def _lazy_zeros(shape: torch.Size, kind: torch.dtype, device: torch.device) -> t
     """
     if device.type != "cpu" or not shape.numel():
         return torch.zeros(shape, dtype=kind, device=device)
-    # A page of shared memory would take memory, and twice the time, on its first read too.
+    # The mapping is private. In a shared one, the first read of a page would also take memory, and twice the time.
     memory = mmap.mmap(-1, shape.numel() * kind.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=kind).view(shape)
 
 
 class _NormalNumbers:
-    """Normal random numbers for many tensors. Large tensors repeat one table of RANDOM_PERIOD_NUMEL numbers, each from
-    its own random position on, because drawing new numbers takes longer than every other part of a check.
+    """Generates normal random numbers for many tensors. Large tensors repeat one table of RANDOM_PERIOD_NUMEL numbers,
+    each from another random position on. New random numbers would take longer than all other parts of a check.
     """
 
     def __init__(self, random: torch.Generator) -> None:
@@ -256,7 +256,7 @@ class _NormalNumbers:
         self.tables: dict[torch.dtype, torch.Tensor] = {}
 
     def fill(self, tensor: torch.Tensor, size: float) -> None:
-        """Fills `tensor` with numbers of scale `size`."""
+        """Fills `tensor` with random numbers of standard deviation `size`."""
         places = tensor.view(-1)
         if places.numel() <= MIN_TABLE_NUMEL:
             places.normal_(0, size, generator=self.random)
@@ -338,10 +338,9 @@ def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 
 
 
 def group_identical_blocks(blocks: Sequence[nn.Module], indices: Sequence[int] | None = None) -> list[int]:
-    """Returns for each block the position of the first identical block. Identical blocks have the same modules, shapes
-    and plain attributes, except for the attributes that store the index of the block.
-
-    `indices` are the indices of the blocks in their lists, by default their positions.
+    """Returns for each block the position of the first identical block. Identical blocks have equal modules, shapes and
+    plain attributes, except for attributes that store the index of the block. `indices` are the indices of the blocks
+    in their lists (default: their positions).
     """
     stored = _index_attributes(blocks, range(len(blocks)) if indices is None else indices)
     kinds: dict[Any, int] = {}
@@ -352,9 +351,9 @@ def group_identical_blocks(blocks: Sequence[nn.Module], indices: Sequence[int] |
 
 
 def _index_attributes(blocks: Sequence[nn.Module], indices: Sequence[int]) -> set[tuple[str, str]]:
-    """Returns the attributes that store the index in every block that has them, by module path and name.
+    """Returns the attributes that store the block's index in every block that has them, by module path and name.
 
-    An attribute that equals the index of only some blocks has another meaning, for example 8 heads in block 8.
+    If an attribute equals the index of only some blocks, it has another meaning, for example 8 heads in block 8.
     """
     found: dict[tuple[str, str], bool] = {}
     for index, block in zip(indices, blocks, strict=True):
@@ -366,8 +365,8 @@ def _index_attributes(blocks: Sequence[nn.Module], indices: Sequence[int]) -> se
 
 
 def module_signature(root: nn.Module, is_index: Callable[[str, str, int], bool]) -> Any:
-    """Returns what identical modules have in common. `is_index` returns whether an integer attribute, given by module
-    path, name and value, stores the index of a module. Such attributes may differ.
+    """Returns a key that is equal for identical modules. `is_index(path, name, value)` returns whether an integer
+    attribute stores the index of a module. Such attributes may differ.
     """
     modules = []
     for path, module in root.named_modules():

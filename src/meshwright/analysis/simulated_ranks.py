@@ -96,7 +96,7 @@ class SimulatedBlockRuns:
         """For each output of the block except the hidden state: the dimensions along which a rank returns a shard."""
 
     def compare(self, cases: Sequence[SplitCase], gradients: bool) -> list[str | None]:
-        """Returns for each of `cases` why the block cannot be split in this way, None where it can. All cases have the
+        """Returns for each of `cases` why the block cannot be split in this way, None if it can. All cases have the
         same regions.
         """
         slices = {

@@ -59,7 +59,7 @@ RegionResults = list[tuple[RegionCandidate, str | None]]
 sharded).
 """
 KnownRegions = dict[str, tuple[str, RegionCandidate, str | None]]
-"""For each signature of a region: the block where a region of that signature was verified, and the result."""
+"""For each region signature: the block in which a region with this signature was verified, and the result."""
 
 
 def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random_weights: bool) -> None:
@@ -117,7 +117,7 @@ def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random
 
 
 def _list_indices(model: nn.Module, blocks: Sequence[str]) -> list[int]:
-    """Returns the index of each block in its list."""
+    """Returns the index of each of `blocks` in its list."""
     lists = [path.rpartition(".")[::2] for path in blocks]
     return [list(model.get_submodule(parent)._modules).index(name) for parent, name in lists]
 
@@ -125,9 +125,7 @@ def _list_indices(model: nn.Module, blocks: Sequence[str]) -> list[int]:
 def _verify_blocks(
     state: AnalysisState, check: ShardingCheck, patterns: list[str], outer: OuterLayers
 ) -> dict[str, RegionResults]:
-    """Returns the results for each block of `patterns`. Sets `state.sequence_error` where the sequence cannot be
-    split.
-    """
+    """Returns the results of each block in `patterns`. Sets `state.sequence_error` if the sequence cannot be split."""
     known: KnownRegions = {}
     answers: dict[str, RegionResults] = {}
     sequence = len(state.lists) == 1 and not (state.trace and state.trace.repeated) and not check.is_meta
@@ -147,9 +145,10 @@ def _verify_blocks(
 def _verify_block(
     state: AnalysisState, check: ShardingCheck, block: str, known: KnownRegions, sequence: bool
 ) -> tuple[RegionResults, str | None]:
-    """Returns the results for the regions of `block`, and why its hidden state cannot be split.
+    """Returns the results of the regions of `block`, and the reason why its hidden state cannot be split (None if it
+    can).
 
-    One check verifies all regions together. Where it finds a difference, each region is verified separately.
+    One check verifies all regions together. If it finds a difference, each region is verified separately.
     """
     regions = state.candidates[block]
     kinds = [_region_signature(block, one) for one in regions]

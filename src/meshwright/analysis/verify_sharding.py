@@ -162,8 +162,8 @@ class ShardingCheck:
             yield
 
     def check_forward(self, block: str, regions: Sequence[RegionCandidate], *ranks: int) -> str | None:
-        """Returns why `regions` cannot be sharded in a forward in eval mode over each number of `ranks`; None where
-        they can.
+        """Returns why `regions` cannot be sharded, over each number of ranks in `ranks`, in a forward in eval mode.
+        Returns None if they can.
         """
         if block not in self.block_calls[0]:
             return "its block does not run"
@@ -362,14 +362,14 @@ def _at_least_float32(value: Any) -> Any:
     return value.float() if narrow else value
 
 
-# --- counts
+# --- head counts
 def verify_together(
     check: ShardingCheck, block: str, regions: Sequence[RegionCandidate], counts: Sequence[tuple[Any, ...]]
 ) -> list[RegionCandidate] | None:
-    """Returns all `regions` of a block with their `counts` where a check of all of them finds no difference. Returns
-    None where it finds one, or where no number of ranks is possible for all regions.
+    """Returns all `regions` of a block with their `counts`, if one check of all of them finds no difference. Otherwise,
+    or if no number of ranks is possible for all regions, returns None.
 
-    One run of the block then replaces a run for each region.
+    One run of the block then replaces one run for each region.
     """
     tried = [_with_counts(found, each) for found, each in zip(regions, counts, strict=True)]
     wanted = {found.region.kv_heads + 1 for found in tried if has_fewer_kv_heads(found)}
@@ -407,12 +407,14 @@ def _with_counts(found: RegionCandidate, counts: tuple[Any, ...]) -> RegionCandi
 
 
 def has_fewer_kv_heads(found: RegionCandidate) -> bool:
-    """Returns whether the region has fewer key-value heads than heads."""
+    """Returns whether the region has fewer key-value heads than query heads."""
     return bool(found.region.kv_heads) and found.region.kv_heads != found.region.heads
 
 
 def _runs_with_replicated_kv_heads(check: ShardingCheck, block: str, found: RegionCandidate) -> bool:
-    """Returns whether more ranks than key-value heads work: each rank has one head, and some ranks share a head."""
+    """Returns whether tp may exceed the number of key-value heads. Each rank then has one head, and several ranks share
+    it.
+    """
     ranks = min_tp_ranks([found], found.region.kv_heads + 1)
     return not has_fewer_kv_heads(found) or ranks is None or check.check_forward(block, [found], ranks) is None
 
