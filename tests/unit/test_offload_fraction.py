@@ -209,7 +209,7 @@ def test_in_fp32_on_a_device_at_least_as_many_states_wait_as_weights() -> None:
     estimate(
         named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16"), parse_plan("dp1.z3.off-optimizer40.off-parameters50")
     )
-    with pytest.raises(InputError, match="of the states at least the share of the weights"):
+    with pytest.raises(InputError, match="percentage of states must be at least that of the weights"):
         search_plans(
             device.but(pins={"offload": ("optimizer", "parameters"), "offload_share": 40, "weights_share": 50}), top=1
         )

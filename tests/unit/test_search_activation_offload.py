@@ -61,7 +61,7 @@ def test_the_search_offloads_to_disk_only_if_needed_and_only_with_a_known_disk()
     ("name", "words"),
     [
         ("dp1.off-activations.off-activations-disk", "names activations twice"),
-        ("dp1.rc-full2.off-activations-disk3", "off-activations-disk3: of a stage the same first blocks"),
+        ("dp1.rc-full2.off-activations-disk3", "off-activations-disk3: recompute must apply to all blocks of a stage"),
     ],
 )
 def test_what_means_nothing_is_one_line(name: str, words: str) -> None:
