@@ -4,6 +4,7 @@ it cannot be made."""
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,13 @@ class Net(nn.Module):
         x = self.table(input_ids)
         if self.kind == "file":
             raise FileNotFoundError("words.txt")
+        if self.kind == "network":
+            try:
+                raise ConnectionRefusedError("no server")
+            except OSError as error:
+                raise RuntimeError("no table") from error
+        if self.kind == "shape":
+            raise ValueError("too short")
         if self.kind == "numbers":
             assert input_ids.unique().numel() == len(set(input_ids.flatten().tolist()))
         for layer in self.layers:
@@ -64,9 +72,17 @@ def test_a_forward_that_needs_numbers_is_run_with_numbers() -> None:
 
 
 def test_a_forward_that_cannot_run_is_refused_with_its_reason_and_a_remedy() -> None:
-    with pytest.raises(InputError, match=r"the model was not analysed.*FileNotFoundError: words.txt.*example=") as said:
-        record_dataflow(Net("file"), BLOCKS)
+    with pytest.raises(InputError, match=r"the model was not analysed.*ValueError: too short.*example=") as said:
+        record_dataflow(Net("shape"), BLOCKS)
     assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("file", "FileNotFoundError: words.txt"), ("network", "RuntimeError: no")])
+def test_a_forward_that_fails_to_read_is_refused_with_its_line_and_a_remedy(kind: str, error: str) -> None:
+    with pytest.raises(InputError, match=rf"fails to read .* in {Path(__file__).name}, line \d+ \({error}") as said:
+        record_dataflow(Net(kind), BLOCKS)
+    assert "\n" not in str(said.value)
+    assert "let every rank reach what its forward reads" in str(said.value) and "example" not in str(said.value)
 
 
 def test_blocks_called_differently_by_seed_are_noted_and_generators_are_unchanged() -> None:

@@ -175,6 +175,30 @@ def test_without_an_example_a_plan_that_needs_a_look_asks_for_one(ranks: Any) ->
         )
 
 
+class Reading(Own):
+    """Reads a file in its forward."""
+
+    def forward(self, places: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        with open("no_such_folder/scales.txt") as file:
+            return super().forward(places, kinds) * float(file.read())
+
+
+def reading(plan: str) -> str:
+    try:
+        parallelize(Reading().double(), sgd, plan, precision="fp64", loss=loss, example=own_batch(7))
+    except InputError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("plan", ["tp2", "pp2.mb2", "dp2.z3"])
+def test_a_forward_without_its_file_is_refused_with_its_line_and_a_remedy(ranks: Any, plan: str) -> None:
+    for said in ranks.run(2, reading, plan):
+        assert "FileNotFoundError" in said and "no_such_folder/scales.txt" in said and "\n" not in said
+        assert " in test_input_kinds.py, line " in said and "parallelize an example" not in said
+        assert said.endswith("read it earlier, in __init__ or in the data loader")
+
+
 class Vectors(nn.Module):
     def __init__(self) -> None:
         super().__init__()

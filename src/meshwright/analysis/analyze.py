@@ -36,7 +36,7 @@ from meshwright.analysis.lora import add_lora_to_graph, lora_layers, without_lor
 from meshwright.analysis.op_trace import find_written_parameter, trace_ops
 from meshwright.analysis.regions import AnalysisState, OuterLayers, RegionCandidate, find_block_regions
 from meshwright.analysis.run_conditions import set_training_modes, training_modes
-from meshwright.analysis.time_limit import limit_analysis_time
+from meshwright.analysis.time_limit import external_failure, limit_analysis_time
 from meshwright.analysis.trace_log import TraceLog
 from meshwright.analysis.verified_regions import accept_verified_regions
 from meshwright.core.messages import Message
@@ -132,7 +132,9 @@ def _trace_with_fallback(state: AnalysisState) -> None:
         except Exception:
             state.trace = None
             state.candidates.clear()
-            state.failed_run = f"it does not run with {describe_inputs(state.example)} ({reason})"
+            state.external_failure = external_failure(error)
+            where = state.external_failure.where if state.external_failure else ""
+            state.failed_run = f"it does not run with {describe_inputs(state.example)} ({reason}{where})"
             state.findings.append(state.failed_run)
 
 
@@ -370,6 +372,7 @@ def _unsupported_reasons(state: AnalysisState, matrix: str, whole: list[str]) ->
         "tensors": "; ".join((*state.whole, *whole)),
         "slices": state.sequence_error,
         "proof": state.unverified_reason,
+        "remedy": state.external_failure.advice if state.external_failure else "",
     }
     if state.trace:
         findings = state.trace.obstacles

@@ -53,7 +53,7 @@ from meshwright.analysis.expert_modules import pass_through_experts
 from meshwright.analysis.propagation import FIRST_INPUT_OPS, tensors_of
 from meshwright.analysis.remat.tape import active_saved_tensor_hooks
 from meshwright.analysis.run_conditions import CHECK_VOCAB_ROWS, random_weights, set_seed
-from meshwright.analysis.time_limit import limit_analysis_time
+from meshwright.analysis.time_limit import external_failure, limit_analysis_time
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
@@ -263,28 +263,40 @@ def record_dataflow(model: nn.Module, blocks: Sequence[str], example: ExampleInp
     """
     found = make_example(model, example)
     record: DataflowRecord | None = None
-    reason = ""
+    failed: Exception | None = None
     needs_values = True
     try:
         record, needs_values = _record_over_seeds(model, blocks, found, True)
     except Exception as error:
-        reason = _error_summary(error)
+        failed = error
     if needs_values and sum(parameter.numel() for parameter in model.parameters()) <= MAX_PARAMS_REAL_TENSORS:
         try:
             with random_weights(model, lambda path: True, max(CHECK_VOCAB_ROWS, max_integer_value(found) + 1)):
                 record, _ = _record_over_seeds(model, blocks, found, False)
         except Exception as error:
-            reason = _error_summary(error)
+            failed = error
     if record is None:
-        raise InputError(
-            Message(
-                "the model was not analysed, for it does not run with {inputs} ({reason}): give parallelize a batch "
-                "that it runs with (example=...), or use pp1 with z2 at most",
-                inputs=describe_inputs(found),
-                reason=reason,
-            )
-        )
+        assert failed is not None
+        raise InputError(_describe_failed_run(failed, found))
     return record
+
+
+def _describe_failed_run(error: Exception, example: ExampleInputs) -> Message:
+    reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+    if (external := external_failure(error)) is not None:
+        return Message(
+            "the model was not analysed, for its forward fails to read a file or the network{where} ({reason}): "
+            "{advice}",
+            where=external.where,
+            reason=reason,
+            advice=external.advice,
+        )
+    return Message(
+        "the model was not analysed, for it does not run with {inputs} ({reason}): give parallelize a batch "
+        "that it runs with (example=...), or use pp1 with z2 at most",
+        inputs=describe_inputs(example),
+        reason=reason,
+    )
 
 
 def _record_over_seeds(
@@ -411,7 +423,3 @@ def _logits(output: Any) -> Any:
     if isinstance(output, tuple | list):
         return output[:1]
     return output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-
-
-def _error_summary(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"

@@ -137,6 +137,7 @@ class ModelGraph:
     - 'slices': the first difference on a slice of the sequence;
     - 'proof': why splits are unverified;
     - 'run': why the model does not run with the example;
+    - 'remedy': what the user can do if the model fails to read a file or the network;
     - 'tensors': the layers that stay unsharded on tensor ranks, with the reasons;
     - 'rows': the module that couples rows (batch_coupling.py);
     - 'gathering': a parameter that the forward writes to;

@@ -18,6 +18,7 @@ from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import HeadCount, PerHeadArg, TpRegion, TpSplit
 from meshwright.analysis.layer_rules.rule import rule_of
 from meshwright.analysis.propagation import ShardedTensorInfo
+from meshwright.analysis.time_limit import ExternalFailure
 from meshwright.analysis.trace_log import TraceLog, WeightProduct
 
 
@@ -331,6 +332,8 @@ class AnalysisState:
     """
     unverified_reason: str = ""
     """The reason why splits are not verified numerically, '' if they are."""
+    external_failure: ExternalFailure | None = None
+    """The failure to read a file or the network, if it made the trace fail."""
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -117,12 +118,38 @@ def _must_postpone(frame: FrameType | None) -> bool:
 
 def _describe_user_line(frame: FrameType | None) -> str:
     """Returns a description of the innermost running line outside of torch, this package and the standard library."""
-    own = tuple(str(Path(each).parent) for each in (torch.__file__, sys.modules["meshwright"].__file__ or ""))
-    library = str(Path(os.__file__).parent)
-
-    def is_other(name: str) -> bool:
-        return name.startswith((*own, "<")) or (name.startswith(library) and "site-packages" not in name)
-
-    while frame is not None and is_other(frame.f_code.co_filename):
+    while frame is not None and not _is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f" in {Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+
+
+def _is_user_file(name: str) -> bool:
+    own = tuple(str(Path(each).parent) for each in (torch.__file__, sys.modules["meshwright"].__file__ or ""))
+    library = str(Path(os.__file__).parent)
+    return not name.startswith((*own, "<")) and (not name.startswith(library) or "site-packages" in name)
+
+
+class ExternalFailure(NamedTuple):
+    """A forward failed because it could not read a file or the network."""
+
+    where: str
+    """The line of the model, such as ' in model.py, line 7', or ''."""
+    advice: Message
+
+
+def external_failure(error: BaseException) -> ExternalFailure | None:
+    """Returns the failure of a file or of the network that `error` reports or follows from; None where there is
+    none.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    if cause is None:
+        return None
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(cause.__traceback__)]
+    users = [(name, line) for name, line in reversed(lines) if _is_user_file(name)]
+    users.sort(key=lambda one: "site-packages" in one[0])  # an own file before a library such as requests
+    return ExternalFailure(
+        f" in {Path(users[0][0]).name}, line {users[0][1]}" if users else "",
+        Message("let every rank reach what its forward reads, or read it earlier, in __init__ or in the data loader"),
+    )

@@ -90,17 +90,18 @@ def _check_tensor_parallel(graph: ModelGraph, plan: Plan) -> None:
                 plan=plan.name,
                 tp=plan.tp,
                 why=why,
-                way=way,
+                way=graph.unsupported.get("remedy", way),
             )
         )
     if plan.tp > 1 and (unproven := graph.unsupported.get("proof")):
+        way = Message("give parallelize an example of its batch that it runs with, or use tp1")
         raise InputError(
             Message(
-                "plan {plan}: tp({tp}): {unproven}: give parallelize an example of its batch that it runs with, or "
-                "use tp1",
+                "plan {plan}: tp({tp}): {unproven}: {way}",
                 plan=plan.name,
                 tp=plan.tp,
                 unproven=unproven,
+                way=graph.unsupported.get("remedy", way),
             )
         )
 
