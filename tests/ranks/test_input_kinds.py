@@ -3,6 +3,7 @@ themselves, or with an example."""
 
 from __future__ import annotations
 
+from collections import UserDict
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from meshwright.analysis.example_inputs import make_example
 from meshwright.core.errors import InputError
+from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.trainer import parallelize
 
 ROWS, CLASSES = 4, 5
@@ -197,6 +199,72 @@ def test_a_forward_without_its_file_is_refused_with_its_line_and_a_remedy(ranks:
         assert "FileNotFoundError" in said and "no_such_folder/scales.txt" in said and "\n" not in said
         assert " in test_input_kinds.py, line " in said and "parallelize an example" not in said
         assert said.endswith("read it earlier, in __init__ or in the data loader")
+
+
+class Nested(Own):
+    """Takes its second tensor from a dict of the batch."""
+
+    def forward(self, places: torch.Tensor, more: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(places, more["kinds"])
+
+
+def nested_batch(step: int, form: str) -> dict[str, Any]:
+    batch: dict[str, Any] = own_batch(step)
+    kinds = {"kinds": batch.pop("kinds")}
+    return {**batch, "more": {"deep": kinds} if form == "nested twice" else UserDict(kinds) if form == "own" else kinds}
+
+
+def nested_trained(plan: str, form: str) -> list[float] | str:
+    torch.manual_seed(0)
+    try:
+        trainer = parallelize(
+            Nested().double(), sgd, plan, precision="fp64", loss=loss, example=nested_batch(7, "plain")
+        )
+        if form == "local":
+            trainer.step(LocalBatch([nested_batch(step, "plain") for step in range(2)]))
+        return [trainer.step(nested_batch(step, form)).loss for step in range(3)]
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("plan", "form"),
+    [("dp2.mb2", "plain"), ("dp2", "own"), ("pp2.mb2", "plain"), ("tp2.mb4", "nested twice"), ("dp2.mb4", "local")],
+)
+def test_tensors_inside_a_value_of_the_batch_are_refused_by_name(ranks: Any, plan: str, form: str) -> None:
+    kind = "UserDict" if form == "own" else "dict"
+    for said in ranks.run(2, nested_trained, plan, form):
+        assert said == (
+            f"the batch's 'more' is a {kind} with tensors, whose rows plan {plan} cannot divide or check: give each of "
+            "them a name of its own in the batch"
+        )
+
+
+def shared_trained(plan: str) -> list[float] | str:
+    """Each value of the batch holds a tensor that is the same for all rows."""
+    torch.manual_seed(0)
+    trainer = parallelize(Shared().double(), sgd, plan, precision="fp64", loss=loss)
+    table = torch.linspace(0.5, 2, 9).double()[:, None]
+    return [trainer.step({**own_batch(step), "more": {"table": table}}).loss for step in range(3)]
+
+
+class Shared(Own):
+    """Scales places by a table that a dict of the batch holds."""
+
+    def forward(self, places: torch.Tensor, kinds: torch.Tensor, more: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(places * more["table"], kinds)
+
+
+def test_a_tensor_that_all_rows_share_may_be_inside_a_value_of_the_batch(ranks: Any) -> None:
+    expected = ranks.run(1, shared_trained, "dp1.mb4")[0]
+    for losses in ranks.run(2, shared_trained, "dp2"):
+        assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def test_tensors_inside_a_value_of_the_batch_train_in_one_pass_on_one_device(ranks: Any) -> None:
+    expected = alone(own(), [own_batch(step) for step in range(3)])
+    for losses in ranks.run(1, nested_trained, "dp1.mb4", "plain"):
+        assert losses == pytest.approx(expected, rel=1e-10)
 
 
 class Vectors(nn.Module):

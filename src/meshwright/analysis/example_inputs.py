@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from meshwright.analysis.dry_run import call_with_tensors, dry_run
 from meshwright.analysis.expert_modules import pass_through_experts
@@ -111,7 +112,10 @@ def make_example(
     if given is not None:
         wanted = {name: value for name, value in given.items() if name != "labels" or requires_input(model, name)}
         rows = {len(value) for value in wanted.values() if isinstance(value, torch.Tensor) and value.ndim}
-        return {name: _with_batch_size(value, kind, len(rows) == 1) for name, value in wanted.items()}
+        return {
+            name: tree_map(lambda leaf: _with_batch_size(leaf, kind, len(rows) == 1), value)
+            for name, value in wanted.items()
+        }
     made = [
         {name: _with_batch_size(_meta_input(form), kind) for name, form in one.items()}
         for one in islice(_with_labels(model, length, _input_candidates(model, length, side)), MAX_EXAMPLE_ATTEMPTS)
@@ -166,7 +170,12 @@ def call_arguments(
     Meta tensors in `example` become small ids below `vocabulary`, or noise. These values depend on `text`.
     """
     found = {
-        name: _materialize_input(value, dtype, device, vocabulary, text) if isinstance(value, torch.Tensor) else value
+        name: tree_map(
+            lambda leaf: (
+                _materialize_input(leaf, dtype, device, vocabulary, text) if isinstance(leaf, torch.Tensor) else leaf
+            ),
+            value,
+        )
         for name, value in example.items()
     }
     return ((found.pop(""),), found) if "" in found else ((), found)

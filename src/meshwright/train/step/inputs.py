@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.messages import Message
@@ -259,6 +260,40 @@ def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
     check_argument_names(objective.model, names, Message("the batch"))
 
 
+def check_nested_tensors(batch: Batch, plan: Plan) -> None:
+    """Raises InputError if `batch` has tensors with its rows inside of other values, since no plan divides these rows
+    and no check repeats them. Only a step that is one pass on one device, without recompute, needs neither.
+
+    Other tensors inside of values are the same for all rows. A tensor with one row is broadcast."""
+    nested = {name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)}
+    for name, value in nested.items():
+        if any(len(tensor) == num_rows(batch) > 1 for tensor in _nested_tensors(value) if tensor.ndim):
+            raise InputError(
+                Message(
+                    "the batch's {name!r} is a {type} with tensors, whose rows plan {plan} cannot divide or check: "
+                    "give each of them a name of its own in the batch",
+                    name=name,
+                    type=type(value).__name__,
+                    plan=plan.name,
+                )
+            )
+
+
+def _nested_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in `value`, a container or an object."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inside in value.values():
+            yield from _nested_tensors(inside)
+    elif isinstance(value, SEQUENCE_TYPES):
+        for inside in value:
+            yield from _nested_tensors(inside)
+    elif not isinstance(value, type | nn.Module):
+        attributes = getattr(value, "__dict__", {}).values()
+        yield from (inside for inside in attributes if isinstance(inside, torch.Tensor))
+
+
 def check_batch_type(batch: Any) -> Batch:
     """Returns `batch` itself. Raises InputError if it is not a dict."""
     if not isinstance(batch, dict):
@@ -309,7 +344,7 @@ def move_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
             return value
         return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
 
-    return type(batch)({name: move(value) for name, value in batch.items()})
+    return type(batch)({name: tree_map(move, value) for name, value in batch.items()})
 
 
 def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:

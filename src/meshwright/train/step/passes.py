@@ -15,12 +15,14 @@ from meshwright.core.messages import Message
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.expert_parallel.token_dispatcher import count_pairs_by_expert, expert_loads, summarize_loads
 from meshwright.runtime.loss.objective import Batch, num_rows
+from meshwright.runtime.preflight.pass_writes import is_single_device_step
 from meshwright.spec.record import MoeStats
 from meshwright.train.step.inputs import (
     LocalBatch,
     check_batch,
     check_batch_across_ranks,
     check_batch_type,
+    check_nested_tensors,
     count_replica_labels,
     move_batch,
     pad_batch,
@@ -106,8 +108,8 @@ class StepPasses:
                 )
             )
         whole = not isinstance(batch, LocalBatch)
+        given = batch.micro_batches if isinstance(batch, LocalBatch) else [check_batch_type(batch)]
         if whole or not self._checked_batches:
-            given = batch.micro_batches if isinstance(batch, LocalBatch) else [check_batch_type(batch)]
             check_batch_across_ranks(given, mesh, whole=whole)
             for part in given:
                 check_batch(part, objective, (sum(plan.shares) or plan.dp) if whole else 1)
@@ -129,6 +131,9 @@ class StepPasses:
             if objective.loss is None and "labels" in batch and single:
                 batch = pad_batch(batch, plan)
             batches = split_micro_batches(batch, plan, mesh.replica, is_odd=objective.loss is not None and single)
+        if not is_single_device_step(engine, len(batches)):
+            for part in given:
+                check_nested_tensors(part, plan)
         engine.pipeline.set_labels(tokens)
         return [move_batch(part, mesh.device, getattr(torch, engine.recipe.compute)) for part in batches], tokens
 
