@@ -35,9 +35,9 @@ def at(pulse: Heartbeat, phase: RankPhase, step: int | None = None) -> None:
     come(phase.name, pulse.read(HeartbeatField.step))
 
 
-def name(head: SnapshotHeader, slot: int, step: int, digest: int, length: int) -> None:
+def name(head: SnapshotHeader, slot: int, step: int, digest: int, length: int, history: int) -> None:
     come("copy", step)
-    NAME(head, slot, step, digest, length)
+    NAME(head, slot, step, digest, length, history)
 
 
 def come(phase: str, step: int) -> None:

@@ -33,6 +33,7 @@ from meshwright.elastic.attempt import KILL_SECONDS, RankJob
 from meshwright.elastic.cluster_agent import ClusterAgent
 from meshwright.elastic.local_agent import SystemInterface
 from meshwright.elastic.restart_policy import FaultPolicy
+from meshwright.elastic.snapshot_inventory import AdoptionPolicy
 from meshwright.elastic.snapshot_replication import ReplicationRequest
 from meshwright.elastic.supervisor import Supervisor
 from meshwright.train.run_lock import RunLock
@@ -168,8 +169,15 @@ class Protocol(Cluster):
                 self._come(number)
         _await_nodes(self.leader, place, self.notes.append, SimpleNamespace(rejoin_timeout=REJOIN, min_ranks=1))  # type: ignore[arg-type]
         work = RankJob("module:function", NODES, {}, self.folder)
+        retained = None if place.after is None else self.hosts[place.number].node.retained
+        hold = AdoptionPolicy(60.0, "job and run", retained=retained)
         care = FaultPolicy(
-            5, replan=lambda world: replace(work, world=world), min_ranks=1, rejoin_timeout=REJOIN, full=NODES
+            5,
+            replan=lambda world: replace(work, world=world),
+            min_ranks=1,
+            rejoin_timeout=REJOIN,
+            full=NODES,
+            hold=hold,
         )
         work = replace(work, world=min(NODES, len(self.leader.slots)))
         care = replace(care, follows=continues_run(self.leader, place))
@@ -236,7 +244,8 @@ class Protocol(Cluster):
         host = self.hosts.get(node)
         if host is not None and host.is_alive:
             host.ours.is_silent = True
-            self.leave(host)
+        if host is not None:
+            self.crash(host)
 
     def _do_kill(self, node: int) -> None:
         rank = self.members().index(node)
@@ -250,7 +259,7 @@ class Protocol(Cluster):
 
     def _come(self, number: int) -> None:
         self.making = number
-        self.join(number)
+        self.join(number, self.hosts[number].node.retained if number in self.orphans else None)
         self.hosts[number].ours.hello["lost"] = number in self.orphans
         self.orphans.discard(number)
 

@@ -2,10 +2,10 @@
 generations and snapshots.
 
 It says what is to happen, not how: after a fault, ranks go on from the newest step of which every rank has a snapshot
-on a node that lives, or from the
-checkpoint on disk. `test_protocol.py` visits all its states, checks in each of them what docs/en/launch.md promises,
-and performs its transitions on the
-real leader and nodes (`protocol_cluster.py`). An action is a verb and a node:
+on a node that lives, or from the checkpoint on disk. Nodes that lose their leader retain their snapshots and mirrors;
+the next leader adopts the newest version of which the nodes that have come to it have all ranks. `test_protocol.py`
+visits all its states, checks in each of them what docs/en/launch.md promises, and performs its transitions on the real
+leader and nodes (`protocol_cluster.py`). An action is a verb and a node:
 
 | step, begin | all ranks of the generation end a step; or have joined each other, and go on from a common step |
 | mirror n | node n has copied the snapshots that it was ordered to copy |
@@ -19,7 +19,7 @@ real leader and nodes (`protocol_cluster.py`). An action is a verb and a node:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 NODES, FAULTS, STEPS, SAVED = 3, 2, 3, 1
@@ -33,6 +33,8 @@ class Snapshot(NamedTuple):
     key: int
     rank: int
     step: int
+    past: int
+    """The generation that made the step: copies of one step of two generations are never read together."""
 
 
 class State(NamedTuple):
@@ -67,10 +69,12 @@ class State(NamedTuple):
     worlds: tuple[int, ...] = (0,)
     """Ranks of each plan."""
     held: frozenset[Snapshot] = frozenset()
+    known: frozenset[Snapshot] = frozenset()
+    """Those that a leader, before its first generation, has heard of from nodes that retained them."""
     stepped: bool = False
     """Whether this generation has ended a step."""
     whole: int = 0
-    """The step of which each rank but that of the leader has a mirror, by the leader's knowledge."""
+    """The step of which each rank has a mirror, by the leader's knowledge."""
     heals: bool = False
     """Whether a fault is healed: not before this leader, or the one before it, had ranks that trained."""
     homes: frozenset[tuple[int, int, int]] = frozenset()
@@ -88,9 +92,9 @@ class State(NamedTuple):
 
     @property
     def promised(self) -> int:
-        """The step from which ranks go on at least. With a rank no step is lost; with a node those since the last whole
-        round of mirrors; with the
-        leader, or a node and the one that mirrors it, those since the checkpoint."""
+        """The step from which ranks go on at least. With a rank no step is lost; with a node, also the leader, those
+        since the last whole round of mirrors; with a node and the one that mirrors it, those since the checkpoint. A
+        node that has not come to a new leader in time counts as lost."""
         if not self.gone:
             return self.most
         return max(self.disk, 0 if any({*pair} <= self.gone for pair in self.ring) else self.safe)
@@ -113,14 +117,23 @@ class State(NamedTuple):
         return len({rank for k, rank, _ in self.homes | self.mirrors if k == key}) == self.worlds[key]
 
     def common(self, key: int) -> int:
-        """The newest step of which every rank has a snapshot where it ran or in a mirror of a whole round."""
+        """The step of the newest version of which every rank has a snapshot where it ran or in a mirror of a whole
+        round."""
         if key < 0:
             return 0
-        steps = [set[int]() for _ in range(self.worlds[key])]
-        for node, k, rank, step in self.held:
-            if k == key and (key, rank, node) in self.homes | self.mirrors:
-                steps[rank].add(step)
-        return max(set.intersection(*steps), default=0) if steps else 0
+        known = self.homes | self.mirrors
+        return newest((each for each in self.held if each[:3] in {(at, k, rank) for k, rank, at in known}), key, self)[
+            1
+        ]
+
+
+def newest(snapshots: Iterable[Snapshot], key: int, state: State) -> tuple[int, int]:
+    """The newest version of which every rank has one of `snapshots`: its generation and its step; 0, 0 without one."""
+    versions = [set[tuple[int, int]]() for _ in range(state.worlds[key])]
+    for each in snapshots:
+        if each.key == key:
+            versions[each.rank].add((each.past, each.step))
+    return max(set.intersection(*versions), default=(0, 0))
 
 
 def actions(state: State) -> Iterator[Action]:
@@ -158,7 +171,7 @@ def actions(state: State) -> Iterator[Action]:
 def after(state: State, action: Action) -> State:
     """The state that `action` leads to, and what follows from it without any choice."""
     verb, which = action
-    return _settled(_VERBS[verb](state, which))
+    return _reduced(_settled(_VERBS[verb](state, which)))
 
 
 def _begin(s: State, _: int) -> State:
@@ -174,7 +187,7 @@ def _begin(s: State, _: int) -> State:
 def _step(s: State, _: int) -> State:
     done = s.done + 1
     homes = {(s.key, rank, node) for rank, node in enumerate(s.members)}
-    held = s.held | {Snapshot(node, key, rank, done) for key, rank, node in homes}
+    held = s.held | {Snapshot(node, key, rank, done, s.generation) for key, rank, node in homes}
     homes |= {each for each in s.homes if each[0] != s.key}
     disk = SAVED if done >= SAVED else s.disk
     return s._replace(done=done, most=done, disk=disk, held=held, homes=frozenset(homes), stepped=True)
@@ -184,12 +197,14 @@ def _mirror(s: State, node: int) -> State:
     assert s.round is not None
     step, pending = s.round
     rank = next(rank for rank, at in pending if at == node)
-    fresh = Snapshot(node, s.key, rank, step)
-    mirrored = sorted(each for each in s.held if each[:3] == fresh[:3] and each.step != step)
+    (past,) = (each.past for each in s.held if each[:4] == (s.members[rank], s.key, rank, step))
+    fresh = Snapshot(node, s.key, rank, step, past)
+    same = {each for each in s.held if each[:4] == fresh[:4]}
+    others = sorted(each for each in s.held - same if each[:3] == fresh[:3])
     over = (
-        [each for each in mirrored if each.step != s.whole][:1] if len(mirrored) >= 2 and fresh not in s.held else []
-    )  # a mirror has room for two steps
-    held = (s.held - {*over}) | {fresh}
+        [each for each in others if each.step != s.whole][:1] if len(others) >= 2 else []
+    )  # it has room for two steps
+    held = (s.held - same - {*over}) | {fresh}
     pending -= {(rank, node)}
     if pending:
         return s._replace(held=held, round=(step, pending))
@@ -202,19 +217,20 @@ def _mirror(s: State, node: int) -> State:
 
 
 def _crash(s: State, node: int) -> State:
-    s = s._replace(dead=s.dead | {node}, orphans=s.orphans - {node}, faults=s.faults + 1)
+    held = frozenset(each for each in s.held if each.node != node)
+    s = s._replace(dead=s.dead | {node}, orphans=s.orphans - {node}, faults=s.faults + 1, held=held)
     if s.phase == "lost":
-        return s
+        return s._replace(gone=s.gone | {node})
     if node == s.lead:
         left = {s.slots[slot] for slot in s.open - s.unheard} - {node}
         lost = State(
             phase="lost", lead=-1, term=s.term, slots=(), open=frozenset(), dead=s.dead, orphans=s.orphans | left
         )
-        return lost._replace(most=s.most, disk=s.disk, heals=True, faults=s.faults, gone=frozenset({node}))
+        lost = lost._replace(most=s.most, disk=s.disk, heals=True, faults=s.faults, gone=s.gone | {node})
+        return lost._replace(held=held, worlds=s.worlds, ring=s.ring, safe=s.safe)
     slots = {slot for slot in s.open - s.unheard if s.slots[slot] == node}
-    held = frozenset(each for each in s.held if each.node != node)
     gone = s.gone | {node} if slots & {*s.seats} or any(node in pair for pair in s.ring) else s.gone
-    return s._replace(unheard=s.unheard | slots, held=held, gone=gone)
+    return s._replace(unheard=s.unheard | slots, gone=gone)
 
 
 def _kill(s: State, node: int) -> State:
@@ -223,7 +239,9 @@ def _kill(s: State, node: int) -> State:
 
 def _hear(s: State, slot: int) -> State:
     homes, mirrors = (frozenset(each for each in known if each[2] != s.slots[slot]) for known in (s.homes, s.mirrors))
+    known = frozenset(each for each in s.known if each.node != s.slots[slot])
     s = s._replace(open=s.open - {slot}, unheard=s.unheard - {slot}, homes=homes, mirrors=mirrors, round=None)
+    s = s._replace(known=known)
     return _again(s) if slot in s.seats and s.phase in ("run", "join") else s
 
 
@@ -236,7 +254,9 @@ def _come(s: State, node: int) -> State:
     slot = next((slot for slot, at in enumerate(s.slots) if at == node and slot not in s.open), len(s.slots))
     slots = s.slots if slot < len(s.slots) else (*s.slots, node)
     heals = s.heals or (s.phase == "gather" and node in s.orphans)
-    return s._replace(slots=slots, open=s.open | {slot}, heals=heals, dead=s.dead - {node}, orphans=s.orphans - {node})
+    known = s.known | {each for each in s.held if each.node == node} if s.phase == "gather" else s.known
+    s = s._replace(slots=slots, open=s.open | {slot}, heals=heals, dead=s.dead - {node}, orphans=s.orphans - {node})
+    return s._replace(known=known)
 
 
 def _start(s: State, node: int) -> State:
@@ -247,8 +267,13 @@ def _lead(s: State, node: int) -> State:
     fresh = State(
         term=s.term + 1, lead=node, slots=(node,), dead=s.dead, orphans=s.orphans - {node}, most=s.most, disk=s.disk
     )
+    fresh = fresh._replace(held=s.held, worlds=s.worlds, ring=s.ring, safe=s.safe)
     return fresh._replace(
-        faults=s.faults, gone=s.gone, heals=node in s.orphans, generation=-1 if node in s.orphans else 0
+        faults=s.faults,
+        gone=s.gone,
+        heals=node in s.orphans,
+        generation=-1 if node in s.orphans else 0,
+        known=frozenset(each for each in s.held if each.node == node),
     )
 
 
@@ -257,8 +282,37 @@ def _expire(s: State, _: int) -> State:
 
 
 def _begins(s: State, world: int) -> State:
-    """The first generation of a leader."""
-    return s._replace(phase="join", generation=0, seats=tuple(sorted(s.open)[:world]), worlds=(world,))
+    """The first generation of a leader: it adopts the newest version of which it knows all ranks."""
+    seats = tuple(sorted(s.open)[:world])
+    found = {key: newest(s.known, key, s) for key in {each.key for each in s.known}}
+    whole = {key: version for key, version in found.items() if version[1]}
+    old = max(whole, key=lambda key: (whole[key], key), default=-1)
+    past, step = whole.get(old, (-1, 0))
+    places: list[list[int]] = [[] for _ in range(s.worlds[old] if whole else 0)]
+    for each in sorted(s.known, key=lambda each: (each.node != s.lead, each.node)):
+        if (each.key, each.past, each.step) == (old, past, step):
+            places[each.rank].append(each.node)
+    known = [frozenset((old, rank, at[n]) for rank, at in enumerate(places) if len(at) > n) for n in (0, 1)]
+    key = len(s.worlds)
+    members = {s.slots[slot] for slot in seats}
+    held = frozenset(each for each in s.held if each.key == old or each.node not in members)
+    s = s._replace(phase="join", generation=past + 1, seats=seats, key=key, old=old, worlds=(*s.worlds, world))
+    s = s._replace(homes=known[0], mirrors=known[1], held=held, known=frozenset(), gone=s.gone | s.orphans)
+    return _renumbered(s._replace(source=old if whole else key))
+
+
+def _renumbered(s: State) -> State:
+    """Only plans of which there is something have numbers."""
+    used = sorted({each.key for each in s.held} | {s.key, s.source, s.old} - {-1})
+    if used == [*range(len(s.worlds))]:
+        return s
+    to = {-1: -1, **{key: number for number, key in enumerate(used)}}
+    homes, mirrors = (
+        frozenset((to[key], rank, node) for key, rank, node in places if key in to) for places in (s.homes, s.mirrors)
+    )
+    held = frozenset(each._replace(key=to[each.key]) for each in s.held)
+    s = s._replace(key=to[s.key], old=to[s.old], source=to[s.source], worlds=tuple(s.worlds[key] for key in used))
+    return s._replace(homes=homes, mirrors=mirrors, held=held)
 
 
 def _resize(s: State, world: int) -> State:
@@ -275,16 +329,18 @@ def _resize(s: State, world: int) -> State:
 def _joins(s: State, world: int) -> State:
     source = s.key if s.old < 0 or s.has(s.key) else s.old
     old = -1 if source == s.key else s.old
-    held = frozenset(each for each in s.held if each.key in (s.key, source))
     seats = tuple(sorted(s.open)[:world])
-    return s._replace(phase="join", generation=s.generation + 1, seats=seats, source=source, old=old, held=held)
+    members = {s.slots[slot] for slot in seats}
+    held = frozenset(each for each in s.held if each.key in (s.key, source) or each.node not in members)
+    s = s._replace(phase="join", generation=s.generation + 1, seats=seats, source=source, old=old, held=held)
+    return _renumbered(s)
 
 
 def _pairs(s: State) -> frozenset[tuple[int, int]]:
-    """Which rank's snapshots which node mirrors: the next node by number, or the leader."""
-    ranks = sorted((node, rank) for rank, node in enumerate(s.members) if node != s.lead)
-    nodes = [*(node for node, _ in ranks[1:]), s.lead]
-    return frozenset((rank, node) for (_, rank), node in zip(ranks, nodes, strict=True))
+    """Which rank's snapshots which node mirrors: the next node of the ring, which begins with the leader."""
+    ranks = sorted((node != s.lead, node, rank) for rank, node in enumerate(s.members))
+    nodes = [*(node for _, node, _ in ranks[1:]), s.lead]
+    return frozenset((rank, node) for (_, _, rank), node in zip(ranks, nodes, strict=True))
 
 
 def _settled(s: State) -> State:
@@ -295,10 +351,31 @@ def _settled(s: State) -> State:
     if s.phase == "run" and s.room > len(s.seats):
         s = _resize(s, s.room)
     if s.phase == "run" and s.stepped and len(s.seats) == 1:
-        s = s._replace(old=-1, gone=frozenset(), ring=(), safe=s.done)
+        s = s._replace(old=-1, gone=frozenset(), ring=((s.lead, s.lead),), safe=s.done)
     if s.phase == "run" and s.stepped and len(s.seats) > 1 and s.round is None and s.done > s.whole:
         s = s._replace(round=(s.done, _pairs(s)))
     return s
+
+
+def _reduced(s: State) -> State:
+    """Without what can have no effect any more: versions of other plans that are not complete, which nobody adds to,
+    and a promise that is no more than the checkpoint."""
+    current = -1 if s.phase in ("lost", "gather") else s.key
+    if s.known or any(each.key != current for each in s.held):
+        ranks: dict[tuple[int, ...], set[int]] = {}
+        for each in s.held:
+            ranks.setdefault((each.key, each.past, each.step), set()).add(each.rank)
+        for each in s.known:
+            ranks.setdefault((each.key, each.past, each.step), set()).add(each.rank)
+        useful = {version for version, of in ranks.items() if version[0] == current or len(of) == s.worlds[version[0]]}
+        held, known = (
+            frozenset(each for each in copies if (each.key, each.past, each.step) in useful)
+            for copies in (s.held, s.known)
+        )
+        s = s._replace(held=held, known=known)
+    if (s.gone and s.safe <= s.disk) or any({*pair} <= s.gone for pair in s.ring):
+        s = s._replace(ring=(), safe=0)
+    return _renumbered(s) if s.phase in ("join", "run", "wait") else s
 
 
 FIRST = _begins(State(slots=(0, 1, 2), open=frozenset(range(NODES))), NODES)

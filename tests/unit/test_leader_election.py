@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.cli.leader_file import LEADER_FILE, LeaderAddress, read_leader, retry_storage
+from meshwright.cli.leader_file import LEADER_FILE, LeaderAddress, read_leader, read_run_id, retry_storage
 from meshwright.cli.node_role import (
     JOIN_SECONDS,
     TOKEN_FILE,
@@ -38,6 +38,7 @@ from meshwright.core.errors import InputError, Interrupted, MeshwrightError
 from meshwright.core.secure_channel import TOKEN_VARIABLE, SecureChannel, SecureListener
 from meshwright.elastic.cluster_agent import REFUSAL_LOG_SECONDS, RefusalLog
 from meshwright.elastic.node import LEADER_LOST_EXIT
+from meshwright.elastic.snapshot_inventory import RetainedSnapshots
 from meshwright.planner.inputs.job import JobFile, read_job
 from meshwright.report.faults import read_events
 from meshwright.spec.event import EVENTS_FILE_NAME
@@ -74,6 +75,22 @@ def test_a_node_is_found_by_the_others_only_while_it_leads(tmp_path: Path) -> No
     assert read_leader(tmp_path) is None and not is_locked(tmp_path)
     [event] = read_events(tmp_path / EVENTS_FILE_NAME)
     assert (event.kind, event.node, event.decision) == ("node_lost", "0", "node 2 leads from here on")
+
+
+def test_leaders_of_one_run_pass_its_id_on_and_a_run_that_ended_has_none(tmp_path: Path) -> None:
+    """So a node never adopts snapshots of another run in the same folder."""
+    killed = [announce_leader(tmp_path, node(number, after=number or None), lambda _: None) for number in (0, 1)]
+    ids = [each.__enter__() for each in killed]  # a leader that is killed removes nothing
+    text = (tmp_path / LEADER_FILE).read_text()
+    with announce_leader(tmp_path, node(2, after=1), lambda _: None) as third:
+        assert [*ids, third] == [third] * 3 and len(third) == 16
+    (tmp_path / LEADER_FILE).write_text(text.replace(third, "../" + third))
+    assert read_run_id(tmp_path) == ""
+    (tmp_path / LEADER_FILE).unlink()
+    with announce_leader(tmp_path, node(0), lambda _: None) as fresh:
+        assert fresh != third
+    with announce_leader(tmp_path, None, lambda _: None) as alone:
+        assert alone == ""
 
 
 def test_what_a_killed_leader_left_or_anything_else_in_its_file_holds_nobody_up(tmp_path: Path) -> None:
@@ -149,9 +166,12 @@ class Once:
     ) -> None:
         self.link, self.leaving = link, ""
         self.agent = SimpleNamespace(ended=True)
+        self.retained: Any = None
+        """Passed on from one leader to the next, and to this node when it leads."""
 
     def run(self) -> tuple[int, str]:
         self.link.close()
+        self.retained = self.retained or RetainedSnapshots({}, "job", 0.0)
         return self.codes.pop(0)
 
 
@@ -180,6 +200,7 @@ def test_a_node_that_lost_the_election_takes_the_token_of_the_new_leader(
     heir = serve_leader(place, job_of(tmp_path), lambda line: None)
     first.close()
     assert isinstance(heir, NodeRole) and (heir.after, heir.token) == (0, "first") and TOKEN_VARIABLE not in os.environ
+    assert heir.retained is not None and heir.retained.job == "job"
     with RunLock(tmp_path, 0):  # the first node was started again, and was faster
         second = door("second")
         assert serve_leader(heir, job_of(tmp_path), lambda line: None, read_leader(tmp_path)) == 0

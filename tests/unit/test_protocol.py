@@ -68,8 +68,8 @@ def test_no_step_is_counted_by_ranks_that_are_not_all_of_the_generation_of_now(g
 
 
 def test_ranks_resume_from_a_complete_step_and_lose_no_more_than_documented(graph: Graph) -> None:
-    """With a rank nothing is lost; with a node the steps since a step was last whole on two nodes; with the leader
-    those since the checkpoint."""
+    """With a rank nothing is lost; with a node, also the leader, the steps since a step was last whole on two nodes;
+    with a node and the one that mirrors it those since the checkpoint."""
     for state, action, later in edges(graph):
         if action[0] == "begin":
             assert later.done in (state.common(state.source), state.disk)
@@ -132,10 +132,11 @@ def follow(path: list[Action], folder: Path) -> None:
     assert next(at, None) is None
 
 
-MIRRORED = ["begin", "step", "mirror 0", "mirror 2"]
+ROUND = ["mirror 0", "mirror 1", "mirror 2"]
+MIRRORED = ["begin", "step", *ROUND]
 FOUND = {
     "a rank dies before one on a node that came back has a snapshot": (
-        [*MIRRORED, "step", "mirror 0", "mirror 2", "crash 2", "hear 2", "come 2", "begin", "kill 1", "begin"],
+        [*MIRRORED, "step", *ROUND, "crash 2", "hear 2", "come 2", "begin", "kill 1", "begin"],
         2,
     ),
     "a node is lost before the ranks of another plan have mirrors": (
@@ -146,7 +147,7 @@ FOUND = {
             "expire",
             "begin",
             "step",
-            "mirror 0",
+            *ROUND[:2],
             "come 2",
             "begin",
             "step",
@@ -166,8 +167,32 @@ FOUND = {
         1,
     ),
     "no step is ordered of mirrors that ranks have not made again": (
-        ["begin", "step", "crash 1", "hear 1", "expire", "begin", "step", "kill 0", "begin", "step", "mirror 0"],
+        ["begin", "step", "crash 1", "hear 1", "expire", "begin", "step", "kill 0", "begin", "step", *ROUND[::2]],
         3,
+    ),
+    "the leader is lost": ([*MIRRORED, "step", *ROUND, "crash 0", "lead 1", "come 2", "begin"], 2),
+    "the leader is lost and leads again": (
+        [*MIRRORED, "step", *ROUND, "crash 0", "start 0", "lead 0", "come 1", "come 2", "begin"],
+        2,
+    ),
+    "the leader is lost in the middle of a round": (
+        [*MIRRORED, "step", *ROUND, "step", "mirror 0", "mirror 1", "crash 0", "lead 1", "come 2", "begin"],
+        3,
+    ),
+    "two leaders are lost one after the other": (
+        [
+            *(*MIRRORED, "step", *ROUND, "crash 0", "lead 1", "come 2", "begin", "step", *ROUND[1:]),
+            *("crash 1", "lead 2", "expire", "begin"),
+        ],
+        3,
+    ),
+    "the leader is lost and a node does not come to the next one": (
+        [*MIRRORED, "step", *ROUND, "crash 0", "lead 1", "expire", "begin"],
+        1,
+    ),
+    "the leader is lost with the node that mirrors it": (
+        [*MIRRORED, "step", *ROUND, "crash 0", "crash 1", "lead 2", "expire", "begin"],
+        1,
     ),
 }
 """Faults that this test found: what happened, and the step that is done then."""

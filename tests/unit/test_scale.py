@@ -12,9 +12,9 @@ from virtual_cluster import Cluster
 LEAST_SHARE = 0.05
 """Of a core, that the leader of 1,024 nodes may take while all is well."""
 
-LOST = {"dies": 0, "hangs": 0, "node": 2, "link": 2}
+LOST = {"dies": 0, "hangs": 0, "node": 2, "link": 2, "leader": 1}
 """Steps that a fault may cost: copies of ranks that have ended are where they were, those of a lost node are read from
-its mirror."""
+its mirror, also by the leader that follows a lost one."""
 
 
 def checked(cluster: Cluster) -> Cluster:
@@ -45,6 +45,14 @@ def test_ranks_that_end_or_hang_and_nodes_and_links_that_are_lost_cost_what_they
     assert tuple(fault.kind for fault in cluster.told) == kinds and kinds_of(tmp_path).count("recovery") == len(kinds)
     assert any("hung: reading its data, no sign of life" in note for note in cluster.notes)
     assert any("has been silent for 15 s" in note for note in cluster.notes)
+
+
+def test_leaders_that_are_lost_cost_no_more_than_other_nodes(tmp_path: Path) -> None:
+    """One after the other, the second one after nodes and ranks were lost under it; each comes back as a node."""
+    kinds = ("leader", "dies", "node", "leader", "leader", "hangs")
+    cluster = checked(Cluster(tmp_path, 16, kinds=kinds, step=2.0).train())
+    assert tuple(fault.kind for fault in cluster.told) == kinds and cluster.leads != 0
+    assert {fault.source for fault in cluster.told} == {"memory"} and kinds_of(tmp_path).count("recovery") == len(kinds)
 
 
 def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:

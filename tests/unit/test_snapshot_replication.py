@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,3 +95,38 @@ def test_orders_that_always_come_too_late_are_made_no_more_than_so_many_steps_ah
         and max(message["step"] for _, message in links.waits) <= int(links.now) + MAX_STEPS_AHEAD
     )
     links.holdings.close()
+
+
+def test_the_ranks_of_the_leader_are_mirrored_as_those_of_other_nodes() -> None:
+    """A ring that begins with the leader: each node copies those of the one before it."""
+    orders: list[tuple[str, str, list[int], int]] = []
+    holdings, homes = SharedFileStore(3), SnapshotLocations()
+
+    def order(request: Any) -> None:
+        orders.append(("here", request.address, sorted(request.files), request.number))
+        for file in request.files.values():
+            os.close(file)
+
+    def tell(node: Other, do: str, **more: Any) -> None:
+        if do == "mirror":
+            orders.append((node.name, more["address"], more["ranks"], more["number"]))
+
+    here = "10.0.0.1:1"
+    rounds = ReplicationCoordinator(here, homes, SimpleNamespace(order=order), tell)  # type: ignore[arg-type]
+    nodes = [Other(), Other("2", "10.0.0.3:1", {2: 0})]
+    homes.alive |= {here, *(node.lender for node in nodes)}
+    homes.start([here, *(node.lender for node in nodes)], holdings.key, holdings.key)
+    rounds.begin(holdings)
+    for rank in range(3):
+        holdings.pulse(rank).write(HeartbeatField.snapshot_step, 5)
+    rounds.look(nodes, 2, [0])
+    assert [each[:3] for each in orders] == [
+        ("1", here, [0]),
+        ("2", "10.0.0.2:1", [1]),
+        ("here", "10.0.0.3:1", [2]),
+    ]
+    for *_, number in orders:
+        rounds.heard({"number": number, "whole": True, "seconds": 0.0})
+    homes.alive.discard(here)
+    assert homes._found(holdings.key) == ["10.0.0.2:1", "10.0.0.2:1", "10.0.0.3:1"]
+    holdings.close()

@@ -25,7 +25,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,14 @@ from typing import Any
 from meshwright.core.heartbeat import HEARTBEAT_FIELDS, WAIT_INCREMENT, Heartbeat, HeartbeatField, RankPhase
 from meshwright.core.ipc import IpcMessage, parse_message
 from meshwright.core.secure_channel import encode_message
-from meshwright.core.snapshots import HEADER_BYTES, PINNED_STEPS_FIELD, REMOTE_PREFIX, SNAPSHOT_SLOTS_MULTI_NODE
+from meshwright.core.snapshots import (
+    HEADER_BYTES,
+    HISTORIES_PER_GENERATION,
+    PINNED_STEPS_FIELD,
+    REMOTE_PREFIX,
+    SNAPSHOT_SLOTS_MULTI_NODE,
+    SnapshotHeader,
+)
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.cluster_agent import ClusterAgent
 from meshwright.elastic.hang_detector import ACCELERATOR_LIMITS
@@ -42,6 +49,7 @@ from meshwright.elastic.node import NodeAgent
 from meshwright.elastic.proc_stats import ProcStats
 from meshwright.elastic.restart_policy import FaultPolicy
 from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.snapshot_inventory import AdoptionPolicy, RetainedSnapshots
 from meshwright.elastic.snapshot_replication import ReplicationRequest
 from meshwright.elastic.supervisor import Supervisor
 
@@ -63,6 +71,10 @@ switches and cables, and collectives that time out, are silent, here as a rank t
 nothing."""
 
 
+class LeaderLost(BaseException):
+    """The process of the leader is gone, wherever it was."""
+
+
 class Files:
     """In the place of the system, for anonymous files: of one supervisor, numbered over all of them."""
 
@@ -79,7 +91,7 @@ class Files:
         return number
 
     def memfd_create(self, name: str) -> int:
-        return self._open(SimpleNamespace(st_size=0, text=b"", steps=[], kept=(0, 0)))
+        return self._open(SimpleNamespace(st_size=0, text=b"", steps=[], pasts={}, kept=(0, 0)))
 
     def dup(self, number: int) -> int:
         if number not in self.all:
@@ -98,19 +110,33 @@ class Files:
         else:
             self.all[number].text = data
 
+    def pread(self, number: int, size: int, at: int) -> bytes:
+        """The header of a file of copies, as core/snapshots.py lays it."""
+        file, words = self.all[number], bytearray(HEADER_BYTES)
+        if file.st_size >= HEADER_BYTES:
+            header = SnapshotHeader(memoryview(words).cast("Q"))
+            header.lay(b"", 0, len(file.steps))
+            for slot, step in enumerate(file.steps):
+                header.name(slot, step, 0, 0, file.pasts[step] * HISTORIES_PER_GENERATION)
+        return bytes(words[at : at + size])
+
     def close(self, number: int) -> None:
         del self.all[number], self._owners[number]
         self.own.discard(number)
 
 
-def copy(file: SimpleNamespace, step: int, slots: int = SNAPSHOT_SLOTS_MULTI_NODE) -> None:
-    """As core/snapshots.py does: over the oldest step that is not kept."""
-    file.st_size = HEADER_BYTES
-    if step in file.steps:
-        return
+def copy(file: SimpleNamespace, step: int, past: int, slots: int = SNAPSHOT_SLOTS_MULTI_NODE) -> None:
+    """As core/snapshots.py does: over the oldest step that is not kept. `past`: the generation that made the step."""
+    file.st_size, file.pasts[step] = HEADER_BYTES, past
+    file.steps[:] = [each for each in file.steps if each < step]  # others are of before a rollback
     if len(file.steps) >= slots:
         file.steps.remove(min(each for each in file.steps if each not in file.kept))
     file.steps.append(step)
+
+
+def address(number: int) -> str:
+    """Of a node."""
+    return f"10.{number // 65536}.{number // 256 % 256}.{number % 256}"
 
 
 class End:
@@ -221,9 +247,12 @@ class Mirror:
 
     def _end(self, order: ReplicationRequest, step: int | None) -> None:
         whole = step is not None and self.cluster.lenders.get(order.address) is not None
-        for number in order.files.values():
+        places = {rank: f"{REMOTE_PREFIX}{order.address}/{order.key}/{rank}" for rank in order.files}
+        pasts = {rank: dict(map(reversed, self.cluster.versions_at(place))).get(step) for rank, place in places.items()}
+        whole = whole and None not in pasts.values()
+        for rank, number in order.files.items():
             if whole and order is self.latest:
-                copy(self.files.all[number], order.step, 2)
+                copy(self.files.all[number], order.step, pasts[rank], 2)
             self.files.close(number)
         if order is self.latest:
             self.done(order.number, whole, COPY if whole else 0.0)
@@ -397,6 +426,8 @@ class Cluster:
 
     def _repeat(self, do: Callable[[], None], seconds: float, over: Any, failed: Callable[[str], None]) -> None:
         def again() -> None:
+            if over.is_set():
+                return
             self.stopwatch(True)
             do()
             self.stopwatch(False)
@@ -408,22 +439,33 @@ class Cluster:
         parts = {"wake": staticmethod(wake), "held": staticmethod(held)}
         return {"cluster": self, "outside": self.outside(files), "files": files, **parts}
 
-    def lead(self) -> ClusterAgent:
-        """The leader on the first node, with all others."""
-        self.leader_files = Files(self)
+    def lead(self, number: int = 0, retained: RetainedSnapshots | None = None) -> ClusterAgent:
+        """The leader, on node `number`. The first one finds all others."""
+        self.leader_files, self.leads = Files(self), number
         (logs := self.folder / "logs").mkdir(parents=True, exist_ok=True)
         held = lambda key: self.leader._snapshots.shared[key]
         here = type("Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, held))
-        self.leader = type("Leader", (ClusterAgent, here), {})(logs, (), "10.0.0.0", 1, "secret", self.each)
-        for number in range(1, self.nodes):
-            self.join(number)
+        self.leader = type("Leader", (ClusterAgent, here), {})(logs, (), address(number), 1, "secret", self.each)
+        self.retained = retained
+        if retained is None:
+            for other in range(1, self.nodes):
+                self.join(other)
         return self.leader  # type: ignore[no-any-return]
+
+    def _succeed(self) -> ClusterAgent:
+        """The next node leads once all have noticed; the lost one comes back as one of the others."""
+        lost = self.leads
+        self.leader.dissolve()
+        self.generation, self.ranks, self.leads = -1, {}, min(number for number in self.hosts if number != lost)
+        self.at(RETURN, lambda: self.join(lost))
+        self.run(self.now + 1.0, lambda: False)
+        return self.lead(self.leads, self.hosts[self.leads].node.retained)
 
     def _wake_leader(self) -> None:
         self.waiting.is_awake = True
 
-    def join(self, number: int) -> None:
-        """Node `number` comes, or comes back."""
+    def join(self, number: int, retained: RetainedSnapshots | None = None) -> None:
+        """Node `number` comes, or comes back with what it has retained."""
         files, handle = Files(self), next(self.numbers)
         host = SimpleNamespace(is_alive=True, is_due=False, files=files, most=0)
         ours = End(self, lambda: self.waiting.ready.setdefault(handle), handle)
@@ -438,8 +480,9 @@ class Cluster:
             {"outside": made["outside"], "_local_agent": lambda *_: type("Forks", (Ranks,), made)(Path("none"))},
         )
         host.number, host.end, host.ours = number, theirs, ours
-        host.node = kind(theirs, f"10.{number // 65536}.{number // 256 % 256}.{number % 256}", "secret", number, {})
+        host.node = kind(theirs, address(number), "secret", number, {})
         self.hosts[number] = host
+        host.node.retained = retained
         self.leader._inbox.put(ours.hello, ours)
         self._wake_leader()
         host.node.begin()
@@ -458,7 +501,11 @@ class Cluster:
             if how is not None:
                 self.leave(host)
                 if not self.is_over:
-                    self.at(RETURN, lambda: self.join(host.number))
+                    self.at(RETURN, lambda: self._return(host))
+
+    def _return(self, host: Any) -> None:
+        if host.number != self.leads:
+            self.join(host.number, host.node.retained)
 
     def _later(self, host: Any) -> None:
         """Its own ticks; what arrives wakes it besides."""
@@ -469,6 +516,13 @@ class Cluster:
     def leave(self, host: Any) -> None:
         host.is_alive = False
         host.node.end((75, ""))
+
+    def crash(self, host: Any) -> None:
+        """The node is gone with all of its memory."""
+        if host.is_alive:
+            self.leave(host)
+        if host.node.retained is not None:
+            host.node.retained.close()
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
@@ -494,23 +548,26 @@ class Cluster:
 
     def steps_at(self, place: str) -> list[int]:
         """Of which there are copies, as a rank sees it that reads there."""
+        return [step for _, step in self.versions_at(place)]
+
+    def versions_at(self, place: str) -> list[tuple[int, int]]:
+        """The same, each step after the generation that made it."""
+        file = None
         if place.startswith("/proc/"):
             file = self.files.get(int(place.rpartition("/")[2]))
-            return file.steps if file else []
         if place.startswith(REMOTE_PREFIX):
             address, key, rank = place.removeprefix(REMOTE_PREFIX).split("/")
             number = self.lenders[address](key, int(rank)) if address in self.lenders else None
             if number is not None:
-                steps: list[int] = self.files[number].steps
+                file = self.files[number]
                 self.owners[number].close(number)
-                return steps
-        return []
+        return [(file.pasts[step], step) for step in file.steps] if file else []
 
     def _resume(self, generation: int) -> None:
         """All ranks have joined: they go on from the newest step that all of them have a copy of, or from disk."""
         if not self._is_whole(generation):
             return
-        common: set[int] | None = None
+        common: set[tuple[int, int]] | None = None
         tables: dict[str, list[str]] = {}
         for number, rank in self.ranks.items():
             table = rank.start["memory"]["sources"]
@@ -520,9 +577,9 @@ class Cluster:
             if len(places) == len(self.ranks):  # else of another number of ranks: each reads those of all
                 places = places[number : number + 1]
             for place in places:
-                found = set(self.steps_at(place))
+                found = set(self.versions_at(place))
                 common = found if common is None else common & found
-        newest = max(common or {0})
+        _, newest = max(common or {(0, 0)})
         step, source = (newest, "memory") if newest >= max(self.disk, 1) else (self.disk, "disk" if self.disk else "")
         lost, self.done = self.done - step, step
         for fault in self.told:
@@ -550,7 +607,7 @@ class Cluster:
             return
         self.done, self.healthy = self.done + 1, self.healthy + 1
         for rank in self.ranks.values():
-            copy(rank.file, self.done)
+            copy(rank.file, self.done, rank.start["generation"])
             rank.pulse.write(HeartbeatField.snapshot_step, self.done)
             rank.pulse.at(RankPhase.data, self.done + 1)
         self._say(kind="record", record={"step": self.done, "seconds": self.step})
@@ -581,7 +638,7 @@ class Cluster:
     def _fault(self) -> None:
         drawn = self.random.choices([*KINDS], [*KINDS.values()])[0]
         kind = self.kinds[len(self.told)] if self.kinds else drawn
-        victim = self.hosts[self.random.randrange(1, self.nodes)]
+        victim = self.hosts[self.random.choice([number for number in range(self.nodes) if number != self.leads])]
         if not victim.is_alive or not victim.node.agent.children:
             self.at(self.step, self._fault)
             return
@@ -591,6 +648,7 @@ class Cluster:
             fault.alone = fault.alone and bool(fault.healed)
         self.told.append(Told(kind, self.done, self.calendar, alone=alone))
         self.healthy, self.is_armed = 0, False
+        self.next_fault = self.calendar + self.random.expovariate(RATE * self.nodes * self.each) * 3600.0
         for host in self.hosts.values():
             host.ours.sent = 0
         if kind == "dies":
@@ -598,13 +656,14 @@ class Cluster:
         elif kind == "hangs":
             victim.node.agent.children[rank].is_frozen = True
         elif kind == "node":
-            self.leave(victim)
+            self.crash(victim)
             self.at(RETURN, lambda: self.join(victim.number))
+        elif kind == "leader":
+            raise LeaderLost
         else:
             victim.ours.is_silent = victim.end.is_silent = True
             for child in victim.node.agent.children.values():
                 child.is_frozen = True  # what ranks say to each other takes the same way
-        self.next_fault = self.calendar + self.random.expovariate(RATE * self.nodes * self.each) * 3600.0
 
     def _finish(self) -> None:
         self.is_over = True
@@ -616,14 +675,21 @@ class Cluster:
     def train(self) -> Cluster:
         """From the start to the end of the run; every note of the supervisor is in `notes`."""
         fleet = self.lead()
+        while True:
+            try:
+                self._reign(fleet)
+                return self
+            except LeaderLost:
+                fleet = self._succeed()
+
+    def _reign(self, fleet: ClusterAgent) -> None:
         while 1 + len(fleet.nodes) < self.nodes or any(not node.lender for node in fleet.nodes):
             fleet.events(0.1)
         work = RankJob("module:function", self.nodes * self.each, {"launch": "x" * 2500}, self.folder)
-        care = FaultPolicy(retries=5, hang_timeout=2.0, rejoin_timeout=600.0, terms=ACCELERATOR_LIMITS)
-        try:
-            Supervisor(work, lambda *_: None, self.notes.append, agent=fleet, care=care).run()
-        finally:
-            self.is_over = True
-            fleet.end(0, "")
-            fleet.dissolve()
-        return self
+        hold = AdoptionPolicy(60.0, "job and run", retained=self.retained)
+        care = FaultPolicy(retries=5, hang_timeout=2.0, rejoin_timeout=600.0, terms=ACCELERATOR_LIMITS, hold=hold)
+        care = replace(care, follows=bool(self.told))
+        Supervisor(work, lambda *_: None, self.notes.append, agent=fleet, care=care).run()
+        self.is_over = True
+        fleet.end(0, "")
+        fleet.dissolve()

@@ -50,7 +50,9 @@ from meshwright.core.snapshots import (
     SNAPSHOT_SLOTS,
     SnapshotClient,
     SnapshotHeader,
+    SnapshotVersion,
     round_up_to_page,
+    versions_of,
 )
 from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.plan import Plan
@@ -184,11 +186,12 @@ class MemorySnapshot:
         local: Sequence[torch.Tensor],
         state: bytes,
         parts: ByteChunks = single_chunk,
+        history: int = 0,
     ) -> None:
         """Writes a snapshot of `step` into the slot with the oldest step. A slot that a client has locked is skipped.
 
         `local` are tensors that only this rank has. `state` is the JSON of the trainer. `parts` copies bytes to the
-        host.
+        host. `history`: [Note: history] in core/snapshots.py.
         """
         assert len(state) <= MIN_STATE_BYTES, (
             f"the state of the run takes {len(state)} bytes, {MIN_STATE_BYTES} are kept for it"
@@ -205,7 +208,7 @@ class MemorySnapshot:
         place = self.head.begin(slot) + round_up_to_page(layout.size)
         self._map[place : place + len(state)] = state
         digest.update(state)
-        self.head.name(slot, step, digest.intdigest(), len(state))
+        self.head.name(slot, step, digest.intdigest(), len(state), history)
 
     def _copy(self, source: torch.Tensor, to: int, digest: Any, parts: ByteChunks) -> None:
         """Copies `source` in chunks to byte `to` of the file, and digests each chunk while it is in the CPU cache.
@@ -225,6 +228,11 @@ class MemorySnapshot:
     def steps(self) -> set[int]:
         """The steps that have a complete snapshot."""
         return self.head.steps if self._index else set()
+
+    @property
+    def versions(self) -> set[SnapshotVersion]:
+        """The versions that have a complete snapshot."""
+        return versions_of(self.head) if self._index else set()
 
     def is_intact(self, step: int) -> bool:
         """Returns whether the snapshot of `step` and its index still have the digests that were recorded with them."""

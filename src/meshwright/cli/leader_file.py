@@ -18,6 +18,7 @@ from meshwright.core.messages import Message
 
 LEADER_FILE = "leader"
 MAX_LEADER_BYTES = 10_000
+MAX_RUN_ID_LENGTH, RUN_ID_ATTEMPTS = 64, 3
 RETRY_SECONDS = 0.2
 STATUS_SECONDS = 5.0
 """Seconds between lines about a leader that cannot be found."""
@@ -41,16 +42,36 @@ def read_leader(folder: Path) -> LeaderAddress | None:
 
     Raises: StorageFailed if the file system does not answer. Only a missing file means that no node leads.
     """
-    path = folder / LEADER_FILE
-    with storage.failures_as_one_line(path):
-        try:
-            text = storage.read_file(path, most=MAX_LEADER_BYTES)
-        except FileNotFoundError:
-            return None
+    text = _read_leader_file(folder)
     with contextlib.suppress(ValueError, TypeError, KeyError):
         found = json.loads(text)
         return LeaderAddress(int(found["number"]), str(found["host"]), int(found["port"]))
     return None
+
+
+def read_run_id(folder: Path) -> str:
+    """Returns the random id of the run in `folder`, which a killed leader leaves to the next one. Returns an empty text
+    if there is none, or if it cannot be read RUN_ID_ATTEMPTS times: the next leader then adopts no snapshots."""
+    text = b""
+    for _ in range(RUN_ID_ATTEMPTS):
+        with contextlib.suppress(storage.StorageFailed):
+            text = _read_leader_file(folder)
+            break
+        time.sleep(RETRY_SECONDS)
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        run = json.loads(text)["run"]
+        return run if isinstance(run, str) and run.isalnum() and len(run) <= MAX_RUN_ID_LENGTH else ""
+    return ""
+
+
+def _read_leader_file(folder: Path) -> bytes:
+    """Returns the bytes of RUN/leader, none if the file is missing."""
+    path = folder / LEADER_FILE
+    with storage.failures_as_one_line(path):
+        try:
+            return storage.read_file(path, most=MAX_LEADER_BYTES)
+        except FileNotFoundError:
+            return b""
 
 
 def retry_storage(ask: Callable[[], AnswerT], note: Callable[[str], None]) -> AnswerT:

@@ -16,26 +16,22 @@ The ranks of a node end when the node loses its leader. Then the first case that
 3. It joins the current leader, which may be the former one or a new one, until `JOIN_SECONDS` are over.
 
 A restarted first node joins another leader if there is one. If it leads again, nodes that have lost their leader join
-it. It waits for the other nodes as long as for a lost node. A new leader starts from the newest checkpoint on disk,
-with a new store and new generations. The in-memory checkpoints of the lost node's ranks are lost.
-
-The module also serves ranks that another launcher started for short joint work: a probe, trials.
+it, and it waits for the others as long as for a lost node. Nodes retain the in-memory checkpoints of their ranks and
+their replicas meanwhile. A new leader starts from the newest step of which it finds all of them
+(elastic/snapshot_inventory.py), else from the newest checkpoint on disk.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import secrets
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.cli.leader_file import (
     LEADER_FILE,
@@ -43,17 +39,17 @@ from meshwright.cli.leader_file import (
     STATUS_SECONDS,
     LeaderAddress,
     read_leader,
+    read_run_id,
     retry_storage,
 )
 from meshwright.core import storage
-from meshwright.core.errors import Interrupted, MeshwrightError
 from meshwright.core.messages import Message
-from meshwright.core.signals import stop_signal_handler
 
 if TYPE_CHECKING:
     from meshwright.elastic.attempt import RankJob
     from meshwright.elastic.cluster_agent import ClusterAgent
     from meshwright.elastic.local_agent import LocalAgent
+    from meshwright.elastic.snapshot_inventory import RetainedSnapshots
     from meshwright.planner.inputs.job import JobFile
     from meshwright.spec.run import RunConfig
     from meshwright.train.rank_main import ExternalLaunch
@@ -62,13 +58,13 @@ TURN_SECONDS = 1.0
 
 
 @contextmanager
-def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], None]) -> Iterator[None]:
-    """Announces this node in RUN/leader while the block runs, and records the previous leader in the event log. The
-    caller must have the lock of the run folder."""
+def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], None]) -> Iterator[str]:
+    """Announces this node in RUN/leader while the block runs, and records the previous leader in the event log. Yields
+    the id of the run, which it has from a killed leader; empty on one machine. The caller owns the lease."""
     from meshwright.elastic.event_log import EventLog
 
     if place is None:
-        yield
+        yield ""
         return
     if place.after is not None:
         EventLog(folder, note).write(
@@ -78,12 +74,12 @@ def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], 
             decision=Message("node {number} leads from here on", number=place.number),
         )
     path = folder / LEADER_FILE
+    run = read_run_id(folder) or secrets.token_hex(8)
     with storage.failures_as_one_line(path):
-        storage.replace_file(
-            path, json.dumps(LeaderAddress(place.number, place.host, place.port)._asdict()), private=True
-        )
+        leader = LeaderAddress(place.number, place.host, place.port)._asdict()
+        storage.replace_file(path, json.dumps({**leader, "run": run}), private=True)
     try:
-        yield
+        yield run
     finally:  # a finished run stays finished: the next leader replaces a file that cannot be removed now
         if (error := storage.remove_if_possible(path)) is not None:
             note(storage.describe_failure(error, path))
@@ -143,6 +139,8 @@ class NodeRole(NamedTuple):
     after: int | None = None
     warm: LocalAgent | None = None
     token: str = ""
+    retained: RetainedSnapshots | None = None
+    """The snapshots that this node had under the previous leader."""
 
     @property
     def world(self) -> int:
@@ -311,12 +309,12 @@ def serve_leader(
     from meshwright.elastic.node import NodeAgent
 
     folder = run_folder_of(file, build_model_source(file)).resolve()
-    own, warm, token = place.host, place.warm, place.token
+    own, warm, token, retained = place.host, place.warm, place.token, place.retained
     while True:
         came = _join_leader(place, folder, lost, os.environ.get(TOKEN_VARIABLE, ""), note)
         if came is None:
             assert lost is not None
-            return place._replace(host=own, after=lost.number, warm=warm, token=token)
+            return place._replace(host=own, after=lost.number, warm=warm, token=token, retained=retained)
         end, hello, token, at = came
         own = local_address_towards(*at)
         note(
@@ -330,8 +328,9 @@ def serve_leader(
         )
         variables = {"MESHWRIGHT_ADDRESS": own, TOKEN_VARIABLE: token}
         node = NodeAgent(SecureChannel(end, hello), own, token, place.number, variables, warm)
+        node.retained = retained
         code, line = node.run()
-        warm = None if node.agent.ended else node.agent
+        warm, retained = None if node.agent.ended else node.agent, node.retained
         if line:
             note(Message("meshwright: {line}", line=line))
         recovers = code and not line and not node.leaving and file.run.retries
@@ -423,6 +422,8 @@ def _leader_addresses(
 
     Raises: Interrupted if the run has ended, StorageFailed if the file system does not answer.
     """
+    from meshwright.core.errors import Interrupted
+
     leader = read_leader(folder)
     if lost is not None and leader is None:
         raise Interrupted(Message("the run has ended without this node; the same command joins it again"))
@@ -453,47 +454,3 @@ def _refused_token(place: NodeRole, error: Exception) -> Exception:
             error=error,
         )
     )
-
-
-SETTLE_SECONDS = 5.0
-"""Seconds within which a launcher's stop request reaches all ranks, even if the launcher has to wait for a CPU core."""
-
-
-@contextmanager
-def stop_together(rank: int, early: str) -> Iterator[None]:
-    """Ends the joint work of all ranks on a stop request. Rank 0 reports the request once; `early` is a text for the
-    time of the request.
-
-    Ranks receive the request one after another, so that some ranks lose a peer before they receive it.
-    """
-    requested: list[str] = []
-    left = False
-
-    def heard(number: int, _: Any) -> None:
-        requested.append(signal.Signals(number).name)
-        if len(requested) == 1 and not left:
-            raise KeyboardInterrupt
-
-    with stop_signal_handler(heard):
-        try:
-            yield
-        except (KeyboardInterrupt, RuntimeError, TimeoutError, MeshwrightError):
-            left = True
-            if not requested:
-                time.sleep(SETTLE_SECONDS)
-            if not requested:
-                raise
-            atexit.register(_exit_process)
-            if rank:
-                raise SystemExit(Interrupted.exit_code) from None
-            raise Interrupted(
-                Message("stopped by {reason} {early}; the same command starts again", reason=requested[0], early=early)
-            ) from None
-
-
-def _exit_process() -> None:
-    """Exits without cleanup: after an aborted collective the communication library would end the process with an
-    error while its threads still wait."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(Interrupted.exit_code)

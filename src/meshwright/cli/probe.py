@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from meshwright.cli.node_role import stop_together
+from meshwright.cli.joint_stop import stop_together
 from meshwright.cli.options import AsJson, Language, check_output_path, print_json, print_note, print_output
 from meshwright.core.files import write_atomically
 from meshwright.core.language import choose_language

@@ -181,7 +181,8 @@ def _supervise(
     from meshwright.elastic.device_exclusion import ExclusionPolicy
     from meshwright.elastic.hang_detector import ACCELERATOR_LIMITS, CPU_LIMITS, StartupProgress
     from meshwright.elastic.restart_policy import FaultPolicy
-    from meshwright.elastic.snapshot_adoption import SNAPSHOT_LIFETIME_SECONDS, AdoptionPolicy, json_digest
+    from meshwright.elastic.snapshot_adoption import SNAPSHOT_LIFETIME_SECONDS, json_digest
+    from meshwright.elastic.snapshot_inventory import AdoptionPolicy
     from meshwright.elastic.supervisor import Supervisor
     from meshwright.planner.inputs.local_machine import cuda_device_names
 
@@ -215,7 +216,7 @@ def _supervise(
             hold,
         )
         stack.callback(_remove_partial_saves, folder / "checkpoints")
-        stack.enter_context(announce_leader(folder, node, screen.note))
+        run_id = stack.enter_context(announce_leader(folder, node, screen.note))
         fleet = stack.enter_context(lead_nodes(node, work, screen.note, run)) if node else None
         work = plans.replan(len(fleet.slots)) if fleet is not None and len(fleet.slots) < work.world else work
         screen.note(
@@ -223,7 +224,8 @@ def _supervise(
         )
         hear = lambda rank, message: screen.hear(message)
         if fleet is not None and node is not None:
-            care = dataclasses.replace(care, follows=continues_run(fleet, node))
+            hold = hold and hold._replace(job=json_digest(hold.job, run_id), retained=node.retained)
+            care = dataclasses.replace(care, follows=continues_run(fleet, node), hold=hold)
         Supervisor(
             work, hear, screen.note, run.grace_period, StartupProgress(screen.note), care=care, agent=fleet
         ).run()

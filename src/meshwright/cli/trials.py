@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.node_role import stop_together
+from meshwright.cli.joint_stop import stop_together
 from meshwright.cli.options import print_note
 from meshwright.core.messages import Message
 

@@ -5,8 +5,13 @@ Guarantees: a slot with a step number contains a complete checkpoint, whenever a
 intact if its digest matches.
 
 Header fields in the order of `SnapshotHeader`: magic number; size and digest of the index; bytes of a checkpoint;
-number of slots; two steps that are pinned for nodes that read them. From the sixteenth field on, each slot has four
-fields: step, digest, bytes of the run state, pinned.
+number of slots; two steps that are pinned for nodes that read them. From the sixteenth field on, each slot has five
+fields: step, digest, bytes of the run state, pinned, history.
+
+[Note: history] Two checkpoints of the same step may differ: ranks may have repeated the step after a fault, or on other
+batches after a rollback. The history says which execution wrote a checkpoint. It rises with each generation and with
+each rollback, and all ranks write the same value. So checkpoints of all ranks with the same step and history are of one
+execution, wherever they are stored. Ranks and leaders never combine others.
 
 The module also has the client for in-memory checkpoints on another node. The server is elastic/snapshot_replication.py.
 A request is one line, {"key", "rank", "begin", "size"}. The reply is one line, {"size", "whole"}, followed by `size`
@@ -41,7 +46,14 @@ PINNED_STEPS_FIELD = 5
 
 _MAGIC = 0x3253_5552_454D
 _MAGIC_FIELD, _INDEX_SIZE_FIELD, _INDEX_DIGEST_FIELD, _DATA_SIZE_FIELD, _NUM_SLOTS_FIELD = range(5)
-_FIRST_SLOT_FIELD, _STEP_FIELD, _DIGEST_FIELD, _LENGTH_FIELD, _PINNED_FIELD, _FIELDS_PER_SLOT = 16, 0, 1, 2, 3, 4
+_FIRST_SLOT_FIELD, _STEP_FIELD, _DIGEST_FIELD, _LENGTH_FIELD, _PINNED_FIELD, _HISTORY_FIELD = 16, 0, 1, 2, 3, 4
+_FIELDS_PER_SLOT = 5
+
+HISTORIES_PER_GENERATION = 1 << 16
+"""The histories of generation g begin at g times this number. Each rollback takes the next one."""
+
+SnapshotVersion = tuple[int, int]
+"""The history and the step of a checkpoint. The largest version is the newest one."""
 
 
 class SnapshotHeader:
@@ -144,10 +156,10 @@ class SnapshotHeader:
         self._slot(slot)[_STEP_FIELD] = 0
         return slot
 
-    def name(self, slot: int, step: int, digest: int, length: int) -> None:
+    def name(self, slot: int, step: int, digest: int, length: int, history: int = 0) -> None:
         """Marks the checkpoint in `slot` as complete."""
         words = self._slot(slot)
-        words[_DIGEST_FIELD], words[_LENGTH_FIELD] = digest, length
+        words[_DIGEST_FIELD], words[_LENGTH_FIELD], words[_HISTORY_FIELD] = digest, length, history
         words[_STEP_FIELD] = step
 
     def hold(self, step: int) -> None:
@@ -161,6 +173,21 @@ class SnapshotHeader:
         for slot in self.slots:
             if self._slot(slot)[_STEP_FIELD] > after:
                 self._slot(slot)[_STEP_FIELD] = 0
+
+
+def history_of(head: SnapshotHeader, step: int) -> int:
+    """Returns the history of the checkpoint of `step`."""
+    return head._slot(head._at(step))[_HISTORY_FIELD]
+
+
+def rewrite_history(head: SnapshotHeader, step: int, history: int) -> None:
+    """Records that the checkpoint of `step` has the same bytes as one of `history`."""
+    head._slot(head._at(step))[_HISTORY_FIELD] = history
+
+
+def versions_of(head: SnapshotHeader) -> set[SnapshotVersion]:
+    """Returns the versions of all complete checkpoints."""
+    return {(history_of(head, step), step) for step in head.steps}
 
 
 def round_up_to_page(size: int) -> int:

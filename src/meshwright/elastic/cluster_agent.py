@@ -28,14 +28,14 @@ from meshwright.core.messages import Message
 from meshwright.core.rendezvous_store import store_key_prefix
 from meshwright.core.secure_channel import TOKEN_MISMATCH, TOKEN_VARIABLE, SecureChannel, encode_message
 from meshwright.elastic.device_ids import DeviceIds, node_of_device
-from meshwright.elastic.local_agent import LocalAgent, ReadinessPoller, SystemInterface
+from meshwright.elastic.leader_snapshots import LeaderSnapshots
+from meshwright.elastic.local_agent import LocalAgent, ReadinessPoller
 from meshwright.elastic.node import NODE_KEEPALIVE_SECONDS, NODE_TIMEOUT_SECONDS, TICK_SECONDS
 from meshwright.elastic.proc_stats import ProcStats
 from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.snapshot_inventory import AdoptedSnapshots, AdoptionPolicy
 from meshwright.elastic.snapshot_locations import SnapshotLocations, ranks_stored_at, resolve_locations
-from meshwright.elastic.snapshot_replication import ReplicationCoordinator
 
-MIRRORED_FIELDS = ("number", "whole", "seconds", "why")
 REFUSAL_LOG_SECONDS = 60.0
 """Minimum seconds between two lines about the same reason."""
 
@@ -101,6 +101,8 @@ class _NodeConnection:
     """The first device id of the node. The ids of its devices are consecutive. A node that returns gets the same ids as
     before."""
     lender: str = ""
+    copies: Any = None
+    """The inventory with which the node joined, if its previous leader was lost (snapshot_inventory.py)."""
     ranks: dict[int, int] = field(default_factory=dict)
     """The living ranks of this node, with the generation of each."""
     leaving: bool = False
@@ -135,44 +137,13 @@ class EventInbox:
             part.close()
 
 
-class LeaderSnapshots:
-    """The snapshots of the leader's machine. `shared` has the stores by key. `server` serves snapshots to other nodes.
-    `rounds` coordinates their replication."""
-
-    def __init__(
-        self, outside: SystemInterface, host: str, token: str, locations: SnapshotLocations, inbox: EventInbox
-    ) -> None:
-        self.shared: dict[str, SharedFileStore] = {}
-        self.server = outside.lender(
-            host, token, self._open, lambda line: inbox.put({"event": "degraded", "line": line})
-        )
-        locations.alive.add(self.server.address)
-        mirror = outside.mirror(
-            token, lambda *how: inbox.put(dict(zip(MIRRORED_FIELDS, how, strict=False), event="mirrored"))
-        )
-        self.rounds = ReplicationCoordinator(self.server.address, locations, mirror, _tell, outside.clock)
-
-    def hold(self, holdings: SharedFileStore) -> None:
-        """Registers the store to which the next ranks write."""
-        self.shared = {key: stored for key, stored in self.shared.items() if stored.is_open} | {holdings.key: holdings}
-        self.rounds.begin(holdings)
-
-    def _open(self, key: str, rank: int) -> int | None:
-        with contextlib.suppress(KeyError, OSError):  # these ranks no longer exist
-            return self.shared[key].lend(rank)
-        return None
-
-    def close(self) -> None:
-        """Closes the server and the replicator."""
-        self.server.close()
-        self.rounds.close()
-
-
 class RemoteRanks:
     """The ranks that run on other machines than the leader's. `at` maps each rank to its node."""
 
     def __init__(self) -> None:
         self.at: dict[int, _NodeConnection] = {}
+        self.local: list[int] = []
+        """The ranks of the leader's machine."""
         self._stats: dict[int, ProcStats] = {}
 
     def node_of(self, rank: int) -> _NodeConnection | None:
@@ -220,7 +191,7 @@ class ClusterAgent(LocalAgent):
         self._looked = outside.clock()
         self._over = threading.Event()
         self.homes: SnapshotLocations = SnapshotLocations()
-        self._snapshots = LeaderSnapshots(outside, host, token, self.homes, self._inbox)
+        self._snapshots = LeaderSnapshots(outside, (host, token), self.homes, self._inbox.put, _tell)
         me, refusals = {"logs": str(logs), "warm": list(warm)}, RefusalLog(self._refused)
         self._door = outside.door(
             host, port, token, me, lambda end, hello: self._inbox.put(hello, end), refusals, nodes
@@ -325,7 +296,9 @@ class ClusterAgent(LocalAgent):
         lenders = [node.lender if node else here for node, _ in homes]
         runs = self.homes.start(lenders, holdings.key, source.key)
         self._remote.at = {rank: node for rank, (node, _) in enumerate(homes) if node}
-        settled = encode_message({"do": "sources", "key": holdings.key, "source": source.key, "runs": runs})
+        self._remote.local = [rank for rank, (node, _) in enumerate(homes) if not node]
+        job = self._snapshots.job
+        settled = encode_message({"do": "sources", "key": holdings.key, "source": source.key, "runs": runs, "job": job})
         (port, secret), every = self._store, max(TICK_SECONDS, len(self.nodes) / MAX_HEARTBEATS_PER_SECOND)
         more: IpcMessage = {
             **what,
@@ -345,6 +318,11 @@ class ClusterAgent(LocalAgent):
         for rank, device, log in ranks[id(None)]:
             memory = {"sources": table, "single_node": False, **holdings.places(rank)}
             super().command("start", rank, **what, log=log, local=[device, most], memory=memory)
+
+    def adopt(self, policy: AdoptionPolicy | None) -> tuple[AdoptedSnapshots | None, list[str]]:
+        """Adopts the snapshots of a lost leader's run from all nodes that have joined."""
+        inventories = {node.lender: node.copies for node in self.nodes if node.copies}
+        return self._snapshots.adopt(policy, inventories)
 
     def hold(self, holdings: SharedFileStore) -> None:
         """Registers the snapshots of this machine that the snapshot server may serve."""
@@ -370,7 +348,7 @@ class ClusterAgent(LocalAgent):
                 self._snapshots.rounds.forget()
         now, before = self.outside.clock(), self._looked
         self._looked = now
-        self._snapshots.rounds.look(self.nodes, len(self._remote.at))
+        self._snapshots.rounds.look(self.nodes, len(self._remote.at), self._remote.local)
         for node in filter(None, ready):
             messages, ended = node.link.read()
             node.heard = now if messages else node.heard
@@ -388,8 +366,9 @@ class ClusterAgent(LocalAgent):
 
     def _hear(self, node: _NodeConnection, event: IpcMessage) -> list[IpcMessage]:
         if event["event"] == "lends":
-            # A node joins only when the address of its snapshot server is known. Otherwise the snapshots of its ranks
-            # could not be located.
+            # A node joins only when its snapshot server has an address. If ranks were placed on it before, their
+            # snapshots could not be located.
+            node.copies = event.get("copies")
             node.lender, node.first = (
                 event["address"],
                 self._seats.first_of(node.name, node.devices, [other.first for other in self.nodes]),

@@ -25,6 +25,7 @@ from meshwright.core.secure_channel import SecureChannel, SecureListener
 from meshwright.elastic.fork_server_process import ForkServerProcess
 from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
 from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.snapshot_inventory import AdoptedSnapshots, AdoptionPolicy
 from meshwright.elastic.snapshot_locations import SnapshotLocations
 from meshwright.elastic.snapshot_replication import SnapshotReplicator, SnapshotServer
 
@@ -198,6 +199,10 @@ class LocalAgent:
     def places(self) -> int | None:
         """The number of ranks for which there are devices, or None if there is no limit."""
         return None if self.slots is None else len(self.slots)
+
+    def adopt(self, policy: AdoptionPolicy | None) -> tuple[AdoptedSnapshots | None, list[str]]:
+        """Returns the snapshots that other nodes retained when their leader was lost, and why some are not adopted."""
+        return None, []
 
     def hold(self, holdings: SharedFileStore) -> None:
         """Registers the store to which the next ranks write their snapshots."""

@@ -7,11 +7,13 @@ Guarantees:
 - On SIGTERM the node informs the leader. The leader continues with the other nodes and reads the snapshots of this node
   before the node ends.
 - No process is left behind.
+- When the leader is lost, the node retains its snapshots and replicas for the next leader (snapshot_inventory.py).
 
 Messages from the leader:
 
-    sources: key, source, runs: the locations of the snapshots from which ranks restore (snapshot_locations.py).
-    start: the job of the ranks, and the index, device and log of each rank on this node.
+    sources: key, source, runs: the locations of the snapshots that ranks restore from (snapshot_locations.py); job:
+        identifies the run.
+    start: the job of the ranks, and for each rank here its index, device and log.
     tell, signal: forwarded to the fork server (train/forkserver.py).
     again: kill all ranks with their fork server, since some cannot be killed alone, and start a new fork server.
     mirror: number, key, step, address, ranks: replicate the snapshots of these ranks (snapshot_replication.py).
@@ -21,7 +23,7 @@ Messages from the leader:
 
 Messages from this node:
 
-    lends: the address of the node's snapshot server.
+    lends: the address of the node's snapshot server; copies: the inventory of the snapshots that it has retained.
     started, said, ended, ready: as from a fork server.
     mirrored: the request number, whether all replicas are complete, the seconds of copying, and what failed.
     degraded: a line about a background thread that has failed.
@@ -46,6 +48,7 @@ from meshwright.core.snapshots import LOST_LOCATION
 from meshwright.elastic.failure import RankExit, failure_cause
 from meshwright.elastic.local_agent import LocalAgent, SystemInterface
 from meshwright.elastic.shared_files import SharedFileStore, pack_heartbeats
+from meshwright.elastic.snapshot_inventory import RETAINED_SECONDS, RetainedSnapshots
 from meshwright.elastic.snapshot_locations import LocationRuns, ranks_stored_at, resolve_locations
 from meshwright.elastic.snapshot_replication import replication_request
 
@@ -83,14 +86,17 @@ class NodeAgent:
         self.every = TICK_SECONDS
         """Minimum seconds between two heartbeat messages."""
         self.link, self.number, self.environment = link, number, environment
-        self.logs = Path(link.hello["logs"])
-        with storage.failures_as_one_line(self.logs):
-            storage.make_folder(self.logs)
+        logs = Path(link.hello["logs"])
+        with storage.failures_as_one_line(logs):
+            storage.make_folder(logs)
         self.agent = self._local_agent(warm)
         self.lender = self.outside.lender(host, token, self._file, self._degraded)
         self.mirror = self.outside.mirror(token, self._was_mirrored)
         self.holdings: dict[str, SharedFileStore] = {}
-        self.generation, self.key = -1, ""
+        self.generation, self.key, self._job = -1, "", ""
+        self.retained: RetainedSnapshots | None = None
+        """The snapshots from under the previous leader, until this leader starts ranks here; after `end`, those of this
+        node if the leader was lost."""
         self._sources: list[str] = []
         self.processes: dict[int, int] = {}
         self.leaving = ""
@@ -101,7 +107,9 @@ class NodeAgent:
         self._kills = oom_kill_count()
 
     def _local_agent(self, warm: LocalAgent | None = None) -> LocalAgent:
-        return LocalAgent(self.logs / f"fork-server-{self.number}.log", self.link.hello["warm"], self.environment, warm)
+        hello = self.link.hello
+        log = Path(hello["logs"]) / f"fork-server-{self.number}.log"
+        return LocalAgent(log, hello["warm"], self.environment, warm)
 
     def _file(self, key: str, rank: int) -> int | None:
         with contextlib.suppress(KeyError, OSError):  # the ranks whose snapshots were needed no longer exist
@@ -127,22 +135,36 @@ class NodeAgent:
         return how
 
     def begin(self) -> None:
-        """Sends the address of the snapshot server of this node.
+        """Sends the address of the snapshot server of this node, and the inventory of what it has `retained`.
 
         Raises: OSError when the leader is lost, as `turn` does.
         """
-        self._say(event="lends", address=self.lender.address)
+        copies = {}
+        if self.retained is not None:
+            self.holdings, copies = self.retained.sets, {"copies": self.retained.inventory()}
+        self._say(event="lends", address=self.lender.address, **copies)
 
     def end(self, how: tuple[int, str]) -> None:
-        """Closes everything. `agent` stays open only if it is reusable and there may be another leader. `how`: the exit
-        code and the last line."""
-        if how != LEADER_LOST_EXIT or self.leaving or not self.agent.clear():
+        """Closes everything. `agent` stays open only if it is reusable and the next leader may need it. The same holds
+        for snapshots, which nobody writes any more."""
+        is_lost = how == LEADER_LOST_EXIT and not self.leaving
+        if not is_lost or not self.agent.clear():
             self.agent.close()
         self.lender.close()
         self.mirror.close()
+        if is_lost:
+            until = self.outside.clock() + RETAINED_SECONDS
+            retained = self.retained or RetainedSnapshots(self.holdings, self._job, until)
+            self.retained = retained if retained.sets else None
+        else:
+            self._drop_snapshots()
+        self.link.close()
+
+    def _drop_snapshots(self) -> None:
+        self.retained = None
         for holdings in self.holdings.values():
             holdings.close()
-        self.link.close()
+        self.holdings.clear()
 
     def _on_signal(self, number: int, _: Any) -> None:
         """Records the signal. It sends nothing, because it may have interrupted a send that has the lock of the
@@ -167,6 +189,8 @@ class NodeAgent:
             self._obey(message)
         if ended or self.outside.clock() > self._heard + NODE_TIMEOUT_SECONDS:
             return LEADER_LOST_EXIT
+        if self.retained is not None and self.outside.clock() > self.retained.until:
+            self._drop_snapshots()
         if self.leaving and not self._is_announced:
             self._is_announced = True
             self._say(event="node_leaving", signal=self.leaving)
@@ -178,6 +202,7 @@ class NodeAgent:
             self.agent.close()
             self._bury()
         elif message["do"] == "sources":
+            self._job = message["job"]
             self._settle(message["key"], message["source"], message["runs"])
         elif message["do"] == "start" and "ranks" in message:
             self._start(message)  # a start message without "ranks" is a device probe, which has no snapshots
@@ -195,9 +220,9 @@ class NodeAgent:
             self.agent.command(**message)
 
     def _settle(self, key: str, source: str, runs: LocationRuns) -> None:
-        """Stores the locations of the snapshots from which the next ranks restore. Closes the snapshots that are no
-        longer needed."""
-        here = self.lender.address
+        """Resolves the locations of the snapshots that the next ranks restore from. Closes snapshots that no rank can
+        read any more."""
+        here, self.retained = self.lender.address, None
         for old in set(self.holdings) - {key, source}:
             self.holdings.pop(old).close()
         found = self.holdings.get(source)

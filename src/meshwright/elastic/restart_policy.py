@@ -24,7 +24,7 @@ from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.device_exclusion import ExclusionPolicy
 from meshwright.elastic.failure import RankExit, failure_cause, is_oom
 from meshwright.elastic.hang_detector import CPU_LIMITS, HangLimits
-from meshwright.elastic.snapshot_adoption import AdoptionPolicy
+from meshwright.elastic.snapshot_inventory import AdoptionPolicy
 
 RETRY_PAUSE_SECONDS = 0.1
 """The pause in seconds after the second failure in a row without a completed step."""

@@ -20,7 +20,14 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from meshwright.core.heartbeat import HEARTBEAT_FIELDS, Heartbeat, HeartbeatField, RankPhase, open_heartbeats
-from meshwright.core.snapshots import HEADER_BYTES, LOST_LOCATION, PINNED_STEPS_FIELD
+from meshwright.core.snapshots import (
+    HEADER_BYTES,
+    LOST_LOCATION,
+    PINNED_STEPS_FIELD,
+    SnapshotHeader,
+    SnapshotVersion,
+    versions_of,
+)
 
 
 class SharedFileStore:
@@ -174,6 +181,17 @@ class SharedFileStore:
         for file in files:
             with contextlib.suppress(OSError):
                 self.system.close(file)
+
+
+def stored_versions(store: SharedFileStore) -> dict[int, list[SnapshotVersion]]:
+    """Returns the versions of the complete snapshots of each rank that has a file on this machine."""
+    found = {}
+    for rank, file in store._files.items():
+        words = store.system.pread(file, HEADER_BYTES, 0).ljust(HEADER_BYTES, b"\0")
+        head = SnapshotHeader(memoryview(words).cast("Q"))
+        if head.is_laid and (versions := sorted(versions_of(head))):
+            found[rank] = versions
+    return found
 
 
 def pack_heartbeats(rows: Iterable[tuple[int, bytes]]) -> list[tuple[int, str]]:

@@ -32,7 +32,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
@@ -44,6 +44,7 @@ from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.event_log import EventLog
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_fd_store import ADOPTED_REPLY, is_same_user, open_snapshot_file, peer_credentials
+from meshwright.elastic.snapshot_inventory import AdoptedSnapshots, AdoptionPolicy
 from meshwright.spec.record import RECORD_TAIL_BYTES, RECORDS_FILE_NAME, last_recorded_step
 
 SOCKET_NAME_FILE = "holder"
@@ -60,33 +61,6 @@ store."""
 
 MAX_STATE_BYTES = 1 << 24
 """The maximum size of the sent state in bytes."""
-
-
-class AdoptionPolicy(NamedTuple):
-    """`seconds`: how long snapshots outlive a killed supervisor. `job`: a digest of the job that wrote them. `adopts`:
-    whether this run resumes from the snapshots of a killed supervisor."""
-
-    seconds: float
-    job: str
-    adopts: bool = True
-
-
-class AdoptedSnapshots(NamedTuple):
-    """The state of a killed supervisor: its generation, a set of snapshots, whether the job is the `same`, and the
-    seconds since the kill."""
-
-    generation: int
-    holdings: SharedFileStore
-    same: bool
-    seconds: float
-
-    def sets(self, fresh: SharedFileStore) -> tuple[SharedFileStore | None, SharedFileStore]:
-        """Returns two sets of snapshots: the one that the next generation reads, and the one that it writes. If it
-        reads and writes the same set, the first is None. Closes `fresh` if it is unused."""
-        if not self.same:
-            return self.holdings, fresh
-        fresh.close()
-        return None, self.holdings
 
 
 def json_digest(*parts: Any) -> str:

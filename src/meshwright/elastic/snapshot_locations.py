@@ -47,6 +47,13 @@ class SnapshotLocations:
         self._next = key, homes
         return [(at, len(list(ranks))) for at, ranks in itertools.groupby(found)]
 
+    def adopt(self, key: str, places: Sequence[Sequence[str]]) -> None:
+        """Records that nodes have snapshots under `key` from before this leader. `places` has the nodes of each rank;
+        the first two are used."""
+        self._homes[key] = [nodes[0] for nodes in places]
+        self._mirrors[key] = {rank: nodes[1] for rank, nodes in enumerate(places) if len(nodes) > 1}
+        self._written.add(key)
+
     def _found(self, key: str) -> list[str]:
         homes, mirrors = self._homes.get(key, ()), self._mirrors.get(key, {})
         return [

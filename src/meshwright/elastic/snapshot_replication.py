@@ -18,17 +18,19 @@ Guarantees of a replica:
 `ReplicationCoordinator` decides which step has replicas and which step is replicated next.
 
 Guarantees of the coordinator:
-- After the first complete round, there is always a step of which every rank has a snapshot. The ranks of every node
-  except the first also have a replica of this step on another node.
-- Ranks overwrite their snapshots of this step only when the replicas of a later step are complete. The loss of a node
-  costs the steps since the last step with complete replicas.
-- The first node has no replica. If it is lost, the run resumes from disk.
+- After the first complete round, there is always a step of which every rank has a snapshot, and a replica on another
+  node. This includes the ranks of the leader.
+- Ranks overwrite this step only when the next replicated step is complete everywhere. The loss of a node costs the
+  steps since then. If the leader is lost, the next leader finds the snapshots and replicas of the other nodes
+  (snapshot_inventory.py).
 
-Rule: The step to replicate is the newest step of rank 0. Each node except the first is copied by the next node; the
-last node is copied by the first. If ranks overwrite a step before it is copied, later rounds request a step in the
-future, at most MAX_STEPS_AHEAD steps ahead. After ROUNDS_BEFORE_SHRINK complete rounds in a row, this distance shrinks
-by one step. After a round, replication pauses for as long as the copy took. If the distance is `ahead` steps and copies
-take c steps, the loss of a node costs at most ahead + 3 c steps.
+Rule: The step to replicate is the newest step of rank 0. The nodes with ranks form a ring, the leader first. The
+snapshots of each node are copied by the next node, and those of the last node by the leader, also if it has no ranks.
+If a step is overwritten before it is copied, later rounds request a step further ahead, at most MAX_STEPS_AHEAD. After
+ROUNDS_BEFORE_SHRINK complete rounds in a row, this distance shrinks by one step. After a round the links are idle for
+as long as the copy took. While a round waits for a step, it does not load the links. With a distance of `ahead` steps
+and copies that take c steps, the loss of a node costs at most ahead + 3 c steps. Where a copy takes less than half a
+step, it costs at most one.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import mmap
 import os
 import queue
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -52,7 +55,14 @@ from meshwright.core.heartbeat import HeartbeatField
 from meshwright.core.ipc import IpcMessage, parse_message
 from meshwright.core.messages import Message
 from meshwright.core.secure_channel import SecureListener, detect_dead_peer
-from meshwright.core.snapshots import HEADER_BYTES, SNAPSHOT_TIMEOUT_SECONDS, SnapshotClient, SnapshotHeader
+from meshwright.core.snapshots import (
+    HEADER_BYTES,
+    SNAPSHOT_TIMEOUT_SECONDS,
+    SnapshotClient,
+    SnapshotHeader,
+    history_of,
+    rewrite_history,
+)
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_locations import SnapshotLocations
 
@@ -137,6 +147,8 @@ class SnapshotReplicator:
         self._ranks: deque[Collection[int]] = deque(maxlen=2)
         self._clients: dict[tuple[str, str, int], SnapshotClient] = {}
         self._seconds = 0.0
+        self._names = threading.Lock()
+        """Held while a snapshot is named, so that none is named after `close`."""
         start_background_thread("mirror", self._run, self._fail)
 
     def order(self, order: ReplicationRequest) -> None:
@@ -152,8 +164,9 @@ class SnapshotReplicator:
         return {rank for ranks in self._ranks for rank in ranks}
 
     def close(self) -> None:
-        """Cancels the request in progress and ends the thread."""
-        self._latest = None
+        """Cancels the request in progress and ends the thread. No snapshot becomes complete afterwards."""
+        with self._names:
+            self._latest = None
         self._orders.put(None)
 
     def _run(self) -> None:
@@ -205,8 +218,10 @@ class SnapshotReplicator:
                 here.lay(index, there.size, len(there.slots))
                 view[HEADER_BYTES : HEADER_BYTES + len(index)] = index
             if order.step in here.steps and there.is_digest(order.step, here.digest(order.step), index):
-                return True  # an earlier round, which the loss of a node cancelled, has copied this step
-            here.forget(order.step - 1)  # the replica's snapshots of this and later steps are older than a rollback
+                # an earlier round, cancelled by a lost node, has copied it; ranks may have repeated the step since then
+                rewrite_history(here, order.step, history_of(there, order.step))
+                return True
+            here.forget(order.step - 1)  # this step and later steps of the replica predate a rollback
             slot, digest = here.take(REPLICA_SLOTS), xxhash.xxh3_64()
             (begin, size), to = (there.place_of_data(order.step), there.size), here.begin(slot)
             for at in range(0, size, FETCH_BYTES):
@@ -221,7 +236,10 @@ class SnapshotReplicator:
                 digest.update(part)
             if not there.is_digest(order.step, digest.intdigest(), index):
                 return False
-            here.name(slot, order.step, digest.intdigest(), size)
+            with self._names:
+                if order is not self._latest:
+                    return False
+                here.name(slot, order.step, digest.intdigest(), size, history_of(there, order.step))
         return True
 
     def _reached(self, order: ReplicationRequest, rank: int) -> SnapshotClient:
@@ -305,9 +323,9 @@ class ReplicationCoordinator:
         self._whole = 0
         self._waits.clear()
 
-    def look(self, nodes: Sequence[ReplicatedNode], others: int) -> None:
+    def look(self, nodes: Sequence[ReplicatedNode], others: int, own: Sequence[int] = ()) -> None:
         """Starts the next round when none is in progress and there is a newer step to replicate. `others` is the number
-        of ranks that are not on the first node."""
+        of ranks on other nodes, `own` the ranks of the leader."""
         holdings = self._holdings
         if holdings is None or not holdings.is_open:
             return
@@ -329,17 +347,14 @@ class ReplicationCoordinator:
         holdings.keep(saved)
         for node in nodes:
             self._tell(node, do="keep", key=holdings.key, steps=saved)
-        for node, behind in zip(holders, [*holders[1:], None], strict=True):
-            number, ranks = next(self._numbers), sorted(node.ranks)
+        ring = [(self.here, sorted(own))] if own else []
+        ring += [(node.lender, sorted(node.ranks)) for node in holders]
+        copiers = [*(holders if own else holders[1:]), None]
+        for (address, ranks), behind in zip(ring, copiers, strict=True):
+            number = next(self._numbers)
             self._waits.add(number)
             self._where |= dict.fromkeys(ranks, behind.lender if behind is not None else self.here)
-            message = {
-                "key": holdings.key,
-                "number": number,
-                "step": self._step,
-                "address": node.lender,
-                "ranks": ranks,
-            }
+            message = {"key": holdings.key, "number": number, "step": self._step, "address": address, "ranks": ranks}
             if behind is None:
                 self._order_here(message, holdings)
             else:

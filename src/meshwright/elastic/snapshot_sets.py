@@ -6,10 +6,13 @@ Guarantees: the newest complete snapshots stay readable through any number of ch
 
 from __future__ import annotations
 
+from meshwright.core.messages import Message
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.event_log import EventLog
+from meshwright.elastic.local_agent import LocalAgent
 from meshwright.elastic.shared_files import SharedFileStore
-from meshwright.elastic.snapshot_adoption import SnapshotAdoption
+from meshwright.elastic.snapshot_adoption import SnapshotAdoption, last_step_of_run
+from meshwright.elastic.snapshot_inventory import AdoptionPolicy
 from meshwright.elastic.snapshot_locations import SnapshotLocations
 
 
@@ -36,6 +39,23 @@ class SnapshotSets:
         found = self.adoption.adopt(work, journal)
         if found is None:
             return None
+        self.old, self.newest = found.sets(self.newest)
+        return found.generation
+
+    def adopt_from_nodes(self, agent: LocalAgent, policy: AdoptionPolicy | None, journal: EventLog) -> int | None:
+        """Adopts the snapshots that nodes retained when their leader was lost, and records a fault. If something cannot
+        be adopted, reports the reason. Returns the last generation of the lost leader; None if nothing is adopted."""
+        found, reasons = agent.adopt(policy)
+        for why in dict.fromkeys(reasons):
+            journal.note(Message("the snapshots of a node that lost its leader {why}: not adopted", why=why))
+        if found is None:
+            return None
+        journal.last = last_step_of_run(journal.folder)
+        journal.fault(
+            cause=Message("the node that led was lost"),
+            decision=Message("its successor adopts the snapshots of the other nodes"),
+            generation=found.generation,
+        )
         self.old, self.newest = found.sets(self.newest)
         return found.generation
 

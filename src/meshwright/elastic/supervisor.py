@@ -108,8 +108,11 @@ class Supervisor:
         self._slots.name, self._slots.first = self._agent.name_of, self._agent.devices
         try:
             with stop_signal_handler(self._stop.on_signal):
-                # the next generation reads the snapshots of a killed supervisor, as after any fault
-                if (adopted := self._sets.adopt(self.work, self._journal)) is not None:
+                # the snapshots of a killed supervisor or leader are read by the next generation, as after any fault
+                adopted = self._sets.adopt(self.work, self._journal)
+                if self.agent is not None:
+                    adopted = self._sets.adopt_from_nodes(self.agent, self.care.hold, self._journal)
+                if adopted is not None:
                     self.generation, self._begun = adopted + 1, True
                 if self.agent is None and not self._await_ready():
                     raise fork_server_error(self._agent.status(), self._agent.log)

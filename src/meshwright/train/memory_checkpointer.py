@@ -132,6 +132,8 @@ class MemoryCheckpointer:
         self, path: str, trainer: Trainer, pulse: Heartbeat, extra: dict[str, Any], slots: int = SNAPSHOT_SLOTS
     ) -> None:
         self._slots = slots
+        self.history = 0
+        """The history of the checkpoints that this rank writes ([Note: history] in core/snapshots.py)."""
         self.memory, self.trainer, self.pulse, self.extra = MemorySnapshot(path), trainer, pulse, extra
         self.refused = ""
         self.seconds = 0.0
@@ -184,7 +186,8 @@ class MemoryCheckpointer:
     def _copy(self, step: int, layout: SnapshotLayout, local: Sequence[torch.Tensor], state: bytes) -> None:
         began = time.thread_time()
         try:
-            self.memory.write(step, layout, local, state, single_chunk if self._lift is None else self._lift.parts)
+            parts = single_chunk if self._lift is None else self._lift.parts
+            self.memory.write(step, layout, local, state, parts, self.history)
             self.pulse.write(HeartbeatField.snapshot_step, step)
         except BaseException as error:  # `finish` raises it, so that the run does not continue without checkpoints
             self._failed = error
@@ -261,17 +264,18 @@ def _clone_buffers(
 
 
 def newest_memory_checkpoint(paths: Sequence[str], ranks: RankExchange) -> MemoryCheckpoint | None:
-    """Returns the in-memory checkpoint of the newest step for which every file in `paths` is intact, or None. All ranks
-    call it, and each checks some of the files."""
+    """Returns the newest version of which every file of `paths` has an intact checkpoint, or None. All ranks call it;
+    each rank checks some of the files."""
     if not paths:
         return None
     try:
         memories = [open_snapshot(path) for path in paths]
-        steps = set.intersection(*(memory.steps for memory in memories))
+        versions = set.intersection(*(memory.versions for memory in memories))
     except OSError:
-        memories, steps = [], set()
-    everywhere = set.intersection(*(set(json.loads(text)) for text in ranks.all_gather(json.dumps(sorted(steps)))))
-    for step in sorted(everywhere, reverse=True):
+        memories, versions = [], set()
+    found = (json.loads(text) for text in ranks.all_gather(json.dumps(sorted(versions))))
+    everywhere = set.intersection(*({(history, step) for history, step in each} for each in found))
+    for _, step in sorted(everywhere, reverse=True):
         good = all(memory.is_intact(step) for memory in memories[ranks.rank :: ranks.world])
         if all(answer == "good" for answer in ranks.all_gather("good" if good else "bad")):
             return MemoryCheckpoint(memories, step)

@@ -32,7 +32,7 @@ from meshwright.core.heartbeat import open_heartbeats
 from meshwright.core.ipc import IpcMessage, MessageReader, write_message
 from meshwright.core.messages import Message
 from meshwright.core.signals import install_stop_handler
-from meshwright.core.snapshots import read_snapshot_locations
+from meshwright.core.snapshots import HISTORIES_PER_GENERATION, read_snapshot_locations
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -77,7 +77,9 @@ class SharedFiles:
     own: str = ""
     sources: tuple[str, ...] = ()
     single_node: bool = True
-    """Whether all in-memory checkpoints are on this machine, so that one writer process can read them."""
+    """Whether all in-memory checkpoints are on this machine, where one process can write them to disk."""
+    history: int = 0
+    """The first history of the in-memory checkpoints of this generation (core/snapshots.py)."""
 
 
 @dataclass
@@ -183,6 +185,7 @@ def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], i
             memory.get("own", ""),
             read_snapshot_locations(memory.get("sources", "")),
             memory.get("single_node", True),
+            int(message["generation"]) * HISTORIES_PER_GENERATION,
         )
         channel = RankControl(
             message["rank"], message["world"], lambda said: write_message(outbox, said), memory=places

@@ -83,6 +83,8 @@ class Recovery:
             if memory.own and launch.run.memory_checkpoints
             else None
         )
+        if self.copies is not None:
+            self.copies.history = memory.history
 
     # --- resuming ---------------------------------------------------------------------------------
 
@@ -186,6 +188,7 @@ class Recovery:
                 )
             return step
         if self.copies is not None:
+            self.copies.history += 1
             self.copies.memory.head.hold(0)
             self.copies.memory.head.forget()
         self._fill(Path(path))
