@@ -36,19 +36,17 @@ from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.units import show_rate, show_seconds
 from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.inputs.clusters import parse_cluster
+from meshwright.planner.inputs.clusters import available_cpus, parse_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
-from meshwright.planner.inputs.local_machine import available_cpus
-from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.ranking import search_plans
 from meshwright.planner.search.trials import Trial, next_trial
 from meshwright.runtime.profiler.device import measure_cluster
-from meshwright.spec import batch_layout
+from meshwright.spec import grid
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, LaunchSpec, ModelSource
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import LaunchSpec, ModelSource
+from meshwright.train.measured_runs import TrialRunner
 from meshwright.train.rank_main import join_process_groups
-from meshwright.train.trials import TrialRunner
 
 PLANS, STEPS, TRIALS = 20, 3, 5
 MINUTES = 3.0
@@ -202,7 +200,7 @@ def by_speed(question: Job) -> list[Plan]:
         return []
     batch, world = question.workload.batch, len(speeds)
     even = Plan(dp_shard=world, zero=1, micro_batch=ROWS)
-    return [even, even.but(shares=batch_layout.micro_batches_by_speed(speeds, batch // ROWS))]
+    return [even, even.but(shares=grid.micro_batches_by_speed(speeds, batch // ROWS))]
 
 
 # --- table ------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from bench.peers import machine, spread, write
 from bench.ranks import run
-from meshwright.core.heartbeat import Heartbeat, open_heartbeats
+from meshwright.core.ipc import Heartbeat, open_heartbeats
 from meshwright.models.registry import build_reference_model
 from meshwright.train.memory_checkpointer import MemoryCheckpointer
 from meshwright.train.trainer import parallelize

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from meshwright.runtime.build.context import make_parallel_context
+from meshwright.runtime.build.parallelize import make_parallel_context
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.shm.memory import SHARED_MEMORY_ENV
 from meshwright.spec.plan import Plan

@@ -49,7 +49,7 @@ from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.inputs.clusters import read_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.report.memory import read_timelines
-from meshwright.runtime.device import init_local_device
+from meshwright.runtime.backend import init_local_device
 from meshwright.runtime.profiler.device import measure_cluster
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.estimate import Estimate

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from bench.emulation.emulated_cluster import EmulatedCluster, ScaledCluster, emulate_cluster
 from bench.ranks import warm
 from meshwright.models.llama import Llama, LlamaConfig
-from meshwright.runtime.build.context import make_parallel_context
+from meshwright.runtime.build.parallelize import make_parallel_context
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.compression import FlatSlice, make_compressed_reducer
 from meshwright.runtime.comm.shm.memory import SHARED_MEMORY_ENV

@@ -178,7 +178,7 @@ def over_a_link() -> list[dict[str, Any]]:
     each way by itself takes a
     part, or several times, of the update with a link that takes no time."""
     from meshwright.models.registry import build_reference_model
-    from meshwright.runtime.build import context as build_context
+    from meshwright.runtime.build import parallelize as build_context
     from meshwright.runtime.offload.swapper import StateSwapper, make_state_swapper
     from meshwright.train import trainer as training
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.ranks import run
-from meshwright.runtime.wgrad.deferred import weight_gradient
+from meshwright.runtime.weight_gradients import weight_gradient
 
 RESULTS = Path(__file__).parent / "results"
 RANKS, MICRO_BATCHES, BLOCKS, WIDTH = 4, 20, 8, 8

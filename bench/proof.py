@@ -29,7 +29,7 @@ from bench.ranks import run
 from meshwright.planner.cost.step import estimate, proof_price
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.proof import ProofCost
+from meshwright.spec.record import ProofCost
 from meshwright.train.trainer import parallelize
 
 RESULT = Path(__file__).parent / "results" / "proof.md"

@@ -113,7 +113,7 @@ def every_price(job: Any) -> Iterator[tuple[float, float]]:
 def budgets(world: int, sizes: Sizes) -> list[dict[str, Any]]:
     """Each budget with the plan that the planner chooses, and how many times as long its step is as that of the
     quickest plan within it, by estimate."""
-    from meshwright.planner.search.rank import search_plans
+    from meshwright.planner.search.ranking import search_plans
 
     whole = kept_by(world, sizes)
     least, most = (estimated(world, sizes, f"{whole}{way}").memory.reserved for way in (".rc-full", ""))

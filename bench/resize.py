@@ -27,15 +27,15 @@ from meshwright.elastic.local_agent import LocalAgent
 from meshwright.elastic.restart_policy import FaultPolicy
 from meshwright.elastic.supervisor import Supervisor
 from meshwright.report.run import read_run
+from meshwright.spec.job import LaunchSpec
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.run import LaunchSpec
 
 WAYS = {
     "data-parallel": ("dp4", {3: "dp3", 2: "dp2", 4: "dp4"}),
     "sharded": ("dp4.z3", {3: "dp3.z3", 2: "dp2.z2", 4: "dp4.z1"}),
     "of another kind": ("tp4.mb3", {3: "dp3.z1", 2: "tp2.mb3", 4: "dp2.pp2.z1.mb3"}),
 }
-LOOP, SCRIBE = "meshwright.train.loop", "meshwright.train.async_writer"
+LOOP, SCRIBE = "meshwright.train.loop", "meshwright.train.memory_checkpointer"
 
 
 def launch(folder: Path, name: str, plan: str, hidden: int, steps: int) -> LaunchSpec:

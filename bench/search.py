@@ -14,7 +14,7 @@ import time
 from meshwright.planner.inputs.clusters import read_cluster
 from meshwright.planner.inputs.models import read_model
 from meshwright.planner.search.branch_and_bound import search_top_plans
-from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.ranking import search_plans
 from meshwright.spec.job import Job
 from meshwright.spec.workload import Workload
 

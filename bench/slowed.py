@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from bench.emulation.emulated_cluster import EmulatedCluster
-from meshwright.spec.batch_layout import micro_batch_rows
+from meshwright.spec.grid import micro_batch_rows
+from meshwright.spec.job import LaunchSpec
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import LaunchSpec
+from meshwright.train.measured_runs import TrialRunner
 from meshwright.train.metrics import agree_on_step
 from meshwright.train.model import build_model
 from meshwright.train.optimizer import optimizer_factory
 from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.straggler import StragglerMonitor
 from meshwright.train.trainer import Trainer, parallelize
-from meshwright.train.trials import TrialRunner
 
 FACTORS = (1.5, 2.0, 4.0)
 QUIET_STEPS, SLOW_STEPS, BACK_STEPS = 22, 50, 30

@@ -64,7 +64,7 @@ def one_rank(folder: Path, plan: str, precision: str, out: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from meshwright.spec.run import ModelSource
+    from meshwright.spec.job import ModelSource
     from meshwright.train.model import build_model
     from meshwright.train.trainer import parallelize
 

@@ -26,10 +26,9 @@ from typing import Any
 from meshwright.cli.main import main as command
 from meshwright.core.units import show_bytes
 from meshwright.planner.inputs.job import read_job, resolve_job
-from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.ranking import search_plans
 from meshwright.report.plans import format_step
-from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
-from meshwright.spec.record import StepRecord
+from meshwright.spec.record import EVENTS_FILE_NAME, RunEvent, StepRecord
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PICTURES = Path(__file__).parent / "pictures"

@@ -30,7 +30,7 @@ from meshwright.checkpoint.huggingface import export_adapter
 from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import BatchLoader
 from meshwright.data.tokens import train_bpe
-from meshwright.spec.run import ModelSource
+from meshwright.spec.job import ModelSource
 from meshwright.spec.workload import DataConfig, LoraConfig
 from meshwright.train.model import attach_lora, build_model
 

@@ -13,8 +13,8 @@ from typing import Any
 from meshwright.planner.cost import step
 from meshwright.planner.cost.overlap import with_chosen_bucket
 from meshwright.planner.inputs.job import read_job, resolve_job
-from meshwright.planner.search.rank import search_plans
-from meshwright.planner.search.result import RankedPlan
+from meshwright.planner.search.best_plans import RankedPlan
+from meshwright.planner.search.ranking import search_plans
 from meshwright.planner.simulate import run
 from meshwright.planner.simulate.run import SimulationResult
 from meshwright.spec.estimate import Estimate

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwright.runtime.loss.objective import Batch
+from meshwright.runtime.loss import Batch
 from meshwright.train.trainer import Trainer
 
 

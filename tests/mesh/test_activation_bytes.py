@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwright.models.registry import build_reference_model
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
-from meshwright.runtime.loss.cross_entropy import sum_cross_entropy
+from meshwright.runtime.loss import sum_cross_entropy
 from meshwright.spec.model import LayerSpec, ModelSpec
 
 BATCH, TOKENS = 2, 16

@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright.analysis.analyze import analyze_model
 from meshwright.analysis.dataflow_recorder import record_dataflow
-from meshwright.analysis.time_limit import TIME_LIMIT_VARIABLE, analysis_time_limit
+from meshwright.analysis.dry_run import TIME_LIMIT_VARIABLE, analysis_time_limit
 from meshwright.core.errors import InputError
 
 
@@ -59,7 +59,7 @@ class Waiting(nn.Module):
 def test_an_analysis_that_takes_too_long_is_one_line(way: str, monkeypatch: Any, request: Any, tmp_path: Path) -> None:
     analyze_model(Waiting("not at all"))  # what this imports is not counted
     monkeypatch.setenv(TIME_LIMIT_VARIABLE, "0.5")
-    monkeypatch.setattr("meshwright.analysis.time_limit.INTERRUPT_INTERVAL_SECONDS", 0.5)
+    monkeypatch.setattr("meshwright.analysis.dry_run.INTERRUPT_INTERVAL_SECONDS", 0.5)
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.6)\n")
     monkeypatch.syspath_prepend(tmp_path)
     once = iter([0.6, 0.6])

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import meshwright.runtime.backend as backends
-from meshwright.runtime.backend import Backend, CpuBackend, CudaBackend, ProfilingSizes, backend_of
-from meshwright.runtime.device import local_device
+from meshwright.runtime.backend import Backend, CpuBackend, CudaBackend, ProfilingSizes, backend_of, local_device
 from meshwright.runtime.profiler.device import tensor_factory
 
 SOURCE = Path(backends.__file__).parents[1]

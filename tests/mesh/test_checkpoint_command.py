@@ -12,8 +12,8 @@ from checkpoint_worlds import layouts, save_world
 
 from meshwright.cli.main import main
 from meshwright.models.registry import build_reference_model
+from meshwright.spec.job import LaunchSpec
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import LaunchSpec
 
 SIZES = {"kind": "llama", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32, "seq": 16}
 

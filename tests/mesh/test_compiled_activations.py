@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.analysis.analyze import analyze_model
 from meshwright.models.registry import build_reference_model
 from meshwright.planner.inputs.architecture import model_spec
-from meshwright.planner.inputs.huggingface import sizes_from_hf_config
+from meshwright.planner.inputs.architecture_sizes import sizes_from_hf_config
 from meshwright.runtime import compile
 from meshwright.spec.model import LayerSpec
 

@@ -8,7 +8,7 @@ from torch import nn
 from meshwright.analysis.analyze import analyze_model
 from meshwright.analysis.dataflow_recorder import record_dataflow
 from meshwright.analysis.dry_run import dry_run
-from meshwright.runtime.pipeline.boundary_tensors import trace_boundaries
+from meshwright.runtime.pipeline.block_wrapper import trace_boundaries
 
 WORDS, WIDTH = 39, 16
 

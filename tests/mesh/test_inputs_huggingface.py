@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from meshwright.planner.inputs.architecture import model_spec
-from meshwright.planner.inputs.huggingface import read_hf_config
+from meshwright.planner.inputs.architecture_sizes import read_hf_config
 from meshwright.planner.inputs.models import read_model
 
 SMALL = {

@@ -21,8 +21,7 @@ from meshwright.core.errors import InputError
 from meshwright.models.convnet import ConvNet, ConvNetConfig
 from meshwright.models.registry import build_reference_model
 from meshwright.planner.inputs.architecture import model_spec
-from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
-from meshwright.planner.inputs.huggingface import sizes_from_hf_config
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, sizes_from_hf_config
 from meshwright.planner.inputs.models import read_model
 from meshwright.spec.model import LayerSpec, ModelSpec
 

@@ -11,8 +11,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from meshwright.analysis.remat.min_cut import RematPlan
-from meshwright.analysis.remat.tape import RematTape
+from meshwright.analysis.recompute_min_cut import RematPlan
+from meshwright.analysis.recompute_tape import RematTape
 
 WIDTH = 64
 Block = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -34,9 +34,9 @@ from meshwright.core.append_file import AppendOnlyFile
 from meshwright.core.errors import MeshwrightError
 from meshwright.report.run import read_run, summarize_run
 from meshwright.report.run_text import run_text
+from meshwright.spec.job import LaunchSpec, ModelSource, RunConfig
 from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.run import LaunchSpec, ModelSource, RunConfig
 from meshwright.spec.workload import DataConfig, Workload
 from meshwright.train.console import RunConsole
 
@@ -360,7 +360,7 @@ NOT_OF_A_RUN = {
     "train/memory.py": {"Path('/proc/self/clear_refs').write_text", "Path('/proc/self/status').read_text"},
     "train/rank_main.py": {"os.open"},  # /dev/null
     "checkpoint/memory_checkpoint.py": {"os.open", "os.ftruncate"},  # memory
-    "checkpoint/hf_extra_files.py": {
+    "checkpoint/huggingface.py": {
         "(model / GENERATION_CONFIG_FILE).is_file",
         "(model / GENERATION_CONFIG_FILE).read_bytes",
         "config.is_file",

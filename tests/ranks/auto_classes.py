@@ -37,7 +37,7 @@ from meshwright.analysis.analyze import analyze_model
 from meshwright.analysis.example_inputs import ExampleInputs, make_example, name_positional_inputs
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError, MeshwrightError
-from meshwright.runtime.loss.objective import Batch, LossHead, extract_logits
+from meshwright.runtime.loss import Batch, LossHead, extract_logits
 from meshwright.spec.plan import parse_plan
 from meshwright.train.proof.reference_run import use_float64
 from meshwright.train.tiny_config import shrink_config

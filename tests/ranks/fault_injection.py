@@ -35,14 +35,14 @@ from meshwright.analysis.analyze import analyze_model
 from meshwright.analysis.graph import ModelGraph
 from meshwright.checkpoint import save as saving
 from meshwright.core import storage
-from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
+from meshwright.core.ipc import Heartbeat, HeartbeatField, RankPhase
 from meshwright.data.loader import BatchLoader, TensorBatch
 from meshwright.data.sampler import batch_index
 from meshwright.models.registry import build_reference_model
 from meshwright.runtime.build.passes import analyze
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.zero.param_group import FlatParamGroup
-from meshwright.train import async_writer
+from meshwright.train import memory_checkpointer
 from meshwright.train.loss_spike import LossSpikeDetector
 from meshwright.train.rank_main import RankControl
 from meshwright.train.trainer import Trainer
@@ -337,11 +337,11 @@ def write(channel: RankControl, payload: dict[str, Any]) -> int:
     elif how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "raise":
-        async_writer.save_checkpoint = fail  # type: ignore[assignment]
+        memory_checkpointer.save_checkpoint = fail  # type: ignore[assignment]
     elif how == "not empty":
         storage.remove_if_possible = refuse  # type: ignore[assignment]
     elif how == "strange":
         channel.say("gossip", words="nobody knows this kind")
     elif how:
         storage.write_file = Disk(how)  # type: ignore[assignment]
-    return async_writer.write(channel, {**payload, "launch": payload["launch"]["launch"]})
+    return memory_checkpointer.write(channel, {**payload, "launch": payload["launch"]["launch"]})

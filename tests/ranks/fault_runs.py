@@ -24,10 +24,9 @@ from meshwright.elastic.local_agent import LocalAgent
 from meshwright.elastic.replan import lower_memory_plan as replanned
 from meshwright.elastic.restart_policy import FaultPolicy
 from meshwright.elastic.supervisor import Supervisor
-from meshwright.spec.event import RunEvent, parse_events
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, LaunchSpec
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.run import LaunchSpec
+from meshwright.spec.record import RunEvent, parse_events
 
 HERE = Path(__file__).parent
 STEPS = 16

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
+from meshwright.core.ipc import Heartbeat, HeartbeatField, RankPhase
 
 PACED = "MESHWRIGHT_TEST_PACED"
 LATER = 10.0

@@ -16,9 +16,9 @@ from typing import Any
 from fault_injection import read_once
 
 import meshwright.train.loop as loop
-from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
+from meshwright.core.ipc import Heartbeat, HeartbeatField, RankPhase
 from meshwright.runtime.build.passes import analyze
-from meshwright.train import probe_main
+from meshwright.train import measured_runs
 from meshwright.train.rank_main import RankControl
 
 TIMES, LEAST, WAIT = 4.0, 0.1, 600.0
@@ -67,7 +67,7 @@ def train(channel: RankControl, payload: dict[str, Any]) -> int:
 def speed(channel: RankControl, payload: dict[str, Any]) -> int:
     """As slow as the device: each product sleeps too."""
     FOLDER[:] = [Path(payload["launch"]["run"]["folder"])]
-    probe_main.MATMUL_REPEATS, multiply = 3, probe_main.torch.mm
+    measured_runs.MATMUL_REPEATS, multiply = 3, measured_runs.torch.mm
 
     def product(*factors: Any) -> Any:
         began, found = time.monotonic(), multiply(*factors)
@@ -75,8 +75,8 @@ def speed(channel: RankControl, payload: dict[str, Any]) -> int:
             time.sleep(PRODUCTS * (time.monotonic() - began))
         return found
 
-    probe_main.torch.mm = product  # type: ignore[assignment]
-    status = probe_main.speed(channel, payload)
+    measured_runs.torch.mm = product  # type: ignore[assignment]
+    status = measured_runs.speed(channel, payload)
     for sick in FOLDER[0].glob("slow-*"):
         sick.unlink()
     return status

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
+from meshwright.core.ipc import Heartbeat, HeartbeatField, RankPhase
 from meshwright.core.snapshots import SnapshotHeader
 
 KILLS = "MESHWRIGHT_TEST_KILLS"

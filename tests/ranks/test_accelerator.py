@@ -22,25 +22,25 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.messages import translate
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.supervisor import Supervisor
+from meshwright.runtime.backend import init_local_device
 from meshwright.runtime.build.passes.prepare_model import move_buffers
 from meshwright.runtime.comm import compression
 from meshwright.runtime.comm.compression import FlatSlice, make_compressed_reducer
 from meshwright.runtime.comm.group import uses_nccl, wrap_process_group
 from meshwright.runtime.comm.topology import GroupFactory, Topology
 from meshwright.runtime.context_parallel import kernels
-from meshwright.runtime.device import init_local_device
-from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.parallel_context import ParallelContext
-from meshwright.runtime.profiler.collectives import CollectiveProfiler
+from meshwright.runtime.profiler.links import CollectiveProfiler
 from meshwright.runtime.shard.optimizer_shard import OptimizerShard, ParamRun
+from meshwright.runtime.stage_placeholder import StagePlaceholder
 from meshwright.spec.grid import RankGrid
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import GradientCompression, recipe
-from meshwright.train import replica_check
+from meshwright.train import silent_corruption
+from meshwright.train.measured_runs import measure_seconds
 from meshwright.train.memory_checkpointer import double_buffered
 from meshwright.train.rank_main import RankControl
 from meshwright.train.recovery import Recovery
-from meshwright.train.trials import measure_seconds
 
 HERE = Path(__file__).parent
 
@@ -97,18 +97,18 @@ def test_a_rank_says_what_failed_before_groups_end(
 def test_a_device_checksum_detects_a_flipped_bit_and_two_swapped_elements(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_check, "CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr(silent_corruption, "CHUNK_ELEMENTS", 300)
     tensor = torch.randint(0, 200, (1001,), generator=torch.Generator().manual_seed(0)).to(dtype)
-    whole = replica_check.bit_sums(tensor)
-    assert whole.tolist() == replica_check.bit_sums(tensor.clone().view(7, 143)).tolist()
+    whole = silent_corruption.bit_sums(tensor)
+    assert whole.tolist() == silent_corruption.bit_sums(tensor.clone().view(7, 143)).tolist()
     for place in (0, 299, 300, 1000):
         other = tensor.clone()
         other.view(torch.uint8)[place * tensor.element_size()] ^= 1
-        assert replica_check.bit_sums(other)[0] != whole[0]
+        assert silent_corruption.bit_sums(other)[0] != whole[0]
     first, second = tensor.tolist()[0], next(value for value in tensor.tolist() if value != tensor.tolist()[0])
     swapped = tensor.clone()
     swapped[0], swapped[tensor.tolist().index(second)] = second, first
-    assert replica_check.bit_sums(swapped)[0] == whole[0] and replica_check.bit_sums(swapped)[1] != whole[1]
+    assert silent_corruption.bit_sums(swapped)[0] == whole[0] and silent_corruption.bit_sums(swapped)[1] != whole[1]
 
 
 def test_messages_between_hosts_and_cards_are_sent_from_where_training_sends_them() -> None:

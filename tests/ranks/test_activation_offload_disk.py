@@ -21,9 +21,8 @@ from test_peak_memory import BATCH, MODELS, SMALL, expected, most
 
 from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.models.registry import build_reference_model
-from meshwright.runtime.offload.activation_store import ActivationStore, ExtentAllocator
-from meshwright.runtime.offload.swap_file import PAGE_BYTES, OffloadFailed
-from meshwright.runtime.recompute.activation_offload import ActivationOffload
+from meshwright.runtime.offload.activation_offload import ActivationOffload
+from meshwright.runtime.offload.swap_file import PAGE_BYTES, ActivationStore, ExtentAllocator, OffloadFailed
 from meshwright.spec.plan import parse_plan
 from meshwright.train.memory import trace_memory
 from meshwright.train.trainer import Trainer, parallelize

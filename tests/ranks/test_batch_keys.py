@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.core.errors import InputError
-from meshwright.spec.proof import ProofMode
+from meshwright.spec.record import ProofMode
 from meshwright.train.trainer import parallelize
 
 ROWS, LENGTH, WORDS = 4, 8, 40

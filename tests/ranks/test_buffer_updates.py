@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.core.errors import InputError
-from meshwright.runtime.recompute.policy import MutatedBuffers
+from meshwright.runtime.activation_recompute import MutatedBuffers
 from meshwright.train.trainer import parallelize
 
 WIDTH = 16

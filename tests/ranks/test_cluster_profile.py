@@ -23,12 +23,12 @@ from meshwright.core.messages import translate
 from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.inputs.clusters import parse_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
-from meshwright.planner.search.rank import search_plans
-from meshwright.runtime.build.context import make_parallel_context
-from meshwright.runtime.device import host_id
-from meshwright.runtime.profiler.collectives import COMPUTE_SECONDS, MAX_SYNC_TURNS, CollectiveProfiler
+from meshwright.planner.search.ranking import search_plans
+from meshwright.runtime.backend import host_id
+from meshwright.runtime.build.parallelize import make_parallel_context
 from meshwright.runtime.profiler.device import measure_cluster, measure_update_rate
-from meshwright.spec.measurement import (
+from meshwright.runtime.profiler.links import COMPUTE_SECONDS, MAX_SYNC_TURNS, CollectiveProfiler
+from meshwright.spec.cluster import (
     MAX_BUSY_PROCESSORS,
     ClusterProfile,
     DeviceProfile,

@@ -13,11 +13,11 @@ from hosts import hosts
 from pool import Pool
 from world_group import between_hosts
 
-from meshwright.runtime.build.context import make_parallel_context
+from meshwright.runtime.build.parallelize import make_parallel_context
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
-from meshwright.runtime.comm.hierarchical import HierarchicalGroup
 from meshwright.runtime.comm.timers import WaitTimer
+from meshwright.runtime.comm.topology import HierarchicalGroup
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.train.trainer import parallelize
 

@@ -14,12 +14,11 @@ from hosts import hosts
 from pool import Pool
 
 from meshwright.core.errors import InputError
-from meshwright.runtime.build.context import make_parallel_context
-from meshwright.runtime.comm.compression import CODECS
+from meshwright.runtime.build.parallelize import make_parallel_context
+from meshwright.runtime.comm.compression import CODECS, PowerSGDReducer, compressible_matrices
 from meshwright.runtime.comm.group import wrap_process_group
-from meshwright.runtime.comm.powersgd import PowerSGDReducer, compressible_matrices
 from meshwright.runtime.comm.shm.collectives import rank_slice
-from meshwright.runtime.loss.objective import LossHead
+from meshwright.runtime.loss import LossHead
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import GradientCompression, recipe
 from meshwright.spec.workload import Workload

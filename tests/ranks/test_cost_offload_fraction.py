@@ -10,7 +10,7 @@ import torch
 from test_offload_device_memory import beyond
 
 from meshwright.models.registry import build_reference_model
-from meshwright.runtime.build import context as training
+from meshwright.runtime.build import parallelize as training
 from meshwright.runtime.offload.swapper import make_state_swapper
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize

@@ -22,11 +22,11 @@ from bench.emulation.emulated_cluster import EmulatedCluster, ScaledCluster, emu
 from equality import alone, check, train_between_hosts
 
 from meshwright.core.errors import InputError
-from meshwright.runtime.build.context import make_parallel_context
-from meshwright.runtime.device import host_id
-from meshwright.runtime.profiler.collectives import CollectiveProfiler
+from meshwright.runtime.backend import host_id
+from meshwright.runtime.build.parallelize import make_parallel_context
 from meshwright.runtime.profiler.device import cgroup_cpu_quota
-from meshwright.spec.measurement import LinkSample
+from meshwright.runtime.profiler.links import CollectiveProfiler
+from meshwright.spec.cluster import LinkSample
 from meshwright.spec.plan import Plan, parse_plan
 
 JOB = """

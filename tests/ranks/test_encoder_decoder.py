@@ -10,7 +10,7 @@ import torch
 from model_families import FAMILIES, FFN, HEADS, HIDDEN, LAYERS, VOCABULARY, roughened
 
 from meshwright.core.errors import InputError
-from meshwright.runtime.loss.objective import LossHead
+from meshwright.runtime.loss import LossHead
 from meshwright.spec.plan import parse_plan
 from meshwright.train.proof.reference_run import use_float64
 from meshwright.train.trainer import parallelize

@@ -23,8 +23,8 @@ from fault_runs import USUAL, events, launch, losses, random_faults, state, trai
 from meshwright.core.errors import Interrupted
 from meshwright.elastic.local_agent import LocalAgent
 from meshwright.report.run import read_run, summarize_run
-from meshwright.spec.event import RunEvent
 from meshwright.spec.plan import parse_plan
+from meshwright.spec.record import RunEvent
 
 pytestmark = pytest.mark.soak
 

@@ -23,7 +23,7 @@ from test_train_run import furnished, weights
 
 from meshwright.core.errors import Interrupted
 from meshwright.elastic.local_agent import LocalAgent
-from meshwright.spec.event import RunEvent
+from meshwright.spec.record import RunEvent
 from meshwright.train.straggler import ALL_HEALTHY_TEXT
 
 pytestmark = pytest.mark.soak

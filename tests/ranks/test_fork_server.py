@@ -14,7 +14,7 @@ from test_train_run import JOB, furnished, let_go, losses, start, train, wait_fo
 from test_train_supervisor import gone
 
 from meshwright.report.faults import read_events
-from meshwright.spec.event import EVENTS_FILE_NAME
+from meshwright.spec.record import EVENTS_FILE_NAME
 
 RETRIES = 5
 

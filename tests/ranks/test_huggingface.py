@@ -20,14 +20,13 @@ from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.checkpoint.hf_extra_files import read_extra_files
-from meshwright.checkpoint.huggingface import export_adapter, export_weights
+from meshwright.checkpoint.huggingface import export_adapter, export_weights, read_extra_files
 from meshwright.checkpoint.load import iter_full_tensors
 from meshwright.core.errors import InputError
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.job import read_job, resolve_job
+from meshwright.spec.job import ModelSource
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.run import ModelSource
 from meshwright.spec.workload import LoraConfig
 from meshwright.train.model import attach_lora, build_model
 from meshwright.train.proof.reference_run import use_float64

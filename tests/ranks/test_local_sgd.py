@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from meshwright.core.errors import InputError
-from meshwright.runtime.build.context import make_parallel_context
-from meshwright.runtime.build.parallelize import parallelize_model
+from meshwright.runtime.build.parallelize import make_parallel_context, parallelize_model
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import DilocoConfig, GradientCompression, recipe
 from meshwright.spec.workload import OptimizerConfig

@@ -11,8 +11,8 @@ import pytest
 import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 
-from meshwright.core.heartbeat import RankPhase
-from meshwright.runtime.build import context as building
+from meshwright.core.ipc import RankPhase
+from meshwright.runtime.build import parallelize as building
 from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
 from meshwright.runtime.offload.param_swapper import CpuShard
 from meshwright.runtime.offload.swapper import StateSwapper, make_state_swapper

@@ -1,5 +1,5 @@
 """Parameters and buffers that the user's code writes in a pass: equal to one device by the table of
-runtime/preflight/pass_writes.py, or refused before a step counts."""
+runtime/preflight/user_writes.py, or refused before a step counts."""
 
 from __future__ import annotations
 

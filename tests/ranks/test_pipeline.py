@@ -24,7 +24,7 @@ from world_group import between_hosts
 
 from meshwright.spec.constraints import batch_violations
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.schedules.schedule_registry import schedule_orders
+from meshwright.spec.schedules.schedule import schedule_orders
 from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.trainer import parallelize
 

@@ -10,10 +10,10 @@ import torch
 from test_data_dependent_models import WIDTH, Mean
 from torch import nn
 
+from meshwright.spec.job import LaunchSpec, ModelSource, RunConfig
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.run import LaunchSpec, ModelSource, RunConfig
 from meshwright.spec.workload import DataConfig, Workload
-from meshwright.train.trials import TrialResult, TrialRunner
+from meshwright.train.measured_runs import TrialResult, TrialRunner
 
 
 class Centred(nn.Module):

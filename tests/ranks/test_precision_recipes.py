@@ -10,8 +10,8 @@ import torch
 from equality import anatomy_of, make_batch, make_model, measured
 
 from meshwright.core.errors import InputError
+from meshwright.runtime.float8 import Float8Matmul, check_precision_support
 from meshwright.runtime.optim.rule_probe import ELEMENTWISE, UpdateRule, check_update_rule
-from meshwright.runtime.precision.float8 import Float8Matmul, check_precision_support
 from meshwright.runtime.shard.low_bit import GlobalIndex, hash_key, random_bits, stochastic_round, stochastic_round_into
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import Recipe, recipe

@@ -11,7 +11,7 @@ import torch
 from equality import anatomy_of, made, make_batch, make_optimizer
 
 from meshwright.core.errors import PlanRefused
-from meshwright.spec.proof import ProofResult
+from meshwright.spec.record import ProofResult
 from meshwright.train.trainer import Trainer, parallelize
 
 

@@ -17,7 +17,7 @@ from test_proof import trainer_of
 from torch import nn
 
 from meshwright.runtime.zero.param_group import FlatParamGroup
-from meshwright.spec.proof import ProofResult
+from meshwright.spec.record import ProofResult
 from meshwright.train.trainer import Trainer, parallelize
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"

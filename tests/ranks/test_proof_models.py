@@ -12,8 +12,8 @@ from equality import make_optimizer
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.spec.batch_layout import micro_batch_rows
-from meshwright.spec.proof import ProofResult
+from meshwright.spec.grid import micro_batch_rows
+from meshwright.spec.record import ProofResult
 from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.trainer import Trainer, parallelize
 

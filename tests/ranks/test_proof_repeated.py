@@ -11,7 +11,7 @@ from test_proof_models import Net, batch_of
 
 from meshwright.core.errors import InputError
 from meshwright.spec.precision import DilocoConfig, recipe
-from meshwright.spec.proof import ProofCost
+from meshwright.spec.record import ProofCost
 from meshwright.train.trainer import Trainer, parallelize
 
 

@@ -14,7 +14,7 @@ from test_proof import trainer_of
 from torch import nn
 
 from meshwright.runtime.gather_service import ElementRange, GatherService
-from meshwright.spec.proof import ProofResult
+from meshwright.spec.record import ProofResult
 from meshwright.train.proof import reference_run, streamed_weights
 from meshwright.train.trainer import Trainer, parallelize
 

@@ -12,7 +12,7 @@ from equality import anatomy_of, make_batch, make_model
 from test_peak_memory import expected, most
 
 from meshwright.core.errors import InputError
-from meshwright.runtime.recompute.activation_offload import ActivationOffload
+from meshwright.runtime.offload.activation_offload import ActivationOffload
 from meshwright.train.trainer import parallelize
 
 WAYS = (

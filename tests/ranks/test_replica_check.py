@@ -6,7 +6,7 @@ import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 from pool import Pool
 
-from meshwright.train.replica_check import compare_replicas
+from meshwright.train.silent_corruption import compare_replicas
 from meshwright.train.trainer import parallelize
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pool import Pool
 from world_group import world_comm_group
 
-from meshwright.runtime.build.context import make_parallel_context
+from meshwright.runtime.build.parallelize import make_parallel_context
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import quiesce_groups
 from meshwright.runtime.comm.shm.collectives import MAX_INFLIGHT_COLLECTIVES, ONE_SHOT_MAX_BYTES

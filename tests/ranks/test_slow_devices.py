@@ -10,12 +10,12 @@ from typing import Any
 from fault_runs import FIRST, SCRIBE, events, launch, losses
 
 from meshwright.elastic.attempt import RankJob
-from meshwright.elastic.device_exclusion import ExclusionPolicy
+from meshwright.elastic.devices import ExclusionPolicy
 from meshwright.elastic.local_agent import LocalAgent
 from meshwright.elastic.restart_policy import FaultPolicy
 from meshwright.elastic.supervisor import Supervisor
+from meshwright.spec.job import LaunchSpec
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.run import LaunchSpec
 
 PLANS = {4: "dp4.z2.mb3", 3: "dp3.z2.mb4"}
 

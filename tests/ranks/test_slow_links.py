@@ -12,7 +12,7 @@ from hosts import hosts
 from pool import Pool
 
 import meshwright.runtime.profiler.links as asked
-from meshwright.runtime.build.context import make_parallel_context
+from meshwright.runtime.build.parallelize import make_parallel_context
 from meshwright.runtime.profiler.links import describe_slow_links, measure_links
 from meshwright.spec.plan import Plan
 

@@ -18,7 +18,7 @@ from test_slow_devices import PLANS, predicted, run
 from meshwright.core.ipc import IpcMessage
 from meshwright.core.secure_channel import TOKEN_VARIABLE
 from meshwright.elastic.cluster_agent import ClusterAgent
-from meshwright.elastic.device_exclusion import DeviceExclusion, ExclusionPolicy
+from meshwright.elastic.devices import DeviceExclusion, ExclusionPolicy
 from meshwright.elastic.event_log import EventLog
 
 NODE = """

@@ -9,8 +9,8 @@ import pytest
 import torch
 from equality import make_batch, make_model
 
-from meshwright.spec.proof import ProofMode
-from meshwright.train.replica_check import repair_replicas
+from meshwright.spec.record import ProofMode
+from meshwright.train.silent_corruption import repair_replicas
 from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.step.invariants import InvariantViolated
 from meshwright.train.trainer import Trainer, parallelize

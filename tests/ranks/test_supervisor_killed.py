@@ -19,7 +19,7 @@ from test_train_supervisor import gone
 
 from meshwright.elastic.snapshot_adoption import SOCKET_NAME_FILE
 from meshwright.report.faults import read_events
-from meshwright.spec.event import EVENTS_FILE_NAME
+from meshwright.spec.record import EVENTS_FILE_NAME
 
 PHASES = ("data", "backward", "reduce", "agree", "update", "copy")
 

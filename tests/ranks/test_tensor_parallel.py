@@ -17,7 +17,7 @@ from meshwright.analysis.graph import ModelGraph, local_shard
 from meshwright.core.errors import InputError
 from meshwright.models.registry import build_reference_model
 from meshwright.runtime.comm.group import CommGroup
-from meshwright.runtime.loss.cross_entropy import count_valid_labels, sum_cross_entropy
+from meshwright.runtime.loss import count_valid_labels, sum_cross_entropy
 from meshwright.runtime.tensor_parallel import collectives
 from meshwright.runtime.tensor_parallel.column import ColumnLinear, RegionEntryHook, RegionInput
 from meshwright.runtime.tensor_parallel.layers import SequenceParallelRegion, partial_grad_names, shard_model

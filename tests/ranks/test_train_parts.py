@@ -20,8 +20,8 @@ from meshwright.core.errors import InputError
 from meshwright.models.model_io import ModelOutput
 from meshwright.report.run import read_records
 from meshwright.runtime.deferred_init import deferred_init_of
+from meshwright.spec.job import ModelSource
 from meshwright.spec.record import StepRecord
-from meshwright.spec.run import ModelSource
 from meshwright.spec.workload import OptimizerConfig
 from meshwright.train.console import RunConsole
 from meshwright.train.memory import trace_memory

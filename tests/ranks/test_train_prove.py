@@ -13,7 +13,7 @@ from equality import make_batch
 from test_proof import trainer_of
 from test_train_run import furnished, losses, train
 
-from meshwright.spec.proof import ProofCost
+from meshwright.spec.record import ProofCost
 
 OWN = """
 import torch

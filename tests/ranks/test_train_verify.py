@@ -18,8 +18,8 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.core.errors import InputError
+from meshwright.spec.job import ModelSource
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.run import ModelSource
 from meshwright.spec.workload import OptimizerConfig
 from meshwright.train.model import model_objective
 from meshwright.train.verify import VerifyRequest, VerifyResult, _run_under_plan, compare_results, locate_difference

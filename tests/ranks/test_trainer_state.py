@@ -18,7 +18,7 @@ from torch import nn
 
 import meshwright.train.recovery as recovery_module
 from meshwright.checkpoint.memory_checkpoint import MemoryCheckpoint, MemorySnapshot
-from meshwright.core.heartbeat import Heartbeat, HeartbeatField, open_heartbeats
+from meshwright.core.ipc import Heartbeat, HeartbeatField, open_heartbeats
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import OptimizerConfig
 from meshwright.train.memory_checkpointer import PEER_OUT_OF_MEMORY_TEXT, MemoryCheckpointer, newest_memory_checkpoint

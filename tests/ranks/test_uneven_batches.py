@@ -11,8 +11,8 @@ import torch.distributed as dist
 from equality import alone, anatomy_of, check, make_batch, make_model, make_optimizer, train
 
 from meshwright.core.errors import InputError
-from meshwright.spec.batch_layout import first_row, micro_batch_rows
 from meshwright.spec.constraints import batch_violations
+from meshwright.spec.grid import first_row, micro_batch_rows
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.scaled_down import scale_down_plan
 from meshwright.train.metrics import agree_on_step

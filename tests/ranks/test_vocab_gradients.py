@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.models.registry import build_reference_model
-from meshwright.runtime.wgrad import accumulation
+from meshwright.runtime import weight_gradients
 from meshwright.spec.plan import parse_plan
 from meshwright.train.memory import trace_memory
 from meshwright.train.trainer import parallelize
@@ -109,11 +109,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 @contextmanager
 def however_small() -> Iterator[None]:
     """Matrices of this file are small."""
-    before, accumulation.MIN_IN_PLACE_ELEMENTS = accumulation.MIN_IN_PLACE_ELEMENTS, 1
+    before, weight_gradients.MIN_IN_PLACE_ELEMENTS = weight_gradients.MIN_IN_PLACE_ELEMENTS, 1
     try:
         yield
     finally:
-        accumulation.MIN_IN_PLACE_ELEMENTS = before
+        weight_gradients.MIN_IN_PLACE_ELEMENTS = before
 
 
 def trained(

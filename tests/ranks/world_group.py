@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.runtime.build.context import make_parallel_context
+from meshwright.runtime.build.parallelize import make_parallel_context
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.comm.shm.memory import SHARED_MEMORY_ENV
 from meshwright.spec.plan import Plan

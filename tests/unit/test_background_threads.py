@@ -19,12 +19,11 @@ import pytest
 import meshwright
 from meshwright.core import background_thread, snapshots
 from meshwright.core.background_thread import start_background_thread
-from meshwright.core.heartbeat import HeartbeatField
+from meshwright.core.ipc import HeartbeatField
 from meshwright.core.secure_channel import SecureChannel, SecureListener
 from meshwright.elastic.event_log import EventLog
 from meshwright.elastic.local_agent import run_periodically
-from meshwright.elastic.shared_files import SharedFileStore
-from meshwright.elastic.snapshot_locations import SnapshotLocations
+from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations
 from meshwright.elastic.snapshot_replication import (
     RETRY_SECONDS,
     ROUND_TIMEOUT_SECONDS,
@@ -34,7 +33,7 @@ from meshwright.elastic.snapshot_replication import (
     SnapshotServer,
 )
 from meshwright.report.faults import fault_rows, read_events
-from meshwright.spec.event import EVENTS_FILE_NAME
+from meshwright.spec.record import EVENTS_FILE_NAME
 
 ALLOWED = {"core/background_thread.py"}
 

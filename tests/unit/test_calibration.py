@@ -17,14 +17,14 @@ from meshwright.planner.cost.constants import CPU_OPS_PER_STAGE_PASS, CPU_UPDATE
 from meshwright.planner.cost.links import LinkModel, link_model
 from meshwright.planner.cost.plan_grid import TpEpShape
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.inputs.clusters import parse_cluster, read_cluster
+from meshwright.planner.inputs.clusters import load_local_profile, parse_cluster, read_cluster, save_local_profile
 from meshwright.planner.inputs.job import read_job, resolve_job
-from meshwright.planner.inputs.local_machine import load_local_profile, save_local_profile
-from meshwright.spec.cluster import Cluster, Link
-from meshwright.spec.measurement import (
+from meshwright.spec.cluster import (
+    Cluster,
     ClusterProfile,
     CollectiveSample,
     DeviceProfile,
+    Link,
     LinkSample,
     MatmulSample,
     find_network_tiers,

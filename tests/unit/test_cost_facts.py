@@ -8,9 +8,9 @@ from jobs import GIB, cluster, decoder, named_job, small_job
 from meshwright.core.errors import InputError
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.step import estimate
-from meshwright.runtime.offload import activation_store, swapper
+from meshwright.runtime import weight_gradients
+from meshwright.runtime.offload import swap_file, swapper
 from meshwright.runtime.shard import optimizer_shard
-from meshwright.runtime.wgrad import accumulation
 from meshwright.spec.estimate import FitStatus
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.plan import parse_plan
@@ -184,6 +184,6 @@ def test_what_is_priced_of_the_runtime_is_what_the_runtime_has() -> None:
     assert priced == (
         optimizer_shard.CHUNK_ELEMENTS,
         swapper.SWAP_BUFFERS,
-        activation_store.IO_THREADS * activation_store.BOUNCE_BUFFER_BYTES,
-        accumulation.MIN_IN_PLACE_ELEMENTS,
+        swap_file.IO_THREADS * swap_file.BOUNCE_BUFFER_BYTES,
+        weight_gradients.MIN_IN_PLACE_ELEMENTS,
     )

@@ -15,12 +15,10 @@ from meshwright.planner.cost.pipeline import (
     slowest_rank_and_bubble,
 )
 from meshwright.planner.cost.plan_grid import ScheduleChoice
-from meshwright.planner.cost.rank_classes import RankClass
-from meshwright.planner.cost.rank_contents import peak_moments
-from meshwright.planner.search.offered_choices import even_split
-from meshwright.spec.schedules.schedule import stage_to_rank
-from meshwright.spec.schedules.schedule_registry import schedule_orders
-from meshwright.spec.schedules.simulate import max_in_flight, simulate_orders
+from meshwright.planner.cost.rank_contents import RankClass, peak_moments
+from meshwright.planner.search.choices import even_split
+from meshwright.spec.schedules.action import max_in_flight, simulate_orders
+from meshwright.spec.schedules.schedule import schedule_orders, stage_to_rank
 
 SCHEDULES = [
     ("gpipe", 1),

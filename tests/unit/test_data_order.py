@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.counter_rng import GOLDEN_GAMMA, random_uniform, random_words, splitmix64
 from meshwright.data.dataset import IGNORED_LABEL, mask_tokens
-from meshwright.data.sampler import permute_indices, sample_rows
+from meshwright.data.sampler import GOLDEN_GAMMA, permute_indices, random_uniform, random_words, sample_rows, splitmix64
 
 few = settings(max_examples=60, deadline=None)
 

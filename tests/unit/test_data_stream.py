@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.data import corpus, document_chunking, records
+from meshwright.data import corpus, records
 from meshwright.data.corpus import iter_document_chunks
 from meshwright.data.dataset import open_dataset
-from meshwright.data.document_chunking import LongJsonLine, chunk_text
 from meshwright.data.packing import encode_corpus, read_encoded_corpus
+from meshwright.data.records import LongJsonLine, chunk_text
 from meshwright.data.tokens import ByteTokenizer, LibraryTokenizer, train_bpe
 from meshwright.spec.workload import DataConfig
 
@@ -95,7 +95,7 @@ def lines_of(path: Path, monkeypatch: pytest.MonkeyPatch, line: int, field: str 
 
 def test_a_long_line_is_read_as_a_short_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        document_chunking, "MAX_CHUNK_CHARS", 16
+        records, "MAX_CHUNK_CHARS", 16
     )  # blocks that end inside of characters, escapes and pairs of surrogates
     path = tmp_path / "a.jsonl"
     for seed in range(60):

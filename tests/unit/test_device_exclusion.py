@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.core.errors import NothingFits
-from meshwright.elastic.device_exclusion import (
+from meshwright.elastic.devices import (
     GAIN_STEPS,
     READMISSION_PROBES,
     WARMUP_STEPS,
@@ -18,8 +18,8 @@ from meshwright.elastic.device_exclusion import (
 from meshwright.elastic.event_log import EventLog
 from meshwright.report.faults import read_events
 from meshwright.report.run_text import list_decisions
-from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
 from meshwright.spec.plan import parse_plan
+from meshwright.spec.record import EVENTS_FILE_NAME, RunEvent
 
 
 def even(name: str, world: int) -> tuple[float, float]:

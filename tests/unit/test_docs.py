@@ -20,12 +20,12 @@ from meshwright.cli.main import main
 from meshwright.core.codec import parse_text
 from meshwright.core.errors import InputError, Interrupted, MeshwrightError, NothingFits, VerificationFailed
 from meshwright.planner.inputs.job import ClusterChoice, ModelChoice, read_job
+from meshwright.spec.job import RunConfig
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.plan_name import _EXAMPLE_TOKENS
 from meshwright.spec.precision import RECIPES
-from meshwright.spec.run import RunConfig
-from meshwright.spec.schedules.schedule_registry import schedule_orders
-from meshwright.spec.schedules.simulate import simulate_orders
+from meshwright.spec.schedules.action import simulate_orders
+from meshwright.spec.schedules.schedule import schedule_orders
 from meshwright.spec.workload import DataConfig, OptimizerConfig, Workload
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.cli.launch_plan import PlanChoice, choose_plan, write_run_folder
 from meshwright.cli.options import JobOptions
 from meshwright.core.errors import InputError, MeshwrightError, NothingFits
-from meshwright.core.heartbeat import WAIT_INCREMENT, Heartbeat, HeartbeatField, RankPhase
+from meshwright.core.ipc import WAIT_INCREMENT, Heartbeat, HeartbeatField, RankPhase
 from meshwright.core.messages import translate
 from meshwright.elastic.attempt import Attempt, RankJob
 from meshwright.elastic.cluster_agent import LEADER_PLANNING_SECONDS, _send_keepalives
@@ -36,9 +36,9 @@ from meshwright.elastic.restart_policy import RestartPolicy
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.report.faults import faults_text, read_events
 from meshwright.spec.constraints import world_size_violations
-from meshwright.spec.event import EVENTS_FILE_NAME
+from meshwright.spec.job import LaunchSpec, describe_extension, job_difference
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.run import LaunchSpec, describe_extension, job_difference
+from meshwright.spec.record import EVENTS_FILE_NAME
 from meshwright.spec.scaled_down import MAX_SCALED_DOWN_RANKS, scale_down_plan
 from meshwright.spec.workload import Workload
 

@@ -18,12 +18,10 @@ from typing import Any
 import pytest
 
 from meshwright.core.connection_listener import ConnectionListener, InboundConnection
-from meshwright.core.heartbeat import HeartbeatField
-from meshwright.core.ipc import wait_readable, wait_writable
+from meshwright.core.ipc import HeartbeatField, wait_readable, wait_writable
 from meshwright.elastic.attempt import Attempt, RankJob
 from meshwright.elastic.local_agent import LocalAgent, ReadinessPoller
-from meshwright.elastic.shared_files import SharedFileStore
-from meshwright.elastic.snapshot_locations import SnapshotLocations
+from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations
 from meshwright.elastic.snapshot_replication import ReplicationCoordinator, ReplicationRequest
 
 CHECK = """

@@ -15,9 +15,8 @@ from meshwright.cli.main import main
 from meshwright.core.errors import InputError
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.clusters import read_cluster
-from meshwright.planner.inputs.models import read_model, read_sizes
-from meshwright.planner.inputs.sized_model import model_title, parse_model_size, sizes_for_parameters
-from meshwright.planner.search import fit, infeasible, rank
+from meshwright.planner.inputs.models import model_title, parse_model_size, read_model, read_sizes, sizes_for_parameters
+from meshwright.planner.search import fit, infeasible, ranking
 from meshwright.planner.search.advice import rank_improvements
 from meshwright.planner.search.fit import (
     ANY_PLAN,
@@ -29,7 +28,7 @@ from meshwright.planner.search.fit import (
     split_by_node_type,
     sub_cluster,
 )
-from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.ranking import search_plans
 from meshwright.report.text import TEXT_COLUMNS, display_width
 from meshwright.spec.estimate import FitStatus
 from meshwright.spec.job import Job
@@ -44,7 +43,7 @@ WORK = Workload(sequence=2048, precision="bf16")
 def searched_once() -> Iterator[None]:
     """Text and JSON in both languages, and several charts, ask the same."""
     with (
-        answering_once(rank, "search_plans"),
+        answering_once(ranking, "search_plans"),
         answering_once(fit, "find_best_plan"),
         answering_once(infeasible, "find_best_plan"),
     ):

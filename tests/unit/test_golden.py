@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from jobs import CANONICAL, named_job
 
-from meshwright.planner.search.rank import search_plans
-from meshwright.planner.search.result import SearchResult
+from meshwright.planner.search.best_plans import SearchResult
+from meshwright.planner.search.ranking import search_plans
 from meshwright.planner.simulate.run import simulate
 
 FOLDER = Path(__file__).parent / "golden" / "plans"

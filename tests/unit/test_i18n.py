@@ -30,9 +30,8 @@ from meshwright.report.faults import read_events
 from meshwright.report.run import read_run
 from meshwright.report.run_text import list_decisions, run_text
 from meshwright.report.text import align_columns, display_width, round_to_sum, wrap_text
-from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent, device_names
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.record import StepRecord
+from meshwright.spec.record import EVENTS_FILE_NAME, RunEvent, StepRecord, device_names
 from meshwright.spec.workload import Workload
 from meshwright.train.console import RunConsole
 from meshwright.train.straggler import ALL_HEALTHY_TEXT, SlowPhase, Straggler

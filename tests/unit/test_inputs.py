@@ -11,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import InputError
-from meshwright.planner.inputs import local_machine
+from meshwright.planner.inputs import clusters
 from meshwright.planner.inputs.architecture import model_spec
-from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
-from meshwright.planner.inputs.clusters import cluster_from_data, read_cluster
-from meshwright.planner.inputs.huggingface import sizes_from_hf_config
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, sizes_from_hf_config
+from meshwright.planner.inputs.clusters import (
+    available_cpus,
+    cluster_from_data,
+    cpu_cluster,
+    default_cpu_ranks,
+    read_cluster,
+)
 from meshwright.planner.inputs.job import JobFile, ModelChoice, load_job, read_job, resolve_job, resolve_sizes
-from meshwright.planner.inputs.local_machine import available_cpus, cpu_cluster, default_cpu_ranks
 from meshwright.planner.inputs.models import needs_tracing, read_model, read_sizes
 from meshwright.planner.inputs.plans import parse_pins, pins_from_plan, read_plan, validate_pins
 from meshwright.spec.constraints import validate_plan
@@ -381,8 +385,8 @@ def cards(folder: Path, monkeypatch: pytest.MonkeyPatch, *models: str, files: in
     (folder / "dev").mkdir()
     for minor in range(files):
         (folder / "dev" / f"nvidia{minor}").touch()
-    monkeypatch.setattr(local_machine, "_NVIDIA_PROC_FOLDER", folder / "gpus")
-    monkeypatch.setattr(local_machine, "_DEVICE_FOLDER", folder / "dev")
+    monkeypatch.setattr(clusters, "_NVIDIA_PROC_FOLDER", folder / "gpus")
+    monkeypatch.setattr(clusters, "_DEVICE_FOLDER", folder / "dev")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

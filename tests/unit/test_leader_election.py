@@ -41,7 +41,7 @@ from meshwright.elastic.node import LEADER_LOST_EXIT
 from meshwright.elastic.snapshot_inventory import RetainedSnapshots
 from meshwright.planner.inputs.job import JobFile, read_job
 from meshwright.report.faults import read_events
-from meshwright.spec.event import EVENTS_FILE_NAME
+from meshwright.spec.record import EVENTS_FILE_NAME
 from meshwright.train.run_lock import LOCK_FILE, RunLock, RunLocked, is_locked, locking_node
 
 FIRST = LeaderAddress(0, "10.0.0.1", 29400)

@@ -19,7 +19,7 @@ from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.planner.search.branch_and_bound import find_best_plan
-from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.ranking import search_plans
 from meshwright.planner.search.space import PlanSpace
 from meshwright.spec.job import Job
 from meshwright.spec.model import ModelSpec

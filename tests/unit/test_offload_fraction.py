@@ -12,9 +12,9 @@ from meshwright.core.codec import validate_data
 from meshwright.core.errors import InputError
 from meshwright.planner.cost.constants import CPU_UPDATE_PARAMS_PER_SECOND, OVERLAP_SLOWDOWN, PINNED_MEMORY_OVERHEAD
 from meshwright.planner.cost.step import estimate
+from meshwright.planner.search.best_plans import SearchObjective
 from meshwright.planner.search.feasibility import OFFLOAD_FRACTION_PINS
-from meshwright.planner.search.rank import FIT_STATUS_ORDER, FRACTION_STEP_PERCENT, search_plans
-from meshwright.planner.search.result import SearchObjective
+from meshwright.planner.search.ranking import FIT_STATUS_ORDER, FRACTION_STEP_PERCENT, search_plans
 from meshwright.spec.constraints import plan_violations
 from meshwright.spec.job import Job
 from meshwright.spec.layout import ALIGN_NUMEL

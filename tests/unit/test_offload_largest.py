@@ -9,7 +9,7 @@ from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.planner.inputs.clusters import parse_cluster
-from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.ranking import search_plans
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Workload

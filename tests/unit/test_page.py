@@ -18,8 +18,8 @@ from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.search.rank import search_plans
-from meshwright.planner.search.result import SearchObjective
+from meshwright.planner.search.best_plans import SearchObjective
+from meshwright.planner.search.ranking import search_plans
 from meshwright.report.page.page_grid import (
     MAX_PLANS_PER_POINT,
     GridShape,

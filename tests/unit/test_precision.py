@@ -10,7 +10,7 @@ import pytest
 import meshwright as mw
 from meshwright.core.errors import InputError
 from meshwright.planner.inputs.job import read_job, resolve_job
-from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.ranking import search_plans
 from meshwright.spec.constraints import plan_violations
 from meshwright.spec.job import Job
 from meshwright.spec.workload import Workload

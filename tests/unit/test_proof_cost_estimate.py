@@ -10,7 +10,7 @@ from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.spec.constraints import check_batch_size, half_sequence_length
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.proof import CHEAP_PROOF_FRACTION, CHEAP_PROOF_STEPS
+from meshwright.spec.record import CHEAP_PROOF_FRACTION, CHEAP_PROOF_STEPS
 
 
 def job_of(model: str, cluster: str, batch: int, sequence: int) -> Job:

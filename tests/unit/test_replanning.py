@@ -14,9 +14,8 @@ from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.clusters import read_cluster
 from meshwright.planner.inputs.models import read_model
 from meshwright.spec.enums import Offload
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, LaunchSpec
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.run import LaunchSpec
 from meshwright.spec.workload import OptimizerConfig, Workload
 
 

@@ -12,21 +12,18 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
-from meshwright.report.compare import compare_runs, compare_text
 from meshwright.report.faults import faults_text
 from meshwright.report.page.run_page import MEMORY_COLUMNS
 from meshwright.report.run import RunFolder, read_run, summarize_run
-from meshwright.report.run_text import decisions_text, list_decisions, run_text
+from meshwright.report.run_text import compare_runs, compare_text, decisions_text, list_decisions, run_text
 from meshwright.report.text import align_columns, sparkline
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
-from meshwright.spec.event import RunEvent
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, LaunchSpec, ModelSource
+from meshwright.spec.job import RunConfig as RunOptions
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.record import AllocationEvent, MemoryTimeline, StepRecord
-from meshwright.spec.run import LaunchSpec, ModelSource
-from meshwright.spec.run import RunConfig as RunOptions
+from meshwright.spec.record import AllocationEvent, MemoryTimeline, RunEvent, StepRecord
 from meshwright.spec.workload import DataConfig, Workload
 
 MIB = 2.0**20

@@ -4,8 +4,7 @@ balances says so."""
 from __future__ import annotations
 
 from meshwright.report.run import check_sample_balance, sample_balance_text
-from meshwright.spec.event import RunEvent
-from meshwright.spec.record import StepRecord, digest_batch, digest_samples
+from meshwright.spec.record import RunEvent, StepRecord, digest_batch, digest_samples
 
 ROWS = 8
 

@@ -16,18 +16,26 @@ from hypothesis import strategies as st
 from meshwright.core.errors import InputError
 from meshwright.planner.inputs.plans import parse_pins
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.schedules import schedule_registry
-from meshwright.spec.schedules.action import Action, ActionKind, parse_action
-from meshwright.spec.schedules.check import check_orders, stage_messages, stage_ranks
-from meshwright.spec.schedules.schedule import stage_to_rank
-from meshwright.spec.schedules.schedule_registry import (
+from meshwright.spec.schedules import schedule as schedule_module
+from meshwright.spec.schedules.action import (
+    Action,
+    ActionKind,
+    ScheduleTimeline,
+    check_orders,
+    max_in_flight,
+    parse_action,
+    simulate_orders,
+    stage_messages,
+    stage_ranks,
+)
+from meshwright.spec.schedules.custom import parse_table, table_shape
+from meshwright.spec.schedules.schedule import (
     find_schedule,
     offered_schedules,
     schedule_names,
     schedule_orders,
+    stage_to_rank,
 )
-from meshwright.spec.schedules.simulate import ScheduleTimeline, max_in_flight, simulate_orders
-from meshwright.spec.schedules.text import parse_table, table_shape
 
 
 def actions(text: str) -> list[Action]:
@@ -398,9 +406,8 @@ import meshwright as mw
 from meshwright.planner.cost.rank_contents import peak_moments
 from meshwright.spec.constraints import batch_violations
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.schedules import schedule_registry
-from meshwright.spec.schedules.check import check_orders
-from meshwright.spec.schedules.schedule_registry import offered_schedules
+from meshwright.spec.schedules.action import check_orders
+from meshwright.spec.schedules.schedule import offered_schedules
 from meshwright.cli.main import main
 
 plan = parse_plan("pp2.pairs")
@@ -422,7 +429,7 @@ def test_a_new_schedule_is_one_file(tmp_path: Path) -> None:
 
 
 def test_no_file_outside_the_schedules_compares_with_the_name_of_one() -> None:
-    source = Path(schedule_registry.__file__).parents[2]
+    source = Path(schedule_module.__file__).parents[2]
     wrong = []
     for path in sorted(source.rglob("*.py")):
         if path.parent == source / "spec" / "schedules":

@@ -17,13 +17,17 @@ from meshwright.planner.cost.memory import memory_limit, reserved_bytes
 from meshwright.planner.cost.overlap import choose_bucket
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import estimate
+from meshwright.planner.search.best_plans import (
+    RISK_MARGIN,
+    RankedPlan,
+    SearchObjective,
+    simplicity_key,
+    uses_unmeasured_link,
+)
 from meshwright.planner.search.branch_and_bound import search_top_plans
 from meshwright.planner.search.explain import explain
-from meshwright.planner.search.rank import search_plans, smaller_clusters
-from meshwright.planner.search.result import RankedPlan, SearchObjective
-from meshwright.planner.search.risk_margin import RISK_MARGIN, uses_unmeasured_link
+from meshwright.planner.search.ranking import search_plans, smaller_clusters
 from meshwright.planner.search.space import PlanSpace
-from meshwright.planner.search.top_k import simplicity_key
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.constraints import plan_violations
 from meshwright.spec.enums import MESH_AXES

@@ -8,7 +8,7 @@ from jobs import cluster, decoder, small_job
 from meshwright.core.errors import InputError
 from meshwright.planner.cost.constants import OVERLAP_SLOWDOWN
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.ranking import search_plans
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan

@@ -16,11 +16,9 @@ from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search import uneven_batches, uneven_micro_batch
 from meshwright.planner.search.advice import advise, rank_improvements
+from meshwright.planner.search.best_plans import RISK_MARGIN, RankedPlan, plan_family
 from meshwright.planner.search.heterogeneous import heterogeneous_plans
-from meshwright.planner.search.rank import search_plans
-from meshwright.planner.search.result import RankedPlan
-from meshwright.planner.search.risk_margin import RISK_MARGIN
-from meshwright.planner.search.top_k import plan_family
+from meshwright.planner.search.ranking import search_plans
 from meshwright.planner.search.uneven_batches import split_micro_batches
 from meshwright.spec.constraints import plan_violations
 from meshwright.spec.estimate import FitStatus

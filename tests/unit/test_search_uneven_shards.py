@@ -8,7 +8,7 @@ from test_search_heterogeneous import unlike_job
 
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search import uneven_batches
-from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.ranking import search_plans
 from meshwright.planner.search.uneven_batches import round_shard_weights
 from meshwright.spec.estimate import FitStatus
 from meshwright.spec.job import Job

@@ -32,8 +32,8 @@ from meshwright.report.trace import chrome_trace
 from meshwright.spec.faults import Faults, KilledRank, SlowLink, SlowRank, parse_faults
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.schedules.schedule_registry import schedule_orders
-from meshwright.spec.schedules.simulate import simulate_orders
+from meshwright.spec.schedules.action import simulate_orders
+from meshwright.spec.schedules.schedule import schedule_orders
 
 
 @pytest.fixture(autouse=True)

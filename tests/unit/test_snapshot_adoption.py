@@ -15,19 +15,19 @@ from typing import ClassVar
 import psutil
 import pytest
 
-from meshwright.core.heartbeat import HeartbeatField
+from meshwright.core.ipc import HeartbeatField
 from meshwright.elastic import snapshot_adoption
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.event_log import EventLog
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_adoption import SOCKET_NAME_FILE, SnapshotAdoption
 from meshwright.elastic.snapshot_inventory import AdoptedSnapshots, AdoptionPolicy
-from meshwright.spec.event import EVENTS_FILE_NAME, parse_events
+from meshwright.spec.record import EVENTS_FILE_NAME, parse_events
 
 SUPERVISOR = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from meshwright.core.heartbeat import HeartbeatField
+from meshwright.core.ipc import HeartbeatField
 from meshwright.elastic.snapshot_adoption import SnapshotAdoption
 from meshwright.elastic.snapshot_inventory import AdoptionPolicy
 from meshwright.elastic.attempt import RankJob

@@ -24,7 +24,7 @@ from meshwright.core.version import __version__
 from meshwright.elastic.leader_snapshots import LeaderSnapshots
 from meshwright.elastic.local_agent import SystemInterface
 from meshwright.elastic.node import LEADER_LOST_EXIT, NodeAgent
-from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations
 from meshwright.elastic.snapshot_inventory import (
     MAX_SETS,
     MAX_VERSIONS,
@@ -35,7 +35,6 @@ from meshwright.elastic.snapshot_inventory import (
     newest_complete_version,
     read_inventory,
 )
-from meshwright.elastic.snapshot_locations import SnapshotLocations
 
 INDEX = json.dumps({"plan": "dp2", "digest": "d", "world": 2, "pieces": []}).encode()
 POLICY = AdoptionPolicy(60.0, "job")

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.core.heartbeat import HeartbeatField
-from meshwright.elastic.shared_files import SharedFileStore
-from meshwright.elastic.snapshot_locations import SnapshotLocations
+from meshwright.core.ipc import HeartbeatField
+from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations
 from meshwright.elastic.snapshot_replication import MAX_STEPS_AHEAD, ReplicationCoordinator
 
 STEP = 1.0

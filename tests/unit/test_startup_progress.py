@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-from meshwright.core.heartbeat import RankPhase
+from meshwright.core.ipc import RankPhase
 from meshwright.elastic.hang_detector import PROGRESS_SECONDS, StartupProgress
 from meshwright.elastic.shared_files import SharedFileStore
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from meshwright.spec.batch_layout import micro_batches_by_speed
+from meshwright.spec.grid import micro_batches_by_speed
 from meshwright.spec.plan import parse_plan
 from meshwright.train.straggler import (
     CONFIRMATION_STEPS,

@@ -7,7 +7,7 @@ import pytest
 from meshwright.core.errors import InputError
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.job import read_job, resolve_job
-from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.ranking import search_plans
 from meshwright.planner.search.trials import MIN_TRIAL_GAIN, Trial, best_trial, next_trial, refit_job, scale_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan

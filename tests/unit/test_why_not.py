@@ -21,14 +21,12 @@ from meshwright.core.errors import InputError, MeshwrightError, NothingFits
 from meshwright.core.messages import translate
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.plan_grid import PlanGrid
-from meshwright.planner.search import rank
+from meshwright.planner.search import ranking
+from meshwright.planner.search.best_plans import RISK_MARGIN, RankedPlan, SearchObjective, required_gain
 from meshwright.planner.search.branch_and_bound import PlanSearch, search_top_plans
-from meshwright.planner.search.explain import explain
+from meshwright.planner.search.explain import ComparisonOutcome, compare_families, explain, why_not
 from meshwright.planner.search.infeasible import NoPlanFits
-from meshwright.planner.search.rank import search_plans
-from meshwright.planner.search.result import RankedPlan, SearchObjective
-from meshwright.planner.search.risk_margin import RISK_MARGIN, required_gain
-from meshwright.planner.search.why_not import ComparisonOutcome, compare_families, why_not
+from meshwright.planner.search.ranking import search_plans
 from meshwright.report.text import TEXT_COLUMNS, display_width
 from meshwright.report.why import plan_comparison_text
 from meshwright.spec.estimate import FitStatus
@@ -170,7 +168,7 @@ def test_every_rule_that_a_plan_breaks_is_named() -> None:
 @pytest.fixture(scope="module")
 def searched_once() -> Iterator[None]:
     """The commands below ask the same of one large job."""
-    with answering_once(rank, "search_plans") as answers:
+    with answering_once(ranking, "search_plans") as answers:
         yield
     assert len(answers) == 1
 

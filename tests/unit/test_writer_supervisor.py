@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from meshwright.core.errors import NothingFits
-from meshwright.core.heartbeat import HeartbeatField, RankPhase
+from meshwright.core.ipc import HeartbeatField, RankPhase
 from meshwright.elastic.event_log import EventLog
 from meshwright.elastic.proc_stats import ProcStats
 from meshwright.elastic.replan import PLANNING_SECONDS, RankCountRequest, lower_memory_plan, plan_for_devices
@@ -29,7 +29,7 @@ from meshwright.elastic.writer_supervisor import (
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.planner.inputs.plans import parse_plan
 from meshwright.report.faults import read_events
-from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
+from meshwright.spec.record import EVENTS_FILE_NAME, RunEvent
 from meshwright.spec.workload import Workload
 from meshwright.train.console import RunConsole
 from meshwright.train.rank_main import RankLog

@@ -30,8 +30,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from meshwright.core.heartbeat import HEARTBEAT_FIELDS, WAIT_INCREMENT, Heartbeat, HeartbeatField, RankPhase
-from meshwright.core.ipc import IpcMessage, parse_message
+from meshwright.core.ipc import (
+    HEARTBEAT_FIELDS,
+    WAIT_INCREMENT,
+    Heartbeat,
+    HeartbeatField,
+    IpcMessage,
+    RankPhase,
+    parse_message,
+)
 from meshwright.core.secure_channel import encode_message
 from meshwright.core.snapshots import (
     HEADER_BYTES,

@@ -28,7 +28,7 @@ from meshwright.analysis.block_lists import (
 )
 from meshwright.analysis.dataflow_recorder import fixed_seeds
 from meshwright.analysis.declared_regions import check_user_rules, hf_plan_regions, propose_user_regions
-from meshwright.analysis.dry_run import dry_run, in_eval_mode
+from meshwright.analysis.dry_run import dry_run, external_failure, in_eval_mode, limit_analysis_time
 from meshwright.analysis.example_inputs import ExampleInputs, describe_inputs, make_example
 from meshwright.analysis.experts import add_experts
 from meshwright.analysis.graph import ModelGraph, TpSplit
@@ -36,7 +36,6 @@ from meshwright.analysis.lora import add_lora_to_graph, lora_layers, without_lor
 from meshwright.analysis.op_trace import find_written_parameter, trace_ops
 from meshwright.analysis.regions import AnalysisState, OuterLayers, RegionCandidate, find_block_regions
 from meshwright.analysis.run_conditions import set_training_modes, training_modes
-from meshwright.analysis.time_limit import external_failure, limit_analysis_time
 from meshwright.analysis.trace_log import TraceLog
 from meshwright.analysis.verified_regions import accept_verified_regions
 from meshwright.core.messages import Message
@@ -332,7 +331,7 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
 def _extra_block_inputs(state: AnalysisState) -> tuple[str, ...]:
     """Returns the names of the block arguments that depend on parameters, other than the hidden state.
 
-    The result is empty for a model with several stacks. There boundary_tensors.py finds the inputs of each stage.
+    The result is empty for a model with several stacks. There block_wrapper.py finds the inputs of each stage.
     """
     seen = state.trace
     if seen is None or len(state.stacks) > 1:

@@ -11,13 +11,18 @@ a model that receives only text.
 
 Guarantees:
 - Every parameter is in exactly one layer. A tied parameter is in the layer that uses it first (the embedding).
+
+`hidden_of` and the functions after it define the calling convention of blocks: where the hidden state is among the
+arguments and in the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright.analysis.graph import ModelGraph
@@ -183,3 +188,23 @@ def params_between_stacks(stacks: Sequence[str], order: Mapping[str, int]) -> tu
     return tuple(
         tuple(name for name, place in outside.items() if end < place < following) for end, following in pairwise(ends)
     )
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the hidden state: the keyword argument `hidden_states` if there is one, otherwise the first argument."""
+    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+
+
+def with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with `hidden` in place of the hidden state."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, name: hidden}
+
+
+def map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    """Returns `output` with `function` applied to its hidden state: the output itself, or its first element."""
+    return type(output)([function(output[0]), *output[1:]]) if isinstance(output, tuple | list) else function(output)

@@ -1,6 +1,6 @@
 """The recorded dataflow of one run, and what each pipeline stage can compute from it.
 
-dataflow_recorder.py makes a `DataflowRecord`. runtime/pipeline/boundary_tensors.py, runtime/layout/partition.py and
+dataflow_recorder.py makes a `DataflowRecord`. runtime/pipeline/block_wrapper.py, runtime/build/stages/partition.py and
 runtime/build read it. A module may read a weight that it does not own. For example, MobileBERT concatenates its
 vocabulary table with another matrix, and many models use `self.table.weight` in their own forward. So the record also
 contains the modules that read each parameter, because the runtime must gather the parameter there.

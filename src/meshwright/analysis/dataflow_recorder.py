@@ -4,7 +4,7 @@
 eval mode. For every torch function the record contains the storages that it reads and writes, the module that called
 it, and the number of blocks that had begun. For every block it contains the arguments and results. Three results follow
 from the record: the modules that read each parameter, the tensors that blocks receive
-(runtime/pipeline/boundary_tensors.py), and what each pipeline stage computes (dataflow.py).
+(runtime/pipeline/block_wrapper.py), and what each pipeline stage computes (dataflow.py).
 
 [Note: real tensors] The model runs on the meta device first. If the forward reads tensor values (`tolist`, `nonzero`,
 numpy), it runs again with real tensors, provided the model is small enough to be copied. If neither run succeeds, the
@@ -29,7 +29,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from meshwright.analysis.block_calls import hidden_of
+from meshwright.analysis.block_lists import hidden_of
 from meshwright.analysis.dataflow import (
     VALUE_EXTRACTING_OPS,
     BlockEntry,
@@ -39,7 +39,7 @@ from meshwright.analysis.dataflow import (
     TracedOp,
     WeightUse,
 )
-from meshwright.analysis.dry_run import call_with_tensors, dry_run
+from meshwright.analysis.dry_run import call_with_tensors, dry_run, external_failure, limit_analysis_time
 from meshwright.analysis.example_inputs import (
     DATA_DEPENDENT_OPS,
     ExampleInputs,
@@ -51,9 +51,8 @@ from meshwright.analysis.example_inputs import (
 )
 from meshwright.analysis.expert_modules import pass_through_experts
 from meshwright.analysis.propagation import FIRST_INPUT_OPS, tensors_of
-from meshwright.analysis.remat.tape import active_saved_tensor_hooks
+from meshwright.analysis.recompute_tape import active_saved_tensor_hooks
 from meshwright.analysis.run_conditions import CHECK_VOCAB_ROWS, random_weights, set_seed
-from meshwright.analysis.time_limit import external_failure, limit_analysis_time
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 

@@ -53,7 +53,7 @@ from meshwright.analysis.propagation import (
     aligned_dim,
     propagate_sharding,
 )
-from meshwright.analysis.remat.tape import active_saved_tensor_hooks
+from meshwright.analysis.recompute_tape import active_saved_tensor_hooks
 from meshwright.analysis.trace_log import (
     AttentionScores,
     HiddenStateUse,

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from torch import nn
 
+from meshwright.analysis.dry_run import ExternalFailure
 from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import HeadCount, PerHeadArg, TpRegion, TpSplit
 from meshwright.analysis.layer_rules.rule import rule_of
 from meshwright.analysis.propagation import ShardedTensorInfo
-from meshwright.analysis.time_limit import ExternalFailure
 from meshwright.analysis.trace_log import TraceLog, WeightProduct
 
 

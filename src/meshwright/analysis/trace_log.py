@@ -46,7 +46,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.analysis.batch_coupling import BatchCouplingDetector
 from meshwright.analysis.propagation import FIRST_INPUT_OPS, RESHAPE_OPS, OpCall, ShardedTensorInfo, tensors_of
-from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON
+from meshwright.analysis.recompute_tape import OWN_CHECKPOINT_REASON
 from meshwright.core.messages import Message
 
 

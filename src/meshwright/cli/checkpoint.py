@@ -14,8 +14,8 @@ from meshwright.cli.options import AsJson, print_json, print_note, print_output
 from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.hf_extra_files import HfTemplate
-    from meshwright.spec.run import LaunchSpec
+    from meshwright.checkpoint.huggingface import HfTemplate
+    from meshwright.spec.job import LaunchSpec
 
 checkpoint = App(
     name="checkpoint", help="List, verify, export and import checkpoints.", version_flags=[], help_format="markdown"
@@ -217,14 +217,14 @@ def newest_at(path: Path) -> Path:
 def launch_of_checkpoint(one: Path) -> LaunchSpec | None:
     """Returns the launch file of the run folder around a checkpoint, or None outside a run folder."""
     from meshwright.core.codec import read_run_file
-    from meshwright.spec.run import LaunchSpec
+    from meshwright.spec.job import LaunchSpec
 
     return read_run_file(LaunchSpec, one.resolve().parent.parent / "launch.json")
 
 
 def run_extra_files(one: Path) -> dict[str, bytes]:
     """Returns the extra files to export with a run's weights: the tokenizer's files and the generation config."""
-    from meshwright.checkpoint.hf_extra_files import read_extra_files
+    from meshwright.checkpoint.huggingface import read_extra_files
     from meshwright.data.tokens import END_OF_TEXT_TOKEN, MASK_TOKEN
 
     run, launch = one.resolve().parent.parent, launch_of_checkpoint(one)
@@ -239,7 +239,7 @@ def run_extra_files(one: Path) -> dict[str, bytes]:
 def run_template(one: Path) -> HfTemplate | None:
     """Returns the model that the run folder around a checkpoint records: the sizes of a reference model, or the source
     folder."""
-    from meshwright.checkpoint.hf_extra_files import HfTemplate, hf_template
+    from meshwright.checkpoint.huggingface import HfTemplate, hf_template
     from meshwright.core.codec import parse_text, read_text_file
 
     launch = launch_of_checkpoint(one)

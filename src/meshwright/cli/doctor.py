@@ -86,7 +86,7 @@ def package_versions() -> Iterator[tuple[str, str | None]]:
 
 def hardware_facts() -> dict[str, Any]:
     """Returns the CPU cores, the memory, the shared memory, and the CUDA devices that the driver lists."""
-    from meshwright.planner.inputs.local_machine import available_cpus, cuda_device_names, host_memory_bytes
+    from meshwright.planner.inputs.clusters import available_cpus, cuda_device_names, host_memory_bytes
 
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
@@ -102,7 +102,7 @@ def torch_facts() -> dict[str, Any]:
     import torch
     from torch import distributed
 
-    from meshwright.runtime.device import unused_accelerator_warning
+    from meshwright.runtime.backend import unused_accelerator_warning
 
     available = distributed.is_available()
     return {

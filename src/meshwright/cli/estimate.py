@@ -46,7 +46,7 @@ def estimate(
         return 0
     plan = file.given_plan()
     if plan is None:
-        from meshwright.planner.search.rank import search_plans
+        from meshwright.planner.search.ranking import search_plans
 
         plan = search_plans(question, 1).chosen.plan
     plan = with_chosen_bucket(question, plan)

@@ -21,7 +21,7 @@ from meshwright.core.messages import Message, translate
 if TYPE_CHECKING:
     from meshwright.elastic.launch.submission import JobSubmission
     from meshwright.planner.inputs.job import JobFile
-    from meshwright.spec.run import ModelSource
+    from meshwright.spec.job import ModelSource
 
 LAUNCH_FILES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}
 

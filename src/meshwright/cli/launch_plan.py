@@ -18,9 +18,8 @@ from meshwright.core.messages import Message
 if TYPE_CHECKING:
     from meshwright.planner.inputs.job import JobFile
     from meshwright.spec.estimate import Estimate
-    from meshwright.spec.job import Job
+    from meshwright.spec.job import Job, LaunchSpec, ModelSource
     from meshwright.spec.plan import Plan
-    from meshwright.spec.run import LaunchSpec, ModelSource
     from meshwright.spec.workload import DataConfig
 
 DEFAULT_JOB_FILE = Path(__file__).parents[1] / "catalog" / "default.yaml"
@@ -61,7 +60,7 @@ def build_model_source(file: JobFile) -> ModelSource:
     """Returns the model source of a job: how ranks build the model."""
     from meshwright.planner.inputs.job import resolve_sizes
     from meshwright.planner.inputs.models import is_user_code
-    from meshwright.spec.run import ModelSource
+    from meshwright.spec.job import ModelSource
 
     name = file.model.source
     path = Path(name).expanduser()
@@ -91,7 +90,7 @@ def choose_plan(
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.inputs.plans import parse_pins
     from meshwright.planner.search.explain import explain
-    from meshwright.planner.search.rank import search_plans
+    from meshwright.planner.search.ranking import search_plans
 
     if world is not None and file.cluster.name == "local" and not file.cluster.path and not file.cluster.groups:
         here = int(environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", world)))
@@ -274,8 +273,8 @@ def build_launch(file: JobFile, source: ModelSource, folder: Path, choice: PlanC
     Raises: InputError if the batch does not divide.
     """
     from meshwright.planner.cost.step import proof_price
-    from meshwright.spec.proof import ProofCost
-    from meshwright.spec.run import LaunchSpec
+    from meshwright.spec.job import LaunchSpec
+    from meshwright.spec.record import ProofCost
 
     question, step = choice.question, choice.estimate.time.step if choice.estimate is not None else 0.0
     workload = question.workload if question is not None else file.workload
@@ -308,7 +307,7 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
     """
     from meshwright.core.units import show_bytes
     from meshwright.spec.enums import ACTIVATION_OFFLOADS, DISK_OFFLOADS
-    from meshwright.spec.memory_policy import offload_percent
+    from meshwright.spec.grid import offload_percent
 
     kinds, need = [what for what in plan.offload if what in DISK_OFFLOADS], estimate.in_files * plan.world
     if not kinds or need <= free:
@@ -329,7 +328,7 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
 def cluster_mismatches(question: Job) -> list[str]:
     """Returns the differences between the cluster of a job and this machine, which will start all ranks of the job.
     They are reported before the ranks start."""
-    from meshwright.planner.inputs.local_machine import cuda_device_names
+    from meshwright.planner.inputs.clusters import cuda_device_names
 
     cluster = question.cluster
     found: list[str] = []
@@ -372,7 +371,7 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
     from meshwright.core.errors import InputError
     from meshwright.elastic.event_log import EventLog
     from meshwright.report.run import read_records
-    from meshwright.spec.run import LaunchSpec, describe_extension, job_difference
+    from meshwright.spec.job import LaunchSpec, describe_extension, job_difference
 
     path, longer = folder / "launch.json", ""
     if storage.is_present(path):

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from meshwright.elastic.local_agent import LocalAgent
     from meshwright.elastic.snapshot_inventory import RetainedSnapshots
     from meshwright.planner.inputs.job import JobFile
-    from meshwright.spec.run import RunConfig
+    from meshwright.spec.job import RunConfig
     from meshwright.train.rank_main import ExternalLaunch
 
 TURN_SECONDS = 1.0

@@ -28,7 +28,7 @@ from meshwright.core.messages import Message, translate
 
 if TYPE_CHECKING:
     from meshwright.planner.inputs.job import ClusterChoice, JobFile
-    from meshwright.planner.search.result import SearchResult
+    from meshwright.planner.search.best_plans import SearchResult
     from meshwright.spec.job import Job
 
 
@@ -148,8 +148,8 @@ def _search(file: JobFile, wanted: RankingOptions, count: int, language: str) ->
     from meshwright.cli.trials import job_from_trials, with_fastest_first
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.inputs.plans import parse_pins
-    from meshwright.planner.search.rank import search_plans, with_used_devices
-    from meshwright.planner.search.result import SearchObjective
+    from meshwright.planner.search.best_plans import SearchObjective
+    from meshwright.planner.search.ranking import search_plans, with_used_devices
 
     question = resolve_job(file)
     if wanted.pin:
@@ -215,7 +215,7 @@ def _report_page(
 ) -> None:
     """Writes the report page of this job and of neighbouring jobs."""
     from meshwright.core.units import show_bytes
-    from meshwright.planner.search.result import SearchObjective
+    from meshwright.planner.search.best_plans import SearchObjective
     from meshwright.report.page.page_grid import grid_shape_for, page_axes, search_page_grid
     from meshwright.report.page.plan_page import plan_page_text
 
@@ -254,7 +254,7 @@ def _print_answer(question: Job, answer: SearchResult, runnable: bool, language:
 
         print_output("\n" + messages_text(advise(question, answer, runnable), language))
     if shown.why:
-        from meshwright.planner.search.why_not import compare_families
+        from meshwright.planner.search.explain import compare_families
         from meshwright.report.why import families_text
 
         print_output("\n" + families_text(answer, compare_families(question, answer), language))
@@ -268,7 +268,7 @@ def _answer_data(
 
     data = search_result_data(question, answer)
     if shown.why:
-        from meshwright.planner.search.why_not import compare_families
+        from meshwright.planner.search.explain import compare_families
         from meshwright.report.why import plan_comparison_data
 
         data["families"] = [plan_comparison_data(found) for found in compare_families(question, answer)]
@@ -286,7 +286,7 @@ def _explain_rejection(
     from meshwright.core.errors import InputError
     from meshwright.planner.cost.overlap import with_chosen_bucket
     from meshwright.planner.inputs.plans import parse_pins, read_plan
-    from meshwright.planner.search.why_not import why_not
+    from meshwright.planner.search.explain import why_not
     from meshwright.report.why import plan_comparison_text, why_not_data
     from meshwright.spec.plan import Plan
 

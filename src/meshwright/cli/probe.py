@@ -23,10 +23,9 @@ from meshwright.core.messages import Message, translate
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.calibration import CalibratedCluster
-    from meshwright.spec.cluster import Cluster, Link
-    from meshwright.spec.measurement import ClusterProfile
+    from meshwright.spec.cluster import Cluster, ClusterProfile, Link
 
-PROBE_MODULE = "meshwright.train.probe_main"
+PROBE_MODULE = "meshwright.train.measured_runs"
 RANK_TIMEOUT_SECONDS = 45.0
 """Seconds after which a rank for which other ranks wait counts as lost. Every measurement takes less time."""
 
@@ -54,7 +53,7 @@ def probe(
     from meshwright.core.errors import InputError
     from meshwright.planner.cost.calibration import UNDESCRIBED_CLUSTER, calibrate
     from meshwright.planner.inputs.clusters import read_cluster, save_local_cluster
-    from meshwright.spec.measurement import MAX_BUSY_PROCESSORS
+    from meshwright.spec.cluster import MAX_BUSY_PROCESSORS
     from meshwright.train.rank_main import read_external_launch
 
     language = choose_language(lang, os.environ)
@@ -98,7 +97,7 @@ def probe(
 
 def _saved_line(saved: Path | None, found: ClusterProfile) -> Message:
     """Returns the line that states where the measured cluster is stored, or why it is not stored."""
-    from meshwright.spec.measurement import MAX_BUSY_PROCESSORS
+    from meshwright.spec.cluster import MAX_BUSY_PROCESSORS
 
     if saved:
         return Message("kept in {path}: --cluster local is this from now on", path=saved)
@@ -110,7 +109,7 @@ def _saved_line(saved: Path | None, found: ClusterProfile) -> Message:
 def _check_ranks(known: Cluster) -> None:
     """Raises InputError if there are more ranks than CPU cores can run while each rank waits for all others."""
     from meshwright.core.errors import InputError
-    from meshwright.planner.inputs.local_machine import MIN_CPU_RANKS, available_cpus, cuda_device_names
+    from meshwright.planner.inputs.clusters import MIN_CPU_RANKS, available_cpus, cuda_device_names
 
     most = max(MIN_CPU_RANKS, MAX_RANKS_PER_CORE * available_cpus())
     if not cuda_device_names() and known.devices > most:
@@ -134,7 +133,7 @@ def _probe_this_machine(known: Cluster, language: str) -> ClusterProfile:
     from meshwright.elastic.attempt import RankJob
     from meshwright.elastic.failure import RankFailed
     from meshwright.elastic.supervisor import Supervisor
-    from meshwright.spec.measurement import ClusterProfile
+    from meshwright.spec.cluster import ClusterProfile
 
     said: list[Any] = []
     remark = partial(print_note, language=language)

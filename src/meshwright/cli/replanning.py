@@ -17,11 +17,10 @@ from meshwright.core.messages import Message
 if TYPE_CHECKING:
     from meshwright.cli.launch_plan import PlanChoice
     from meshwright.elastic.attempt import RankJob
-    from meshwright.spec.job import Job
+    from meshwright.spec.job import Job, LaunchSpec
     from meshwright.spec.plan import Plan
-    from meshwright.spec.run import LaunchSpec
 
-TRAIN_MODULE, WRITER_MODULE = "meshwright.train.loop", "meshwright.train.async_writer"
+TRAIN_MODULE, WRITER_MODULE = "meshwright.train.loop", "meshwright.train.memory_checkpointer"
 
 
 @dataclass
@@ -97,7 +96,7 @@ class Replanner:
 
 def _plan_of_job(work: RankJob) -> Plan:
     from meshwright.core.codec import validate_data
-    from meshwright.spec.run import LaunchSpec
+    from meshwright.spec.job import LaunchSpec
 
     return validate_data(LaunchSpec, work.payload).plan
 

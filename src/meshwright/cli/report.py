@@ -45,9 +45,8 @@ def report(
     Try: meshwright report runs/one runs/two
     """
     from meshwright.core.errors import InputError
-    from meshwright.report.compare import compare_runs, compare_text
     from meshwright.report.run import read_run, summarize_run
-    from meshwright.report.run_text import run_text
+    from meshwright.report.run_text import compare_runs, compare_text, run_text
     from meshwright.report.text import strict_json_data
 
     language = choose_language(lang, os.environ)

@@ -161,7 +161,7 @@ def _simulate_step(
     )
     plan = file.given_plan()
     if plan is None:
-        from meshwright.planner.search.rank import search_plans
+        from meshwright.planner.search.ranking import search_plans
 
         plan = search_plans(question, 1).chosen.plan
     played = play(

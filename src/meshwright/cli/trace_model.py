@@ -18,8 +18,8 @@ from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
     from meshwright.planner.inputs.job import JobFile
+    from meshwright.spec.job import ModelSource
     from meshwright.spec.model import ModelSpec, TpRule
-    from meshwright.spec.run import ModelSource
 
 SPEC_FILE = "spec.json"
 ANALYSIS_PACKAGES = ("analysis",)
@@ -31,7 +31,7 @@ def trace_job_model(file: JobFile) -> JobFile:
     describes it."""
     from meshwright.planner.inputs.job import resolve_precision
     from meshwright.planner.inputs.models import needs_tracing
-    from meshwright.spec.run import ModelSource
+    from meshwright.spec.job import ModelSource
 
     name = file.model.source
     rules = file.model.rules

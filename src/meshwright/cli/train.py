@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from meshwright.cli.launch_plan import PlanChoice
     from meshwright.cli.node_role import NodeRole
     from meshwright.core.ipc import IpcMessage
-    from meshwright.spec.run import LaunchSpec
+    from meshwright.spec.job import LaunchSpec
     from meshwright.train.console import RunConsole
     from meshwright.train.rank_main import ExternalLaunch, ProcessGroups
 
-PROBE_TARGET = "meshwright.train.probe_main:speed"
+PROBE_TARGET = "meshwright.train.measured_runs:speed"
 
 
 @Parameter(name="*")
@@ -178,13 +178,13 @@ def _supervise(
     from meshwright.cli.launch_plan import read_job_file
     from meshwright.cli.node_role import announce_leader, continues_run, lead_nodes, local_cluster_name
     from meshwright.cli.replanning import Replanner
-    from meshwright.elastic.device_exclusion import ExclusionPolicy
+    from meshwright.elastic.devices import ExclusionPolicy
     from meshwright.elastic.hang_detector import ACCELERATOR_LIMITS, CPU_LIMITS, StartupProgress
     from meshwright.elastic.restart_policy import FaultPolicy
     from meshwright.elastic.snapshot_adoption import SNAPSHOT_LIFETIME_SECONDS, json_digest
     from meshwright.elastic.snapshot_inventory import AdoptionPolicy
     from meshwright.elastic.supervisor import Supervisor
-    from meshwright.planner.inputs.local_machine import cuda_device_names
+    from meshwright.planner.inputs.clusters import cuda_device_names
 
     shared = _options_after_trials(job, shared, wanted) if wanted.trials else shared
     if node is not None:
@@ -331,7 +331,7 @@ def _run_external_rank(
     from meshwright.core.codec import parse_text, validate_data
     from meshwright.core.errors import Interrupted, MeshwrightError
     from meshwright.elastic.failure import local_failure
-    from meshwright.spec.run import LaunchSpec
+    from meshwright.spec.job import LaunchSpec
     from meshwright.train.rank_main import RankControl, join_process_groups, retain_heap
 
     retain_heap()
@@ -395,7 +395,7 @@ def _with_memory_hint(line: str, folder: Path, launch: LaunchSpec) -> str:
 def _event_listener(folder: Path, world: int, screen: RunConsole) -> Callable[[IpcMessage], None]:
     """Returns the listener for messages of rank 0 in a run without a supervisor. Faults and decisions are still
     recorded in the event log."""
-    from meshwright.elastic.device_exclusion import DeviceExclusion
+    from meshwright.elastic.devices import DeviceExclusion
     from meshwright.elastic.event_log import EventLog
 
     journal = EventLog(folder, screen.note)

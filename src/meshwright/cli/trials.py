@@ -18,10 +18,9 @@ from meshwright.core.messages import Message
 if TYPE_CHECKING:
     from meshwright.core.ipc import IpcMessage
     from meshwright.planner.inputs.job import JobFile
-    from meshwright.planner.search.result import SearchResult
+    from meshwright.planner.search.best_plans import SearchResult
     from meshwright.planner.search.trials import Trial
-    from meshwright.spec.job import Job
-    from meshwright.spec.run import LaunchSpec
+    from meshwright.spec.job import Job, LaunchSpec
     from meshwright.train.rank_main import ProcessGroups, RankControl
 
 TRIALS_MODULE = "meshwright.cli.trials"
@@ -73,7 +72,7 @@ def _run_supervised_trials(question: Job, launch: LaunchSpec, most: int, note: C
     payload = {"job": question.model_dump(mode="json"), "launch": launch.model_dump(mode="json"), "most": most}
     with tempfile.TemporaryDirectory(prefix="meshwright-trials-") as folder:
         warm = (
-            "meshwright.train.trials",
+            "meshwright.train.measured_runs",
             TRIALS_MODULE,
             *(("transformers.modeling_utils",) if launch.model.folder else ()),
         )
@@ -89,8 +88,7 @@ def _run_supervised_trials(question: Job, launch: LaunchSpec, most: int, note: C
 def rank(channel: RankControl, payload: IpcMessage) -> int:
     """Runs the trials on one supervised rank."""
     from meshwright.core.codec import validate_data
-    from meshwright.spec.job import Job
-    from meshwright.spec.run import LaunchSpec
+    from meshwright.spec.job import Job, LaunchSpec
     from meshwright.train.rank_main import join_process_groups
 
     with join_process_groups(channel.rank, channel.world) as connection:
@@ -112,7 +110,7 @@ def conduct_trials(
     from meshwright.core.codec import parse_text, validate_data
     from meshwright.planner.search.trials import Trial, next_trial
     from meshwright.spec.plan import Plan
-    from meshwright.train.trials import TrialRunner
+    from meshwright.train.measured_runs import TrialRunner
 
     ground, trials = TrialRunner(launch), list[Trial]()
     while True:
@@ -158,9 +156,9 @@ def job_from_trials(
     Saves the calibrated cluster if it is `local`."""
     from meshwright.cli.launch_plan import PlanChoice, build_launch, build_model_source, run_folder_of
     from meshwright.planner.inputs.clusters import save_local_cluster
-    from meshwright.planner.search.rank import search_plans
+    from meshwright.planner.search.ranking import search_plans
     from meshwright.planner.search.trials import best_trial, refit_job
-    from meshwright.spec.measurement import MAX_BUSY_PROCESSORS
+    from meshwright.spec.cluster import MAX_BUSY_PROCESSORS
 
     gc.enable()
     source = build_model_source(file)
@@ -186,7 +184,7 @@ def job_from_trials(
 def with_fastest_first(question: Job, answer: SearchResult, best: Trial) -> SearchResult:
     """Returns `answer` with the plan that was measured to be the fastest first."""
     from meshwright.planner.cost.step import estimate
-    from meshwright.planner.search.result import RankedPlan
+    from meshwright.planner.search.best_plans import RankedPlan
 
     others = [entry for entry in answer.plans if entry.plan != best.plan]
     first = RankedPlan(plan=best.plan, estimate=estimate(question, best.plan))

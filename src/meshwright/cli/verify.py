@@ -22,8 +22,8 @@ from meshwright.core.messages import Message, translate
 if TYPE_CHECKING:
     from meshwright.cli.launch_plan import PlanChoice
     from meshwright.planner.inputs.job import JobFile
+    from meshwright.spec.job import ModelSource
     from meshwright.spec.plan import Plan
-    from meshwright.spec.run import ModelSource
     from meshwright.spec.workload import Workload
 
 PRECISIONS_BY_DTYPE = {"float64": ("fp64",), "float32": ("fp32",), "both": ("fp64", "fp32")}

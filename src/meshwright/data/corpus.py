@@ -4,7 +4,7 @@ standard library.
 A document is a text file, a JSON line or a table row. Long text files are read in chunks of about 256 KiB that end
 after a line end, so that no file has to fit in memory. The concatenated chunks equal the file, character for character.
 Long documents of other file types are read in chunks that have the same tokens as the whole document ([Note: safe
-boundaries] in document_chunking.py).
+boundaries] in records.py).
 
 Guarantees:
 - The same files give the same chunks in the same order on every machine.
@@ -24,11 +24,13 @@ from typing import Any, NamedTuple
 
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.messages import Message
-from meshwright.data.document_chunking import MAX_LINE_BYTES, LongJsonLine, chunk_text
 from meshwright.data.records import (
     ARROW_SUFFIXES,
     JSON_LINES_SUFFIXES,
+    MAX_LINE_BYTES,
     PARQUET_BUFFER_BYTES,
+    LongJsonLine,
+    chunk_text,
     iter_table_rows,
     parse_json_object,
     rows_per_read,

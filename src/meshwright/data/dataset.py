@@ -34,10 +34,10 @@ from meshwright.core.units import show_bytes
 from meshwright.data import packing
 from meshwright.data.cache import cached_folder
 from meshwright.data.corpus import ARRAY_SUFFIXES, STDLIB_SOURCE, DocumentChunk, find_files, iter_document_chunks
-from meshwright.data.counter_rng import derive_key, random_uniform, random_words
 from meshwright.data.images import ShapeImages
 from meshwright.data.instructions import IGNORED_LABEL, InstructionDataset, open_instructions, record_format
 from meshwright.data.records import first_record
+from meshwright.data.sampler import derive_key, random_uniform, random_words
 from meshwright.data.token_arrays import (
     DIGESTS_FILE,
     ChecksummedArray,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
-from meshwright.data.counter_rng import derive_key, random_uniform
+from meshwright.data.sampler import derive_key, random_uniform
 
 SHAPE_KINDS = ("disc", "ring", "square", "frame", "diamond", "triangle", "plus", "cross", "bars", "checker")
 TRAINING_ROWS, VALIDATION_ROWS = 8192, 512

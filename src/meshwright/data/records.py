@@ -2,19 +2,253 @@
 
 Arrow files are those of a folder that Hugging Face `datasets` saved (`save_to_disk`). They are streams of record
 batches, which pyarrow reads without `datasets`.
+
+`chunk_text` splits documents of any size into chunks of bounded size. It streams long JSON lines, and cuts text only
+where no token crosses the cut.
+
+[Note: safe boundaries] A text is cut before a space or a line end that follows another character. If there is no such
+boundary, the text is cut between a letter and a punctuation mark. A byte-level BPE first splits text into words by the
+pattern of GPT-2. In this pattern a space or a line end belongs to the following word, and a word has only letters. So
+no word, and no token, crosses a safe boundary, and the chunks have the same tokens as the whole text. Byte tokenizers
+may cut anywhere. More than MAX_CHUNK_CHARS characters without a safe boundary are cut at that length, which may add one
+token. A tokenizer of another library may treat the beginning of a text specially. So with such a tokenizer, a document
+of more than MAX_CHUNK_CHARS characters is encoded as several texts. Source: Radford et al., Language models are
+unsupervised multitask learners, 2019, section 2.2, and the pattern published with it.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
-from meshwright.data.document_chunking import MAX_LINE_BYTES, LongJsonLine
+
+MAX_CHUNK_CHARS = 2**18
+"""Maximum characters of one chunk."""
+
+MAX_LINE_BYTES = 2**22
+"""Maximum bytes of a JSON line that is parsed as a whole. Longer lines are streamed."""
+
+_BLANK_PATTERN = re.compile(r"(?<=\S)[ \n\t\r]")
+_PUNCTUATION_PATTERN = re.compile(
+    r"(?<=[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3])[!-@\[-`{-~\u3001\u3002\uff0c]"
+)
+_STRING_BODY_PATTERN = re.compile(
+    r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4})*+'
+)
+"""The pattern of the longest prefix of a JSON string without incomplete escapes or surrogate pairs."""
+
+_SEPARATOR_PATTERN = re.compile(r'[^"\[\]{},]*')
+_MAX_ESCAPE_CHARS = 12
+_MAX_KEY_CHARS = 2**16
+
+
+def chunk_text(parts: Iterable[str], most: int = MAX_CHUNK_CHARS) -> Iterator[str]:
+    """Yields the text of `parts` in chunks of at most `most` characters, cut at safe boundaries ([Note: safe
+    boundaries]).
+
+    >>> list(chunk_text(["one two", " three"], 8))
+    ['one two', ' three']
+    """
+    rest = ""
+    for part in parts:
+        rest += part
+        start = 0
+        while len(rest) - start > most:
+            at = _last_safe_boundary(rest, start, start + most)
+            yield rest[start:at]
+            start = at
+        rest = rest[start:]
+    if rest:
+        yield rest
+
+
+def _last_safe_boundary(text: str, start: int, end: int) -> int:
+    """Returns the last safe position in (start, end] to cut `text`, or `end` where there is none."""
+    for pattern in (_BLANK_PATTERN, _PUNCTUATION_PATTERN):
+        width = 1024
+        while True:
+            low = max(start + 1, end - width)
+            last = max((match.start() for match in pattern.finditer(text, low, end + 1)), default=0)
+            if last or low == start + 1:
+                break
+            width *= 16
+        if last:
+            return last
+    return end
+
+
+class LongJsonLine:
+    """A line of JSON that is streamed: an object whose fields are visited in order. `head` is the beginning of the
+    line.
+
+    For skipped values, only balanced nesting is checked.
+
+    Raises:
+        InputError: the line is not a JSON object. The message begins with `place`.
+    """
+
+    def __init__(self, head: bytes, file: BinaryIO, place: str) -> None:
+        self._place = place
+        self._chunks = self._decoded(head, file)
+        self._text, self._at = "", 0
+
+    def text_of(self, field: str) -> Iterator[str]:
+        """Yields the text of `field` in parts."""
+        names = []
+        for name in self._fields():
+            if name != field:
+                names.append(name)
+                self._skip()
+                continue
+            if field in names:
+                raise InputError(Message("{place}: field {field!r} is written twice", place=self._place, field=field))
+            if self._peek() != '"':
+                raise InputError(Message("{place}: field {field!r} is not text", place=self._place, field=field))
+            names.append(name)
+            yield from self._string()
+        if field not in names:
+            raise InputError(
+                Message(
+                    "{place}: no field {field!r}; it has {names}: set data.field to the one with the text",
+                    place=self._place,
+                    field=field,
+                    names=", ".join(names[:8]) or Message("none"),
+                )
+            )
+
+    def outline(self) -> dict[str, Any]:
+        """Returns the names of the fields, each with an empty list, object or string according to its type."""
+        found: dict[str, Any] = {}
+        for name in self._fields():
+            found[name] = {"[": [], "{": {}, '"': ""}.get(self._peek())
+            self._skip()
+        return found
+
+    def _decoded(self, head: bytes, file: BinaryIO) -> Iterator[str]:
+        decoder, block = codecs.getincrementaldecoder("utf-8")(), head
+        try:
+            while not block.endswith(b"\n") and (more := file.readline(MAX_CHUNK_CHARS)):
+                yield decoder.decode(block)
+                block = more
+            yield decoder.decode(block, final=True)
+        except UnicodeDecodeError:
+            raise InputError(Message("{place}: not UTF-8 text", place=self._place)) from None
+
+    def _fill(self) -> bool:
+        for chunk in self._chunks:
+            self._text, self._at = self._text[self._at :] + chunk, 0
+            return True
+        return False
+
+    def _peek(self) -> str:
+        """Returns the next character that is not a blank, '' at the end of the line."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
+                self._at += 1
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._fill():
+                return ""
+
+    def _take(self, signs: str) -> str:
+        sign = self._peek()
+        if not sign or sign not in signs:
+            raise InputError(
+                Message(
+                    "{place}: not a line of JSON: {signs} is missing; such files hold one object a line",
+                    place=self._place,
+                    signs=" or ".join(signs),
+                )
+            )
+        self._at += 1
+        return sign
+
+    def _fields(self) -> Iterator[str]:
+        """Yields the name of each field, before its value."""
+        self._take("{")
+        if self._peek() == "}":
+            self._at += 1
+        else:
+            sign = ","
+            while sign == ",":
+                name = ""
+                for part in self._string():
+                    name += part
+                    if len(name) > _MAX_KEY_CHARS:
+                        raise InputError(
+                            Message(
+                                "{place}: the name of a field has more than {max_key_chars:,} characters",
+                                place=self._place,
+                                max_key_chars=_MAX_KEY_CHARS,
+                            )
+                        )
+                self._take(":")
+                yield name
+                sign = self._take(",}")
+        if self._peek():
+            raise InputError(
+                Message(
+                    "{place}: not a line of JSON: something follows the object; such files hold one object a line",
+                    place=self._place,
+                )
+            )
+
+    def _string(self) -> Iterator[str]:
+        """Yields a string in parts."""
+        self._take('"')
+        while True:
+            match = _STRING_BODY_PATTERN.match(self._text, self._at)
+            assert match is not None
+            if match.end() > self._at:
+                self._at = match.end()
+                yield json.loads(f'"{match.group()}"')
+            if self._text[self._at : self._at + 1] == '"':
+                self._at += 1
+                return
+            if len(self._text) - self._at >= _MAX_ESCAPE_CHARS or not self._fill():
+                raise InputError(
+                    Message(
+                        "{place}: not a line of JSON: a text does not end, or holds half a character or a wrong escape",
+                        place=self._place,
+                    )
+                )
+
+    def _skip(self) -> None:
+        """Skips a value of any type."""
+        depth, begun = 0, False
+        while True:
+            sign = self._peek()
+            if begun and not depth and sign in ("", ",", "}"):
+                return
+            if sign == '"':
+                for _ in self._string():
+                    pass
+            elif sign and sign in "[{":
+                depth += 1
+                self._at += 1
+            elif not sign or (sign in ",]}" and not depth):
+                raise InputError(
+                    Message(
+                        "{place}: not a line of JSON: a value is missing; such files hold one object a line",
+                        place=self._place,
+                    )
+                )
+            elif sign in "]}":
+                depth -= 1
+                self._at += 1
+            else:  # skip a comma in a container, or a number or literal up to the next delimiter
+                match = _SEPARATOR_PATTERN.match(self._text, self._at + (sign == ","))
+                assert match is not None
+                self._at = match.end()
+            begun = True
+
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIXES, ARROW_SUFFIXES = ".parquet", ".arrow"

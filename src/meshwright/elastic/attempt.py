@@ -39,7 +39,7 @@ class RankJob:
     scribe: str = ""
     """The `module:function` of the process that writes a checkpoint while training continues."""
     slots: tuple[int, ...] = ()
-    """The device id of each rank. If it is empty, ranks take the devices in order (device_exclusion.py)."""
+    """The device id of each rank. If it is empty, ranks take the devices in order (devices.py)."""
 
     @property
     def logs(self) -> Path:

@@ -27,14 +27,13 @@ from meshwright.core.ipc import IpcMessage
 from meshwright.core.messages import Message
 from meshwright.core.rendezvous_store import store_key_prefix
 from meshwright.core.secure_channel import TOKEN_MISMATCH, TOKEN_VARIABLE, SecureChannel, encode_message
-from meshwright.elastic.device_ids import DeviceIds, node_of_device
+from meshwright.elastic.devices import DeviceIds, node_of_device
 from meshwright.elastic.leader_snapshots import LeaderSnapshots
 from meshwright.elastic.local_agent import LocalAgent, ReadinessPoller
 from meshwright.elastic.node import NODE_KEEPALIVE_SECONDS, NODE_TIMEOUT_SECONDS, TICK_SECONDS
 from meshwright.elastic.proc_stats import ProcStats
-from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations, ranks_stored_at, resolve_locations
 from meshwright.elastic.snapshot_inventory import AdoptedSnapshots, AdoptionPolicy
-from meshwright.elastic.snapshot_locations import SnapshotLocations, ranks_stored_at, resolve_locations
 
 REFUSAL_LOG_SECONDS = 60.0
 """Minimum seconds between two lines about the same reason."""

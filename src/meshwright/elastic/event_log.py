@@ -16,7 +16,7 @@ from meshwright.core.append_file import AppendOnlyFile
 from meshwright.core.ipc import IpcMessage
 from meshwright.core.messages import Message, join_messages, mark_msgid, term
 from meshwright.core.units import show_seconds
-from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
+from meshwright.spec.record import EVENTS_FILE_NAME, RunEvent
 
 NODE_EVENT_TEXTS = {
     "node_joined": mark_msgid("node {name} has come, with room for {devices} ranks"),

@@ -3,7 +3,7 @@
 `StartupProgress` reports what a run does before its first step. Loading torch, a model and its data may take a minute.
 
 `HangDetector` names the rank that makes no progress, not the ranks that wait for it. It observes four things and needs
-no response of a rank: the rank's heartbeat row (core/heartbeat.py), the state of its process, its time in the run queue
+no response of a rank: the rank's heartbeat row (core/ipc.py), the state of its process, its time in the run queue
 and, outside of training, whether it is at work.
 
 Rule: A rank that waits for another rank writes the index of this rank to its heartbeat row, and a count of its checks
@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from statistics import median
 
-from meshwright.core.heartbeat import WAIT_INCREMENT, HeartbeatField, RankPhase
+from meshwright.core.ipc import WAIT_INCREMENT, HeartbeatField, RankPhase
 from meshwright.core.messages import Message, mark_msgid
 from meshwright.core.units import show_seconds
 from meshwright.elastic.proc_stats import ProcStats, read_proc_stats

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.core.ipc import IpcMessage
 from meshwright.core.messages import Message
 from meshwright.elastic.local_agent import SystemInterface
-from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations
 from meshwright.elastic.snapshot_inventory import (
     AdoptedSnapshots,
     AdoptionPolicy,
@@ -17,7 +17,6 @@ from meshwright.elastic.snapshot_inventory import (
     newest_complete_version,
     read_inventory,
 )
-from meshwright.elastic.snapshot_locations import SnapshotLocations
 from meshwright.elastic.snapshot_replication import ReplicationCoordinator
 
 MIRRORED_FIELDS = ("number", "whole", "seconds", "why")

@@ -11,7 +11,7 @@ Guarantees:
 
 Messages from the leader:
 
-    sources: key, source, runs: the locations of the snapshots that ranks restore from (snapshot_locations.py); job:
+    sources: key, source, runs: the locations of the snapshots that ranks restore from (shared_files.py); job:
         identifies the run.
     start: the job of the ranks, and for each rank here its index, device and log.
     tell, signal: forwarded to the fork server (train/forkserver.py).
@@ -47,9 +47,14 @@ from meshwright.core.signals import stop_signal_handler
 from meshwright.core.snapshots import LOST_LOCATION
 from meshwright.elastic.failure import RankExit, failure_cause
 from meshwright.elastic.local_agent import LocalAgent, SystemInterface
-from meshwright.elastic.shared_files import SharedFileStore, pack_heartbeats
+from meshwright.elastic.shared_files import (
+    LocationRuns,
+    SharedFileStore,
+    pack_heartbeats,
+    ranks_stored_at,
+    resolve_locations,
+)
 from meshwright.elastic.snapshot_inventory import RETAINED_SECONDS, RetainedSnapshots
-from meshwright.elastic.snapshot_locations import LocationRuns, ranks_stored_at, resolve_locations
 from meshwright.elastic.snapshot_replication import replication_request
 
 TICK_SECONDS = 0.05

@@ -27,7 +27,7 @@ from meshwright.core.errors import InputError, NothingFits
 from meshwright.core.messages import Message, mark_msgid
 from meshwright.elastic.attempt import RankJob
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.ranking import search_plans
 from meshwright.spec.cluster import NodeGroup
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from meshwright.core.messages import Message
 from meshwright.elastic.attempt import RankJob
-from meshwright.elastic.device_exclusion import ExclusionPolicy
+from meshwright.elastic.devices import ExclusionPolicy
 from meshwright.elastic.failure import RankExit, failure_cause, is_oom
 from meshwright.elastic.hang_detector import CPU_LIMITS, HangLimits
 from meshwright.elastic.snapshot_inventory import AdoptionPolicy

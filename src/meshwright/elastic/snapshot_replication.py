@@ -51,8 +51,7 @@ import xxhash
 
 from meshwright.core.background_thread import start_background_thread
 from meshwright.core.connection_listener import MAX_UNAUTHENTICATED_BYTES
-from meshwright.core.heartbeat import HeartbeatField
-from meshwright.core.ipc import IpcMessage, parse_message
+from meshwright.core.ipc import HeartbeatField, IpcMessage, parse_message
 from meshwright.core.messages import Message
 from meshwright.core.secure_channel import SecureListener, detect_dead_peer
 from meshwright.core.snapshots import (
@@ -63,8 +62,7 @@ from meshwright.core.snapshots import (
     history_of,
     rewrite_history,
 )
-from meshwright.elastic.shared_files import SharedFileStore
-from meshwright.elastic.snapshot_locations import SnapshotLocations
+from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations
 
 OpenSnapshot = Callable[[str, int], int | None]
 """A function (key of a store, rank) that opens the snapshot file of the rank again. It returns a new descriptor,

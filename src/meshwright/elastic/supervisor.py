@@ -32,7 +32,7 @@ from meshwright.core.messages import Message
 from meshwright.core.signals import StopRequest, stop_signal_handler
 from meshwright.core.storage import failures_as_one_line, make_folder, report_if_overdue
 from meshwright.elastic.attempt import PROBE_RANK, Attempt, RankJob
-from meshwright.elastic.device_exclusion import DeviceExclusion
+from meshwright.elastic.devices import DeviceExclusion
 from meshwright.elastic.event_log import EventLog
 from meshwright.elastic.failure import (
     RankExit,
@@ -47,8 +47,7 @@ from meshwright.elastic.local_agent import LocalAgent
 from meshwright.elastic.replan import PendingChange, RankCountRequest
 from meshwright.elastic.restart_policy import BAD_RANK_FAULTS, FaultPolicy, RestartPolicy
 from meshwright.elastic.shared_files import SharedFileStore
-from meshwright.elastic.snapshot_adoption import SnapshotAdoption
-from meshwright.elastic.snapshot_sets import SnapshotSets
+from meshwright.elastic.snapshot_adoption import SnapshotAdoption, SnapshotSets
 from meshwright.elastic.writer_supervisor import WRITER_RANK, WriterSupervisor
 
 __all__ = ["FaultPolicy", "RankJob", "Supervisor"]

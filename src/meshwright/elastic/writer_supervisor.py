@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from meshwright.core.heartbeat import HeartbeatField, RankPhase
-from meshwright.core.ipc import IpcMessage
+from meshwright.core.ipc import HeartbeatField, IpcMessage, RankPhase
 from meshwright.core.messages import Message
 from meshwright.core.units import show_seconds
 from meshwright.elastic.event_log import EventLog

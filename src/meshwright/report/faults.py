@@ -21,8 +21,7 @@ from meshwright.core.messages import Message, mark_msgid, term, translate
 from meshwright.core.storage import read_text
 from meshwright.core.units import show_seconds
 from meshwright.report.text import align_columns
-from meshwright.spec.event import RunEvent, parse_events
-from meshwright.spec.record import StepRecord
+from meshwright.spec.record import RunEvent, StepRecord, parse_events
 
 MAX_FAULTS_SHOWN = 12
 """The maximum number of faults in the table. If there are more, the table lists the last faults."""

@@ -21,7 +21,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.precision import RECIPES
 
 if TYPE_CHECKING:
-    from meshwright.planner.search.result import SearchResult
+    from meshwright.planner.search.best_plans import SearchResult
 
 MIN_NAME_COLUMNS = 20
 """Minimum columns of a plan's name, even on a narrow terminal."""

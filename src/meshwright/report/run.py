@@ -30,11 +30,9 @@ from meshwright.core.messages import Message
 from meshwright.core.units import show_count
 from meshwright.report.faults import Goodput, compute_goodput, read_events
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
-from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, LaunchSpec
 from meshwright.spec.plan import Plan
-from meshwright.spec.record import StepRecord, digest_batch
-from meshwright.spec.run import LaunchSpec
+from meshwright.spec.record import EVENTS_FILE_NAME, RunEvent, StepRecord, digest_batch
 
 
 class SampleBalance(StrictModel):

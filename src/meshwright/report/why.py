@@ -17,8 +17,8 @@ from meshwright.report.text import align_columns, round_to_sum, wrap_text
 from meshwright.spec.estimate import MEMORY_KINDS, Estimate, fit_message, largest_memory_kind
 
 if TYPE_CHECKING:
-    from meshwright.planner.search.result import SearchResult
-    from meshwright.planner.search.why_not import PlanComparison
+    from meshwright.planner.search.best_plans import SearchResult
+    from meshwright.planner.search.explain import PlanComparison
 
 STEP_DIGITS = 4
 """The number of significant digits of step times in tables of differences."""

@@ -4,20 +4,37 @@ All code in `runtime/` and `train/` that depends on the type of a device uses it
 device types or calls `torch.cuda` (tests/mesh/test_backend.py). To support another accelerator, define one subclass of
 `Backend` with its `device_type`. The subclass registers itself. The defaults of `Backend` describe a device with
 separate memory and without streams, for example `meta`.
+
+`init_local_device` selects the device of this rank and identifies its host.
+
+`malloc_trim` returns freed memory of the C library's heap to the system.
+
+Flattening a model into buffers, and the first step of an optimizer, leave holes in the heap between small live
+allocations. A model of 110 M parameters in bfloat16 with optimizer states on disk has 1,013 MiB RSS after the first
+step without `malloc_trim`, and 789 MiB with it.
+
+[Note: scratch] MKL caches the workspace of its matrix products: 5 MiB for each product that is longer than all previous
+products. The preflight checks before the first step leave workspace that steps do not need.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shutil
+import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
 from typing_extensions import override
+
+from meshwright.core.messages import Message
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 """Environment variable and value. With a workspace of fixed size, cuBLAS adds in the same order each time. cuBLAS reads
@@ -328,3 +345,78 @@ def accelerators() -> Iterator[Backend]:
 def initialized_accelerators() -> list[Backend]:
     """Returns the backends whose driver this process has started."""
     return [backend for backend in accelerators() if backend.is_initialized()]
+
+
+def local_device() -> torch.device:
+    """Returns the accelerator of this rank: the one with index `LOCAL_RANK`, or the current one without this
+    environment variable. Returns the CPU if the process has no accelerator."""
+    rank = os.environ.get("LOCAL_RANK")
+    index = None if rank is None else int(rank)
+    found = (backend.local_device(index) for backend in accelerators())
+    return next((device for device in found if device is not None), torch.device("cpu"))
+
+
+def init_local_device() -> torch.device:
+    """Makes `local_device()` the current device of this process and returns it.
+
+    Must be called before the first collective and the first matrix product, because random states, streams, and NCCL's
+    messages without a device use the current device. Warns if an accelerator has no backend.
+    """
+    os.environ.setdefault(*CUBLAS_WORKSPACE)
+    device = local_device()
+    backend_of(device).select(device)
+    if backend_of(device).memory_is_host and (
+        line := unused_accelerator_warning(torch.accelerator.current_accelerator(check_available=True))
+    ):
+        warnings.warn(line, stacklevel=3)
+    return device
+
+
+def unused_accelerator_warning(found: torch.device | None) -> str:
+    """Returns the warning about the accelerator `found`, which has no backend; '' if `found` is None.
+
+    >>> unused_accelerator_warning(torch.device("mps"))
+    'this machine has an accelerator of the kind mps, which is not used: training runs on its cores'
+    >>> unused_accelerator_warning(None)
+    ''
+    """
+    return (
+        ""
+        if found is None
+        else Message(
+            "this machine has an accelerator of the kind {type}, which is not used: training runs on its cores",
+            type=found.type,
+        )
+    )
+
+
+def host_id() -> str:
+    """Returns a text that is equal on ranks that share a machine and a network namespace."""
+    try:
+        return f"{machine_id()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return machine_id()
+
+
+def machine_id() -> str:
+    """Returns a text that is equal on ranks that share a machine, that is, an operating system kernel."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+TORCH_CPU_LIBRARY = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+
+
+def malloc_trim() -> None:
+    """Frees MKL's buffers and trims the heap. Must not be called while a matrix product runs.
+
+    Does nothing if the C library has no `malloc_trim` or torch has no MKL.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(TORCH_CPU_LIBRARY).mkl_serv_free_buffers()
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -8,9 +8,9 @@ one.
 
 [Note: what the compiler keeps] In a compiled block the compiler decides which tensors forward saves for backward. It
 saves the operands of matrix products, and recomputes the results of norms and activations. With selective recompute the
-rule of analysis/remat/tape.py applies, and fewer tensors are saved. Only results of operations that are not cheap under
-this rule must be saved. All other results may be recomputed, including operands of matrix products. (By its own rule,
-torch would consider attention on a CPU cheap.)
+rule of analysis/recompute_tape.py applies, and fewer tensors are saved. Only results of operations that are not cheap
+under this rule must be saved. All other results may be recomputed, including operands of matrix products. (By its own
+rule, torch would consider attention on a CPU cheap.)
 
 Results equal those of eager mode within the rounding of fused operations. Without a compiler the plan is refused with a
 one-line error.
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from meshwright.analysis.remat.tape import RECOMPUTABLE_OPS
+from meshwright.analysis.recompute_tape import RECOMPUTABLE_OPS
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of

@@ -18,22 +18,22 @@ from torch import nn
 
 from meshwright.analysis.batch_coupling import find_batch_norm
 from meshwright.analysis.graph import ModelGraph
-from meshwright.analysis.remat.tape import saved_tensor_state
+from meshwright.analysis.recompute_tape import saved_tensor_state
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
+from meshwright.runtime.activation_recompute import preserve_buffers
 from meshwright.runtime.context_parallel.blocks import ContextState
 from meshwright.runtime.expert_parallel.groups import EpGroups
 from meshwright.runtime.expert_parallel.load_balancing import ROUTER_LOGITS_FLAG, AuxLoss
 from meshwright.runtime.expert_parallel.token_dispatcher import ExpertDispatcher
-from meshwright.runtime.loss.objective import Batch, LossHead
+from meshwright.runtime.loss import Batch, LossHead
 from meshwright.runtime.non_tensor_state import ExtraState
-from meshwright.runtime.offload.activation_store import ActivationStore
+from meshwright.runtime.offload.swap_file import ActivationStore
 from meshwright.runtime.offload.swapper import StateSwapper
 from meshwright.runtime.optim.updater import Updater
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import BlockWrapper, StageCursor, StageExit
 from meshwright.runtime.pipeline.runner import ScheduleRunner, StageTensors
-from meshwright.runtime.recompute.policy import preserve_buffers
 from meshwright.runtime.shard.shard_table import ShardTable
 from meshwright.runtime.tensor_parallel.random import forbid_python_rng
 from meshwright.runtime.zero.diloco import OuterOptimizer

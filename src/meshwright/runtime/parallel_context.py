@@ -1,7 +1,7 @@
 """The parallel context of a run: the plan, the topology, the communication groups, the device, and the offload stores.
 
-build/context.py makes it once. It is immutable, and is passed as an argument and never stored in a global variable. An
-axis with one rank has no group: code checks `group is None` and does nothing. Ranks that share memory have neither
+build/parallelize.py makes it once. It is immutable, and is passed as an argument and never stored in a global variable.
+An axis with one rank has no group: code checks `group is None` and does nothing. Ranks that share memory have neither
 process groups, which cost threads and sockets, nor a device mesh.
 """
 
@@ -18,7 +18,7 @@ from meshwright.runtime.comm.group import CommGroup, ShardPlacement
 from meshwright.runtime.comm.shm.memory import SharedMemory
 from meshwright.runtime.comm.topology import Topology
 from meshwright.runtime.error_propagation import ErrorPropagator
-from meshwright.runtime.offload.activation_store import ActivationStore
+from meshwright.runtime.offload.swap_file import ActivationStore
 from meshwright.runtime.offload.swapper import StateSwapper
 from meshwright.spec.grid import Coords, RankGrid
 from meshwright.spec.plan import Plan

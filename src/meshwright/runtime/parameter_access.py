@@ -31,8 +31,7 @@ from meshwright.core.messages import Message
 from meshwright.runtime import state_dict
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
-from meshwright.runtime.layout.placeholder import StagePlaceholder
-from meshwright.runtime.loss.objective import LossFunction
+from meshwright.runtime.loss import LossFunction
 from meshwright.runtime.shard.access_guard import (
     AccessGuard,
     ForwardAccessGuard,
@@ -40,6 +39,7 @@ from meshwright.runtime.shard.access_guard import (
     read_by_loss_message,
     stale_parameter_message,
 )
+from meshwright.runtime.stage_placeholder import StagePlaceholder
 from meshwright.runtime.zero.external_writes import tensor_checksum
 from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.plan import Plan

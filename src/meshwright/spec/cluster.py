@@ -1,11 +1,32 @@
-"""Describes devices, the links between them, and groups of identical nodes. Calibration returns a `Cluster` with
-measured values in place of catalog values."""
+"""Describes clusters, and the raw measurements from which a cluster is calibrated.
+
+`Cluster` describes devices, the links between them, and groups of identical nodes. Calibration returns a `Cluster` with
+measured values in place of catalog values.
+
+`ClusterProfile` describes the raw measurements of `probe`: devices, pairs of ranks, collectives. Calibration
+(planner/cost) turns them into a `Cluster`.
+
+The module also finds the tiers of a network, and its slow links, from measurements between pairs of ranks. It needs no
+description of the network.
+
+The bandwidths of all pairs are sorted. If the widest gap between neighbouring values exceeds a threshold, it divides
+the pairs into near and far pairs. Ranks that near pairs connect, directly or through other ranks, form a block. If all
+blocks have equal numbers of consecutive ranks, they are a tier. Otherwise the network is one tier with outliers. A pair
+is an outlier if its bandwidth is less than `SLOW_LINK_RATIO` times the upper tercile of its tier. If all pairs of a
+rank are outliers, the rank is reported instead of the pairs.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
 
 from pydantic import Field
 
 from meshwright.core.codec import OneLine, StrictModel
+from meshwright.core.messages import Message
 from meshwright.core.quantities import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
 
 MAX_CLUSTER_NODES = 2**20
@@ -144,3 +165,196 @@ class Cluster(StrictModel):
     def devices_per_node(self) -> int:
         """The number of devices per node, in the nodes with the fewest devices."""
         return min(group.devices for group in self.groups)
+
+
+MAX_BUSY_PROCESSORS = 0.15
+"""Maximum number of processors that other programs may use before a measurement counts as disturbed."""
+
+
+class MatmulSample(StrictModel):
+    """The rate of square matrix products of side `size`."""
+
+    precision: str
+    size: int
+    rate: FlopsPerSecond
+
+
+class DeviceProfile(StrictModel):
+    """The measurements of the device of one rank. The rates are those of a device with a whole processor. `share` is
+    the fraction of a processor that the device gets while the other ranks run."""
+
+    rank: int
+    host: str = Field(description="host ID; ranks with the same ID share memory, or use devices of the same machine")
+    name: str
+    products: tuple[MatmulSample, ...]
+    trained: FlopsPerSecond = Field(
+        default=0.0,
+        description=(
+            "FLOP/s of a layer's matrix products in forward and backward (CPU: fp32, GPU: bf16); 0: not measured"
+        ),
+    )
+    bandwidth: BytesPerSecond = Field(
+        description="bytes/s of device memory in element-wise operations, reads plus writes"
+    )
+    attention: FlopsPerSecond = Field(
+        default=0.0, description="FLOP/s of fused attention (CPU: fp32, GPU: bf16); 0: not measured"
+    )
+    launch: Seconds = Field(
+        default=0.0, description="processor seconds of a small forward operation with autograd; 0: not measured"
+    )
+    share: float = Field(default=1.0, gt=0)
+    own: float = Field(
+        default=0.0,
+        ge=0,
+        description="fraction of a processor that ranks per processor and CPU quota allow; 0: unknown",
+    )
+    memory: Bytes
+    host_memory: Bytes = 0.0
+    storage: BytesPerSecond = 0.0
+    host_bandwidth: BytesPerSecond = 0.0
+    update: float = Field(
+        default=0.0,
+        ge=0,
+        description="parameters per second of an AdamW update in fp32 on the host; 0: not measured",
+    )
+
+    def peak(self, precision: str) -> float:
+        """Returns the best measured rate of matrix products in `precision`; 0 if none was measured."""
+        return max((each.rate for each in self.products if each.precision == precision), default=0.0)
+
+
+class LinkSample(StrictModel):
+    """A measurement between two ranks: seconds of the smallest message, and bytes/s of a large message in one
+    direction."""
+
+    first: int
+    second: int
+    latency: Seconds
+    bandwidth: BytesPerSecond
+
+
+class CollectiveSample(StrictModel):
+    """A measurement of one collective over a full tensor of `size` bytes. `ranks` ranks take part, at distance
+    `stride`."""
+
+    kind: str = Field(description="all_reduce, reduce_scatter, all_gather or all_to_all")
+    ranks: int
+    stride: int
+    size: Bytes
+    seconds: Seconds
+
+
+class ClusterProfile(StrictModel):
+    """All measurements of all ranks."""
+
+    devices: tuple[DeviceProfile, ...] = Field(min_length=1)
+    pairs: tuple[LinkSample, ...] = ()
+    timings: tuple[CollectiveSample, ...] = ()
+    meetings: tuple[CollectiveSample, ...] = Field(
+        default=(),
+        description="collectives between matrix products: seconds by which each collective lengthens the computation",
+    )
+    seconds: Seconds = Field(default=0.0, description="seconds of the whole measurement")
+    busy: float = Field(
+        default=0.0, ge=0, description="mean number of processors that other programs used during the measurement"
+    )
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host. Hosts are in the order of their lowest rank."""
+        found: dict[str, list[int]] = {}
+        for device in self.devices:
+            found.setdefault(device.host, []).append(device.rank)
+        return tuple(map(tuple, found.values()))
+
+
+TIER_GAP_RATIO = 2.0
+SLOW_LINK_RATIO = 0.6
+MAX_OUTLIER_FRACTION = 1 / 3
+"""If fewer than this fraction of all ranks have slow links, they are reported as slow and not as a tier."""
+
+
+class NetworkTiers(NamedTuple):
+    """The tiers of a network. `span` is the number of consecutive ranks of a block; 0 means one tier. `odd` has a line
+    for each slow rank or link."""
+
+    span: int
+    odd: tuple[str, ...]
+
+
+def find_network_tiers(pairs: Sequence[LinkSample], ranks: int, odd: float = SLOW_LINK_RATIO) -> NetworkTiers:
+    """Finds the tiers of a network. A pair is an outlier if its bandwidth is below `odd` times the upper tercile of its
+    tier.
+
+    >>> def pair(a, b, rate): return LinkSample(first=a, second=b, latency=1e-5, bandwidth=rate)
+    >>> flat = [pair(a, b, 1e9 if a // 2 == b // 2 else 1e8) for a in range(4) for b in range(a + 1, 4)]
+    >>> find_network_tiers(flat, 4)
+    NetworkTiers(span=2, odd=())
+    >>> find_network_tiers([pair(a, b, 5e7 if b == 2 else 1e8) for a in range(3) for b in range(a + 1, 3)], 3).odd
+    ('all links of rank 2 carry 50 % of what the others do (50.0 MB/s of 100.0 MB/s)',)
+    """
+    span = _tier_span(pairs, ranks)
+    near = [pair for pair in pairs if span and pair.first // span == pair.second // span]
+    far = [pair for pair in pairs if not (span and pair.first // span == pair.second // span)]
+    return NetworkTiers(span, (*_describe_slow_links(near, odd), *_describe_slow_links(far, odd)))
+
+
+def _tier_span(pairs: Sequence[LinkSample], ranks: int) -> int:
+    rates = sorted(pair.bandwidth for pair in pairs)
+    gaps = [(high / low, high) for low, high in pairwise(rates)]
+    wide, border = max(gaps, default=(1.0, 0.0))
+    if wide < TIER_GAP_RATIO:
+        return 0
+    blocks = _connected_blocks([pair for pair in pairs if pair.bandwidth >= border], ranks)
+    length = len(blocks[0])
+    even = all(len(block) == length and block == list(range(block[0], block[0] + length)) for block in blocks)
+    return length if even and 1 < length < ranks else 0
+
+
+def _connected_blocks(pairs: Sequence[LinkSample], ranks: int) -> list[list[int]]:
+    """Returns the blocks of ranks that `pairs` connect."""
+    block = list(range(ranks))
+    for pair in pairs:
+        first, second = sorted((block[pair.first], block[pair.second]))
+        block = [first if each == second else each for each in block]
+    return [[rank for rank in range(ranks) if block[rank] == each] for each in sorted(set(block))]
+
+
+def _describe_slow_links(pairs: Sequence[LinkSample], odd: float) -> list[str]:
+    """Returns one line for each slow rank or slow pair of one tier."""
+    from meshwright.core.units import show_rate
+
+    if len(pairs) < 3:
+        return []
+    middle = sorted(pair.bandwidth for pair in pairs)[len(pairs) * 2 // 3]
+    slow = [pair for pair in pairs if pair.bandwidth < odd * middle]
+    said: list[str] = []
+    named: set[int] = set()
+    for rank in sorted({rank for pair in slow for rank in (pair.first, pair.second)}):
+        own = [pair for pair in pairs if rank in (pair.first, pair.second)]
+        if len(own) > 1 and all(pair in slow for pair in own):
+            rate = median(pair.bandwidth for pair in own)
+            said.append(
+                Message(
+                    "all links of rank {rank} carry {rate:.0f} % of what the others do ({rate_2} of {middle})",
+                    rank=rank,
+                    rate=100 * rate / middle,
+                    rate_2=show_rate(rate),
+                    middle=show_rate(middle),
+                )
+            )
+            named.add(rank)
+    for pair in slow:
+        if not named & {pair.first, pair.second}:
+            share = 100 * pair.bandwidth / middle
+            said.append(
+                Message(
+                    "the link between ranks {first} and {second} carries {share:.0f} % of what the others do "
+                    "({bandwidth})",
+                    first=pair.first,
+                    second=pair.second,
+                    share=share,
+                    bandwidth=show_rate(pair.bandwidth),
+                )
+            )
+    return said

@@ -35,7 +35,7 @@ from meshwright.spec.enums import (
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, round_equation, shares_equation
 from meshwright.spec.plan_name import offload_name_parts
-from meshwright.spec.schedules.schedule_registry import schedule_names
+from meshwright.spec.schedules.schedule import schedule_names
 from meshwright.spec.violation import Violation
 from meshwright.spec.workload_constraints import workload_violations
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from meshwright.spec.schedules.schedule_registry import schedule_names
+from meshwright.spec.schedules.schedule import schedule_names
 
 
 def _check_schedule_name(name: str) -> str:
@@ -33,7 +33,7 @@ class Recompute(StrEnum):
     """Activation checkpointing: the operations that backward recomputes.
 
     attn: the attention core (arXiv 2205.05198, section 5). sac: all operations except matrix products and attention,
-    where this saves memory (analysis/remat/tape.py). full: whole blocks.
+    where this saves memory (analysis/recompute_tape.py). full: whole blocks.
     """
 
     none = "none"

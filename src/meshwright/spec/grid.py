@@ -1,4 +1,7 @@
-"""Maps ranks to coordinates on a plan's axes, and to shards of the ZeRO states.
+"""Determines what each rank of a plan has: coordinates, shards, rows of the batch, and what its blocks recompute and
+offload.
+
+`RankGrid` maps ranks to coordinates on a plan's axes, and to shards of the ZeRO states.
 
 By default the axes from outermost to innermost are pp, dp_replicate, dp_shard, cp and tp, so that tensor ranks are
 neighbours. A plan may name another order of axes.
@@ -14,12 +17,21 @@ Coords(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=1)
 Coords(pp=0, dp_replicate=1, dp_shard=0, cp=0, tp=0)
 >>> RankGrid(Plan(pp=2, dp_replicate=2, axes=("dp", "pp", "tp"))).place(1)
 Coords(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=0)
+
+`micro_batch_rows` distributes a batch over the data replicas of a plan: the rows of each micro-batch, and the number of
+micro-batches by speed.
+
+`recompute_at` determines what a plan recomputes and offloads in each block of a virtual stage.
+
+A block is identified by its index in its virtual stage: [Note: first blocks] in plan.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshwright.spec.enums import OFFLOAD_AMOUNT_FIELDS, PER_BLOCK_RECOMPUTE, Offload, Recompute, offloads_activations
 from meshwright.spec.layout import ShardWeight
 from meshwright.spec.plan import Plan
 
@@ -137,3 +149,77 @@ def _shard_weights_of(plan: Plan, replica: int | None) -> tuple[int, ...]:
         return plan.shard_weights
     first = replica % plan.dp_shard * plan.cp
     return plan.shard_weights[first : first + plan.cp]
+
+
+def first_row(plan: Plan, batch: int, replica: int) -> int:
+    """Returns the first row of the batch that `replica` reads.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> first_row(parse_plan("dp2.mb4.ga3-1"), 16, 1), first_row(parse_plan("dp2.mb4"), 16, 1)
+    (12, 8)
+    >>> first_row(parse_plan("dp2.mb4-2"), 12, 1)
+    8
+    """
+    count = plan.micro_batches(batch)
+    counts = plan.shares or (count,) * plan.dp
+    return sum(counts[earlier] * plan.micro_batch_of(earlier) for earlier in range(replica))
+
+
+def micro_batch_rows(plan: Plan, batch: int, replica: int) -> list[tuple[int, int]]:
+    """Returns the first row and the number of rows of each micro-batch of `replica`.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> micro_batch_rows(parse_plan("dp2.mb4-3.ga1-2"), 10, 1)
+    [(4, 3), (7, 3)]
+    """
+    first, size = first_row(plan, batch, replica), plan.micro_batch_of(replica)
+    return [(first + index * size, size) for index in range(plan.micro_batches(batch, replica))]
+
+
+def micro_batches_by_speed(speeds: Sequence[float], count: int) -> tuple[int, ...]:
+    """Returns the number of micro-batches of each replica. They add up to `count`, each replica has at least one, and
+    the slowest replica ends as early as possible.
+
+    Each micro-batch goes to the replica that would finish it first, which is optimal.
+
+    >>> micro_batches_by_speed([1.0, 2.0], 24), micro_batches_by_speed([1.0, 1.0, 1.0], 8)
+    ((8, 16), (3, 3, 2))
+    >>> micro_batches_by_speed([1.0, 100.0], 4)
+    (1, 3)
+    """
+    counts = [1] * len(speeds)
+    for _ in range(count - len(speeds)):
+        first = min(range(len(speeds)), key=lambda replica: (counts[replica] + 1) / speeds[replica])
+        counts[first] += 1
+    return tuple(counts)
+
+
+def offload_percent(plan: Plan, what: Offload) -> int:
+    """Returns the percentage of `what` that is offloaded.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> plan = parse_plan("dp2.z3.off-optimizer60.off-parameters-disk50.off-activations8")
+    >>> [offload_percent(plan, what) for what in plan.offload]
+    [60, 50, 100]
+    """
+    field = OFFLOAD_AMOUNT_FIELDS.get(what, "")
+    return int(getattr(plan, field)) if field.endswith("_share") else 100
+
+
+def recompute_at(plan: Plan, index: int) -> Recompute:
+    """Returns the kind of recompute of the block at `index` of its virtual stage."""
+    return plan.recompute if not plan.recompute_layers or index < plan.recompute_layers else plan.recompute_rest
+
+
+def offloads_block(plan: Plan, index: int) -> bool:
+    """Returns whether the activations of the block at `index` of its virtual stage are offloaded."""
+    return offloads_activations(plan.offload) and (not plan.offload_layers or index < plan.offload_layers)
+
+
+def defers_wgrad(plan: Plan, index: int) -> bool:
+    """Returns whether the block at `index` computes its weight gradients in W, if its stage has W.
+
+    A block with recompute or offload computes its weight gradients in B. Otherwise its recomputed or fetched
+    activations would be stored until W.
+    """
+    return recompute_at(plan, index) not in PER_BLOCK_RECOMPUTE and not offloads_block(plan, index)

@@ -40,8 +40,7 @@ from meshwright.spec.enums import (
 )
 from meshwright.spec.plan_checks import PLAN_CHECKS
 from meshwright.spec.plan_name import parse_plan_name, plan_name
-from meshwright.spec.schedules.schedule import Schedule, stage_to_rank
-from meshwright.spec.schedules.schedule_registry import find_schedule
+from meshwright.spec.schedules.schedule import Schedule, find_schedule, stage_to_rank
 
 
 class Plan(StrictModel):

@@ -17,7 +17,7 @@ from meshwright.spec.enums import (
     offloads_states,
     offloads_weights,
 )
-from meshwright.spec.schedules.schedule_registry import offered_schedules
+from meshwright.spec.schedules.schedule import offered_schedules
 
 
 def _check_micro_batch_sizes(plan: Any) -> None:

@@ -41,7 +41,7 @@ from meshwright.spec.enums import (
     Recompute,
 )
 from meshwright.spec.schedules.custom import CUSTOM_NAME_PREFIX
-from meshwright.spec.schedules.schedule_registry import offered_schedules
+from meshwright.spec.schedules.schedule import offered_schedules
 
 MIN_RUN_LENGTH = 5
 """The minimum number of consecutive equal numbers that a name abbreviates, as in `2x14`."""

@@ -1,4 +1,7 @@
-"""Describes the measurements of a step, with the same names as in `Estimate`, and the state of a training run.
+"""Describes what a training run records: the measurements of each step, events, and the results of proof runs.
+
+`StepRecord` describes the measurements of a step, with the same names as in `Estimate`, and the state of a training
+run.
 
 The digest of samples shows which samples a step has read. A digest is small, and the digests of ranks can be added.
 Samples are numbered in the order of the data; batch b of B rows has the samples from b B to b B + B - 1. The digest is
@@ -12,17 +15,25 @@ True
 False
 
 `MemoryTimeline` is the memory of one step over time, as one rank measured it: RUN/memory/rank-N.json.
+
+`RunEvent` describes the events of a run: faults and the reactions to them. RUN/events.jsonl has one `RunEvent` per
+line.
+
+`ProofResult` describes the result of a proof run, which compares a small batch under the plan on the real ranks with
+one device (train/proof/proof_run.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
-from meshwright.core.codec import StrictModel
+from meshwright.core.codec import StrictModel, TranslatableText
+from meshwright.core.errors import InputError
+from meshwright.core.messages import Message, pack_messages, unpack_messages
 from meshwright.core.quantities import Bytes, Seconds
 
 RECORDS_FILE_NAME = "records.jsonl"
@@ -174,3 +185,197 @@ class MemoryTimeline(StrictModel):
     def total(self) -> float:
         """Bytes at the peak."""
         return sum(self.resident.values()) + self.peak.activations + self.peak.buffers
+
+
+EVENTS_FILE_NAME = "events.jsonl"
+
+
+class RunEvent(StrictModel):
+    """A fault, or a reaction to one. Times are in seconds.
+
+    A generation is one start of all ranks, counted from 0. Each recovery begins a new generation.
+    """
+
+    kind: Literal[
+        "fault",
+        "recovery",
+        "verdict",
+        "resize",
+        "save",
+        "unsaved",
+        "degraded",
+        "spike",
+        "divergence",
+        "bad_data",
+        "node_joined",
+        "node_lost",
+        "node_leaving",
+        "slow",
+        "rebalanced",
+        "rebalance_result",
+        "device_readmitted",
+        "run_extended",
+    ]
+    at: float = Field(description="time of detection, in seconds since 1970")
+    generation: int = 0
+    rank: int | None = Field(default=None, description="the failed or slow rank")
+    cause: TranslatableText = ""
+    phase: str = Field(default="", description="phase of the step that the rank was in")
+    step: int = Field(default=0, description="step in progress; of a recovery: the last step that was not lost")
+    detection: float = Field(default=0.0, description="seconds between the last heartbeat of the rank and the decision")
+    decision: TranslatableText = ""
+    batches: tuple[int, int] | None = Field(
+        default=None, description="of a loss spike: range [first, stop) of skipped batches in data order"
+    )
+    source: str = Field(
+        default="", description="of a recovery: where the state came from: memory, disk, or empty for the initial state"
+    )
+    lost: int = Field(default=0, description="completed steps that are executed again")
+    seconds: float = Field(
+        default=0.0,
+        description=(
+            "of a recovery: seconds from the decision to the end of the next new step; of a "
+            "complete or failed save: seconds that training waited"
+        ),
+    )
+    parts: dict[str, float] = Field(
+        default_factory=dict, description="seconds of each part of `seconds`: end, start, join, build, restore, step"
+    )
+    plan: str = ""
+    ranks: tuple[int, ...] = Field(
+        default=(), description="of slow: ranks that take longer to compute than other ranks"
+    )
+    slots: tuple[int, ...] = Field(
+        default=(), description="devices of the machine, counted from 0, that are excluded or readmitted"
+    )
+    predicted: float = Field(default=0.0, description="of a reaction to a slow rank: predicted speedup of a step")
+    measured: float = Field(default=0.0, description="of rebalance_result: measured speedup of a step")
+    node: str = Field(default="", description="the node that joined, was lost, or leaves")
+
+    def to_line(self) -> str:
+        """Returns the event as a line of the file. Its field `messages` has the templates and fields of `cause` and
+        `decision`, so that a report in another language can translate them."""
+        texts = {"cause": self.cause, "decision": self.decision}
+        messages = {name: pack_messages(text) for name, text in texts.items() if isinstance(text, Message)}
+        event = self.model_dump(exclude_defaults=True) | ({"messages": messages} if messages else {})
+        return json.dumps(event, separators=(",", ":"))
+
+
+def device_names(slots: Sequence[int], name: Callable[[int], str] = str) -> Message:
+    """Returns the names of the devices in `slots`, such as "device 2"."""
+    names = ", ".join(map(name, slots))
+    return Message("devices {names}" if len(slots) > 1 else "device {names}", names=names)
+
+
+def parse_events(text: str) -> Iterator[RunEvent]:
+    """Yields the events of the lines of a log. Skips incomplete lines and lines that another version wrote."""
+    for line in text.splitlines():
+        try:
+            event = json.loads(line)
+            messages = event.pop("messages", {})
+            texts = {name: unpack_messages(messages[name]) for name in messages.keys() & {"cause", "decision"}}
+            yield RunEvent.model_validate(event | texts)
+        except (ValueError, AttributeError):  # invalid JSON or invalid fields
+            continue
+
+
+ProofMode = Annotated[int, Field(ge=1)] | Literal["auto", "start", "never"]
+"""When proofs run. `start`: before the first update, and on a sparse schedule after it. `auto`: like `start`, if a
+proof is cheap. A number n: like `start`, and also every n steps."""
+
+CHEAP_PROOF_SECONDS, CHEAP_PROOF_FRACTION, CHEAP_PROOF_STEPS = 5.0, 0.01, 1000
+"""A proof is cheap if it takes at most CHEAP_PROOF_SECONDS, or at most CHEAP_PROOF_FRACTION of the time of
+CHEAP_PROOF_STEPS steps."""
+
+
+def is_proof_cheap(seconds: float, step: float) -> bool:
+    """Returns whether a proof of `seconds` seconds is cheap in a training run whose steps take `step` seconds.
+
+    >>> is_proof_cheap(4.0, 0.01), is_proof_cheap(60.0, 10.0), is_proof_cheap(60.0, 1.0)
+    (True, True, False)
+    """
+    return seconds <= CHEAP_PROOF_SECONDS or seconds <= CHEAP_PROOF_FRACTION * CHEAP_PROOF_STEPS * step
+
+
+class ProofCost(StrictModel):
+    """The planner's estimate of a proof. If there is no estimate, all values are 0."""
+
+    seconds: float = 0.0
+    step: float = Field(default=0.0, description="seconds of a training step")
+    length: int = Field(default=0, description="tokens of each row that the proof reads; 0: all")
+
+
+class ProofResult(StrictModel):
+    """The result of a proof. A relative difference is the norm of the difference divided by the norm of the value on
+    one device. `first` names the first module that differs."""
+
+    plan: str
+    precision: str
+    equal: bool
+    step: int = Field(description="number of updates before the proof")
+    loss: float = Field(description="relative difference of the loss")
+    losses: tuple[float, float] = Field(description="loss on one device, and loss under the plan")
+    gradient: float = Field(description="largest relative difference of a gradient")
+    where: str = Field(description="parameter with the largest relative difference of a gradient")
+    tolerance: tuple[float, float] = Field(
+        description="tolerances of the loss, and of the gradient of parameter `where`"
+    )
+    parameters: int = Field(description="number of compared gradients")
+    rounding: int = Field(
+        default=0, description="number of compared gradients that consist only of rounding errors on both sides"
+    )
+    labels: tuple[int, int] = Field(description="number of valid labels on one device, and under the plan")
+    missing: tuple[str, ...] = Field(default=(), description="parameters that receive a gradient on one device only")
+    extra: tuple[str, ...] = Field(default=(), description="parameters that receive a gradient under the plan only")
+    first: str = Field(default="", description="first module that differs, and in what; empty if all modules are equal")
+    contents: tuple[str, ...] = Field(default=(), description="the compared batches")
+    notes: tuple[TranslatableText, ...] = Field(default=(), description="statements that were not proven, with reasons")
+    rows: int = 0
+    seconds: float = 0.0
+    bytes: int = Field(default=0, description="bytes gathered on rank 0 for the computation on one device")
+
+    @property
+    def line(self) -> str:
+        """The differences as one line."""
+        loss_limit, gradient_limit = self.tolerance
+        said = [f"loss by {self.loss:.2g}"] if not self.loss <= loss_limit else []
+        if not self.gradient <= gradient_limit:
+            said.append(f"gradient of {self.where} by {self.gradient:.2g} (tolerance {gradient_limit:.1g})")
+        elif said:
+            said[0] += f" (tolerance {loss_limit:.1g})"
+        if self.labels[0] != self.labels[1]:
+            said.append(f"{self.labels[1]} labels for {self.labels[0]}")
+        for names, where in ((self.missing, "one device"), (self.extra, "the plan")):
+            if names:
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                said.append(f"a loss reaches {names[0]}{more} under {where} alone")
+        return "; ".join(filter(None, (", ".join(said), self.first)))
+
+
+class RecordedProof(NamedTuple):
+    """A proof as a training run records it, in one line of JSON. A resumed run reads this line and needs no further
+    proof. `sizes` is the smallest and largest batch sizes of all proofs of the run, by key and dimension."""
+
+    result: ProofResult
+    sizes: dict[str, tuple[tuple[int, int], ...]]
+
+    def to_json(self) -> str:
+        """Returns one line with the fields of the result and `sizes`."""
+        return json.dumps(self.result.model_dump() | {"sizes": self.sizes}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str) -> RecordedProof:
+        """Parses a line. Raises ValueError if it is corrupt."""
+        data = json.loads(line)
+        sizes = data.pop("sizes", {}) if isinstance(data, dict) else {}
+        known = TypeAdapter(dict[str, tuple[tuple[int, int], ...]]).validate_json(json.dumps(sizes))
+        return cls(ProofResult.model_validate_json(json.dumps(data)), known)
+
+
+def validate_proof_mode(mode: ProofMode) -> ProofMode:
+    """Returns `mode`. Raises InputError if it is invalid."""
+    if mode in ("auto", "start", "never") or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):
+        return mode
+    raise InputError(
+        Message("prove {mode!r} is not one of 'auto', 'start', 'never' or a number of steps: use 'auto'", mode=mode)
+    )

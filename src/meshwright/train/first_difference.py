@@ -22,8 +22,8 @@ from torch import nn
 
 from meshwright.analysis.graph import TpSplit, local_shard
 from meshwright.runtime.error_propagation import gather_objects
-from meshwright.runtime.layout.placeholder import StagePlaceholder
-from meshwright.spec.batch_layout import first_row
+from meshwright.runtime.stage_placeholder import StagePlaceholder
+from meshwright.spec.grid import first_row
 from meshwright.train.trainer import Trainer
 
 ModuleCall = tuple[str, int]

@@ -18,17 +18,16 @@ from typing import Any
 
 from meshwright.core.codec import validate_data
 from meshwright.core.errors import Interrupted
-from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
-from meshwright.core.ipc import IpcMessage
+from meshwright.core.ipc import Heartbeat, HeartbeatField, IpcMessage, RankPhase
 from meshwright.data.loader import TensorBatch
 from meshwright.data.sampler import batch_index
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.group import wrap_process_group
 from meshwright.runtime.compile import first_step_message
 from meshwright.runtime.profiler.links import find_slow_links
-from meshwright.spec.batch_layout import micro_batch_rows
+from meshwright.spec.grid import micro_batch_rows
+from meshwright.spec.job import LaunchSpec
 from meshwright.spec.record import StepRecord
-from meshwright.spec.run import LaunchSpec
 from meshwright.train.memory import MemoryRecorder, trace_memory
 from meshwright.train.metrics import (
     RecordWriter,
@@ -43,9 +42,8 @@ from meshwright.train.model import build_loader, build_model, model_objective, o
 from meshwright.train.optimizer import learning_rate, optimizer_factory, precision_recipe
 from meshwright.train.rank_main import ProcessGroups, RankControl, join_process_groups
 from meshwright.train.recovery import Recovery
-from meshwright.train.replica_check import repair_replicas
 from meshwright.train.sample import sample_of_run
-from meshwright.train.sdc_recompute import SdcRecompute
+from meshwright.train.silent_corruption import SdcRecompute, repair_replicas
 from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.straggler import PhaseSeconds, StragglerMonitor
 from meshwright.train.trainer import ParallelizeOptions, parallelize

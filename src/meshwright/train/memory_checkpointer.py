@@ -13,15 +13,25 @@ accelerator, the last reported step may have to be run again.
 The bytes leave the device on a separate stream, through two pinned chunks: one chunk fills while the other is read. A
 plain copy from a thread would run on the training stream: it would wait for earlier kernels and delay later kernels.
 The driver copies to unpinned memory in small, slow pieces.
+
+`write` is the checkpoint writer: a separate process that writes the in-memory checkpoints to disk while training
+continues.
+
+Guarantees: the process writes the same bytes that the ranks themselves would have saved. As in every save, it reads the
+files back before it renames the folder to its final name. At most one save is in progress. A save needs no extra
+memory, since the ranks do not overwrite the snapshot slot that the writer reads. The death of a rank during the save
+does not disturb the writer.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -35,20 +45,26 @@ from meshwright.checkpoint.memory_checkpoint import (
     plan_snapshot_layout,
     single_chunk,
 )
-from meshwright.checkpoint.save import RankExchange
+from meshwright.checkpoint.retention import prune_checkpoints
+from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME
+from meshwright.checkpoint.save import RankExchange, SaveFailed, save_checkpoint
 from meshwright.core.background_thread import start_background_thread
 from meshwright.core.cgroup_limits import cgroup_memory_available
-from meshwright.core.heartbeat import Heartbeat, HeartbeatField
+from meshwright.core.codec import validate_data
+from meshwright.core.ipc import Heartbeat, HeartbeatField
 from meshwright.core.messages import Message
 from meshwright.core.snapshots import SNAPSHOT_SLOTS
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.state_dict import BUFFER_PREFIX, storage_addresses
+from meshwright.spec.job import LaunchSpec
 from meshwright.spec.layout import ShardMetadata
-from meshwright.train.trainer_checkpoint import checkpoint_shards, rank_local_tensors, scalar_state
+from meshwright.train.rank_main import RankControl
+from meshwright.train.trainer_checkpoint import checkpoint_shards, merge_scalar_states, rank_local_tensors, scalar_state
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
+
 
 PINNED_CHUNK_BYTES = 1 << 25
 """The size in bytes of one pinned chunk."""
@@ -280,3 +296,38 @@ def newest_memory_checkpoint(paths: Sequence[str], ranks: RankExchange) -> Memor
         if all(answer == "good" for answer in ranks.all_gather("good" if good else "bad")):
             return MemoryCheckpoint(memories, step)
     return None
+
+
+WRITER_NICENESS = 10
+"""The niceness of the writer process. It is positive, so the ranks get the CPU before the writer."""
+
+
+def write(channel: RankControl, payload: dict[str, Any]) -> int:
+    """Writes the checkpoint of step `payload['step']` from the in-memory checkpoints in `channel.memory.sources`.
+    `payload` also contains the launch spec. Returns the exit status."""
+    os.nice(WRITER_NICENESS)
+    began, step, launch = time.perf_counter(), int(payload["step"]), validate_data(LaunchSpec, payload["launch"])
+    folder = Path(launch.run.folder) / "checkpoints"
+    memories = [MemorySnapshot(path) for path in channel.memory.sources]
+    if not all(step in memory.steps and memory.is_intact(step) for memory in memories):
+        channel.say("unsaved", step=step, why="a copy in memory is damaged")
+        return 0
+    pieces = []
+    for memory in memories:
+        data = memory.data(step)
+        for name, shape, dtype, split, intervals, start, stop, offset in memory.index["pieces"]:
+            kind = DTYPE_BY_NAME[dtype]
+            stored = data[offset : offset + (stop - start) * kind.itemsize].view(kind)
+            pieces.append(
+                (ShardMetadata(name, tuple(shape), dtype, split, tuple(map(tuple, intervals)), start, stop), stored)
+            )  # type: ignore[arg-type]
+    state = merge_scalar_states([json.loads(memory.state(step)) for memory in memories])
+    state["extra"].pop("record", None)
+    try:
+        path = save_checkpoint(folder, step, pieces, state, plan=launch.plan, world=launch.plan.world)
+    except SaveFailed as error:
+        channel.say("unsaved", step=step, why=str(error))
+        return 0
+    channel.say("saved", step=step, path=str(path), seconds=time.perf_counter() - began)
+    prune_checkpoints(folder, launch.run.keep, verified=path, say=lambda line: channel.say("note", line=line))
+    return 0

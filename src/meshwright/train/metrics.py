@@ -37,18 +37,19 @@ from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.spec.grid import RankGrid
-from meshwright.spec.proof import ProofMode, RecordedProof
+from meshwright.spec.job import LaunchSpec
 from meshwright.spec.record import (
     DIGEST_MODULUS,
     RECORD_TAIL_BYTES,
     RECORDS_FILE_NAME,
+    ProofMode,
+    RecordedProof,
     SampleDigest,
     StepRecord,
     digest_samples,
     last_recorded_step,
 )
-from meshwright.spec.run import LaunchSpec
-from meshwright.train.sdc_recompute import recompute_obstacle
+from meshwright.train.silent_corruption import recompute_obstacle
 from meshwright.train.straggler import PhaseSeconds
 from meshwright.train.trainer import Trainer
 

@@ -42,8 +42,8 @@ from meshwright.data.loader import BatchLoader
 from meshwright.models.registry import build_reference_model
 from meshwright.runtime.deferred_init import build_deferred
 from meshwright.runtime.expert_parallel.load_balancing import BIAS_RATE_ATTRIBUTE, CAPACITY_ATTRIBUTE
-from meshwright.runtime.loss.objective import is_encoder_decoder, predicts_next_token
-from meshwright.spec.run import LaunchSpec, ModelSource
+from meshwright.runtime.loss import is_encoder_decoder, predicts_next_token
+from meshwright.spec.job import LaunchSpec, ModelSource
 from meshwright.spec.workload import LoraConfig, Workload
 from meshwright.train.meta_init import init_on_meta
 

@@ -28,8 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 from meshwright.core import storage
 from meshwright.core.background_thread import start_background_thread
 from meshwright.core.errors import InputError, MeshwrightError, translate_system_error
-from meshwright.core.heartbeat import open_heartbeats
-from meshwright.core.ipc import IpcMessage, MessageReader, write_message
+from meshwright.core.ipc import IpcMessage, MessageReader, open_heartbeats, write_message
 from meshwright.core.messages import Message
 from meshwright.core.signals import install_stop_handler
 from meshwright.core.snapshots import HISTORIES_PER_GENERATION, read_snapshot_locations
@@ -70,7 +69,7 @@ def local_address() -> str:
 @dataclass(frozen=True)
 class SharedFiles:
     """Memory files that the supervisor keeps open. Without a supervisor all fields are empty. `pulse`: the heartbeat
-    rows of all ranks (core/heartbeat.py). `own`: this rank's in-memory checkpoints. `sources`: the in-memory
+    rows of all ranks (core/ipc.py). `own`: this rank's in-memory checkpoints. `sources`: the in-memory
     checkpoints, of all ranks, from which the run resumes."""
 
     pulse: str = ""
@@ -95,7 +94,7 @@ class RankControl:
 
     @property
     def row(self) -> tuple[memoryview, int]:
-        """Returns the heartbeat buffer and the row of this rank in it (core/heartbeat.py)."""
+        """Returns the heartbeat buffer and the row of this rank in it (core/ipc.py)."""
         return open_heartbeats(self.memory.pulse, self.world), self.rank if self.memory.pulse else 0
 
     def say(self, kind: str, **message: Any) -> None:
@@ -343,8 +342,7 @@ def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> Proce
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    from meshwright.runtime.backend import backend_of
-    from meshwright.runtime.device import init_local_device
+    from meshwright.runtime.backend import backend_of, init_local_device
 
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", world)))
     os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", str(rank)))

@@ -31,13 +31,12 @@ from meshwright.checkpoint.retention import (
 from meshwright.checkpoint.save import RankExchange, SaveFailed
 from meshwright.core import storage
 from meshwright.core.errors import InputError
-from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
+from meshwright.core.ipc import Heartbeat, HeartbeatField, RankPhase
 from meshwright.core.messages import Message
 from meshwright.core.snapshots import SNAPSHOT_SLOTS, SNAPSHOT_SLOTS_MULTI_NODE
 from meshwright.data.sampler import batch_index
-from meshwright.spec.event import EVENTS_FILE_NAME, parse_events
-from meshwright.spec.record import StepRecord
-from meshwright.spec.run import LaunchSpec
+from meshwright.spec.job import LaunchSpec
+from meshwright.spec.record import EVENTS_FILE_NAME, StepRecord, parse_events
 from meshwright.train import memory_checkpointer
 from meshwright.train.loss_spike import LossSpikeDetector
 from meshwright.train.metrics import last_reported_step
@@ -265,7 +264,8 @@ class Recovery:
 
     def save(self, must: bool) -> None:
         """Saves a checkpoint. `must`: this is the last chance to save, so a failure ends the run. Otherwise, a writer
-        process saves while training continues, if all in-memory checkpoints are on this machine (async_writer.py)."""
+        process saves while training continues, if all in-memory checkpoints are on this machine
+        (memory_checkpointer.py)."""
         step = self.trainer.steps
         if self.saved == step:
             return

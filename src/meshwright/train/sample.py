@@ -15,8 +15,8 @@ from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes, show_count
 from meshwright.data.dataset import DataObjective
 from meshwright.data.tokens import Tokenizer
-from meshwright.runtime.loss.objective import extract_logits
-from meshwright.spec.run import LaunchSpec
+from meshwright.runtime.loss import extract_logits
+from meshwright.spec.job import LaunchSpec
 from meshwright.train.model import build_model
 from meshwright.train.trainer import Trainer
 

@@ -39,7 +39,7 @@ again. This does not hold if a rank's current speed would clearly delay the othe
 
 [Note: ranks that are left out] If no assignment helps, an `ExclusionRequest` is sent after EXCLUSION_DELAY_STEPS slow
 steps, and then once per window. It contains the current step time, and the predicted step time if the rank computed as
-fast as its peers. The supervisor decides (elastic/device_exclusion.py).
+fast as its peers. The supervisor decides (elastic/devices.py).
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ from typing import NamedTuple
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, mark_msgid
-from meshwright.spec.batch_layout import micro_batch_rows, micro_batches_by_speed
-from meshwright.spec.grid import RankGrid
+from meshwright.spec.grid import RankGrid, micro_batch_rows, micro_batches_by_speed
 from meshwright.spec.plan import Plan
 
 MEDIAN_WINDOW_STEPS = 10

@@ -18,29 +18,26 @@ import torch
 from torch import nn
 
 from meshwright.analysis.dry_run import in_eval_mode
-from meshwright.core.heartbeat import RankPhase
+from meshwright.core.ipc import RankPhase
 from meshwright.core.messages import Message
 from meshwright.runtime import state_dict
-from meshwright.runtime.build.context import make_parallel_context
-from meshwright.runtime.build.parallelize import parallelize_model
+from meshwright.runtime.backend import init_local_device, malloc_trim
+from meshwright.runtime.build.parallelize import make_parallel_context, parallelize_model
 from meshwright.runtime.build.passes.record import ModelHints
 from meshwright.runtime.comm.async_collectives import all_reduce
-from meshwright.runtime.device import init_local_device
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import ErrorPropagator
 from meshwright.runtime.expert_parallel.load_balancing import update_expert_bias
-from meshwright.runtime.host_heap import malloc_trim
-from meshwright.runtime.loss.objective import Batch
+from meshwright.runtime.float8 import check_precision_support
+from meshwright.runtime.loss import Batch
 from meshwright.runtime.optim.param_groups import OptimizerFactory
 from meshwright.runtime.optim.rule_probe import enable_fused_kernels
 from meshwright.runtime.parameter_access import full_parameters, guard_stale_parameters, parameter_refs
-from meshwright.runtime.precision.float8 import check_precision_support
 from meshwright.runtime.zero.param_group import offloaded_bytes
 from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import Recipe, recipe
-from meshwright.spec.proof import ProofMode, ProofResult
-from meshwright.spec.record import StepRecord
+from meshwright.spec.record import ProofMode, ProofResult, StepRecord
 from meshwright.train.oom import MemoryReport, explain_oom
 from meshwright.train.proof.proof_schedule import ProofSchedule, resolve_proof_mode
 from meshwright.train.step.inputs import LocalBatch, check_example, check_model_across_ranks
@@ -50,7 +47,7 @@ from meshwright.train.step.state import TrainState
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.memory_checkpoint import MemoryCheckpoint
-    from meshwright.train.sdc_recompute import SdcRecompute
+    from meshwright.train.silent_corruption import SdcRecompute
 
 __all__ = ["LocalBatch", "ParallelizeOptions", "Trainer", "parallelize"]
 

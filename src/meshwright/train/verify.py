@@ -41,11 +41,11 @@ from meshwright.runtime.expert_parallel.load_balancing import (
     aux_loss_coefficient,
     drop_over_capacity,
 )
-from meshwright.runtime.loss.objective import Batch, LossHead, extract_logits
-from meshwright.spec.batch_layout import first_row
+from meshwright.runtime.loss import Batch, LossHead, extract_logits
 from meshwright.spec.constraints import check_batch_size
+from meshwright.spec.grid import first_row
+from meshwright.spec.job import ModelSource
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import ModelSource
 from meshwright.spec.workload import LoraConfig, OptimizerConfig
 from meshwright.train.first_difference import ModuleRecorder, RecordedPass, find_first_difference
 from meshwright.train.model import attach_lora, build_model, model_objective, vocabulary_size

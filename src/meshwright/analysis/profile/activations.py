@@ -44,8 +44,8 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.analysis.graph import TpSplit
 from meshwright.analysis.profile.flops import FUSED_ATTENTION_OPS, GROUPED_MM, operation_cost, operation_name
-from meshwright.analysis.remat.min_cut import RematPlan, RematValue, StorageView, ancestors_in_order, plan_remat
-from meshwright.analysis.remat.tape import RematTape
+from meshwright.analysis.recompute_min_cut import RematPlan, RematValue, StorageView, ancestors_in_order, plan_remat
+from meshwright.analysis.recompute_tape import RematTape
 
 
 def fused_attention(

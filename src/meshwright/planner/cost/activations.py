@@ -1,9 +1,19 @@
-"""Computes the activations that a layer saves for backward, and the transient memory of its backward.
+"""Computes the memory of activations: of one layer, and at the peak of each class of pipeline ranks.
+
+`activation_bytes` computes the activations that a layer saves for backward, and the transient memory of its backward.
 
 [Note: in pieces] torch.compile does not trace into some layers of this project: tensor-parallel layers, expert layers,
 and layers with a deferred weight gradient. So torch.compile produces several graphs per block, with these layers
 between them. The activation function of a gated feed-forward and the matrix product after it are then in different
 graphs, so the result of the activation function is saved.
+
+`activation_peak` computes the peak of saved activations on each class of pipeline ranks, with recompute and offload.
+
+The schedule of a rank determines the points of a step at which its memory can peak, called moments, and the layers with
+saved activations at each moment (rank_contents.py). The bytes of a layer come from activations.py. The peak is the
+moment with the most bytes.
+
+Source: Korthikanti et al., arXiv 2205.05198, for activations under tensor and sequence parallelism.
 """
 
 from __future__ import annotations
@@ -17,8 +27,10 @@ from meshwright.planner.cost import constants
 from meshwright.planner.cost.compute import local_fraction
 from meshwright.planner.cost.cost_context import BLOCK, HEAD, CostContext, LayerRun
 from meshwright.planner.cost.cp_ep_comm import cp_backward_elements
+from meshwright.planner.cost.offload import offload_fractions
 from meshwright.planner.cost.pipeline import any_split_backward
-from meshwright.planner.cost.plan_grid import Array, PlanGrid
+from meshwright.planner.cost.plan_grid import GRID_AXES, Array, PlanGrid, RecomputeChoice, broadcast_to_axis
+from meshwright.planner.cost.rank_contents import PeakMoments, RankContents, stack_schedules
 from meshwright.spec.enums import PER_BLOCK_RECOMPUTE, Recompute
 from meshwright.spec.model import LayerSpec
 
@@ -167,7 +179,7 @@ def _chunked_loss_bytes(
     """Returns the bytes of a head with a chunked loss.
 
     The head saves the gradient of its input instead of the input, and the gradient of its weight. The logits and
-    probabilities of one chunk are transient. Source: runtime/loss/cross_entropy.py, [Note: gradients at once].
+    probabilities of one chunk are transient. Source: runtime/loss.py, [Note: gradients at once].
     """
     layer, size = entry.layer, setting.recipe.size
     some = tokens / box.loss_chunks
@@ -187,3 +199,192 @@ def cpu_logits_bytes(setting: CostContext, layer: LayerSpec, tp: int, tokens: Ar
     GRID_AXES."""
     copied = setting.on_host and setting.recipe.size < constants.LOSS_ELEMENT_BYTES
     return (tokens * (layer.fixed_split / tp if copied else 0.0))[:, None]
+
+
+ABSENT_MOMENT_BYTES = -1e30
+"""Bytes at a moment that a rank does not have. The value is so negative that such a moment is never the peak."""
+
+
+class ActivationPeak(NamedTuple):
+    """The peak bytes of saved activations on the device: during the backward of the head (negative on ranks without a
+    head), and during any other backward. Also the bytes in host memory and in files."""
+
+    at_head: Array
+    elsewhere: Array
+    on_host: Array
+    in_files: Array
+
+
+class MomentBytes(NamedTuple):
+    """The saved bytes at the moments (points of a step) at which the memory of ranks can peak.
+
+    `saved` is the bytes of saved activations (b, o, r, moments, s x c). `layers` is the number of layers of each column
+    (b, o, r, moments, columns). The columns are the saved layers, the running layer, and, if the schedule defers weight
+    gradients, the layers that wait for W. `weights` is the bytes of one layer (b, columns, s x c). `at_head` marks the
+    moments at which the head runs backward. For each column of saved layers, `blocks` marks whether offload of
+    activations applies to it. `waiting` marks whether it is stored until W, the action that computes weight gradients.
+    """
+
+    saved: Array
+    layers: Array
+    weights: Array
+    at_head: Array
+    blocks: Array
+    waiting: Array
+
+    @property
+    def columns(self) -> int:
+        """Returns the number of columns for saved layers."""
+        return len(self.blocks)
+
+    def bytes_of(self, layers: Array, first: int = 0) -> Array:
+        """Returns the bytes of `layers` at each moment. `first` is the column at which the columns of `layers`
+        begin."""
+        weights = self.weights[:, first : first + layers.shape[4]]
+        return (layers.reshape(len(weights), -1, layers.shape[4]) @ weights).reshape(self.saved.shape)
+
+
+def activation_peak(
+    setting: CostContext, box: PlanGrid, tokens: Array, ranks: Sequence[RankContents]
+) -> ActivationPeak:
+    """Returns the activation peak of each rank class, over GRID_AXES (the axis z has length 1). Recompute choices that
+    treat all blocks equally are computed together, other choices one by one."""
+    layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
+    whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
+    # With a split backward, recomputed blocks save nothing until W (runtime/weight_gradients.py).
+    split_backward = any_split_backward(box.orders)
+    until_b = [at for at in whole_choices if split_backward and box.recompute[at].kind in PER_BLOCK_RECOMPUTE]
+    groups = [group for group in ([at for at in whole_choices if at not in until_b], until_b) if group] + [
+        [at] for at, again in enumerate(box.recompute) if again.some
+    ]
+    found = [
+        _uniform_activation_peak(setting, box, layers, [box.recompute[at] for at in group], ranks) for group in groups
+    ]
+    if len(found) == 1:
+        return found[0]
+    order = np.argsort([at for group in groups for at in group])
+    head, others = (
+        np.concatenate(parts, axis=GRID_AXES.index("c"))[..., order, :, :]
+        for parts in zip(*(each[:2] for each in found), strict=True)
+    )
+    if not any(box.offload):
+        return ActivationPeak(head, others, *found[0][2:])
+    removed = (
+        np.concatenate(parts, axis=GRID_AXES.index("c"))[..., order, :, :]
+        for parts in zip(*(each[2:] for each in found), strict=True)
+    )
+    return ActivationPeak(head, others, *removed)
+
+
+def _uniform_activation_peak(
+    setting: CostContext,
+    box: PlanGrid,
+    layers: Sequence[ActivationBytes],
+    chosen: Sequence[RecomputeChoice],
+    ranks: Sequence[RankContents],
+) -> ActivationPeak:
+    """Computes the peak for several recompute choices that treat all blocks equally, or for one choice that does not.
+    In the second case each run of layers has two columns: the first blocks of a stage, and the other blocks."""
+    moments = _moment_bytes(setting, box, layers, chosen, ranks)
+    parts = len(box.sequence_parallel), len(chosen)
+    every = moments.saved + deferred_wgrad_bytes(box, layers, moments.layers, moments.waiting, len(chosen))
+    if any(box.offload):
+        return _offloaded_activation_peak(setting, box, layers, moments, every, parts)
+    return ActivationPeak(
+        _max_moment(every, moments.at_head, parts),
+        _max_moment(every, ~moments.at_head, parts),
+        broadcast_to_axis(0.0, ""),
+        broadcast_to_axis(0.0, ""),
+    )
+
+
+def _moment_bytes(
+    setting: CostContext,
+    box: PlanGrid,
+    layers: Sequence[ActivationBytes],
+    chosen: Sequence[RecomputeChoice],
+    ranks: Sequence[RankContents],
+) -> MomentBytes:
+    part, count = box.offload_layers if any(box.offload) else 0, box.counts.tolist()
+    some = chosen[0].some or part > 0
+    does = (chosen[0].kind, chosen[0].rest) if chosen[0].some else (chosen[0].kind,) * 2
+    waits = does[0] not in PER_BLOCK_RECOMPUTE, does[1] not in PER_BLOCK_RECOMPUTE
+    at_once = [
+        stored.peak_moments(chosen[0].blocks(stored.order) if chosen[0].some else part, count, waits)
+        for stored in ranks
+    ]
+    length = max(each.at_head.shape[2] for each in at_once)
+    fill = np.arange(length)
+    wide = [
+        each if each.at_head.shape[2] == length else PeakMoments(*(part[:, :, fill % part.shape[2]] for part in each))
+        for each in at_once
+    ]
+    most = max(each.layers.shape[3] for each in wide)
+    table = stack_schedules([_pad_columns(each.layers, most) for each in wide], kinds=1)
+    at_head = stack_schedules([each.at_head for each in wide], kinds=1)[..., None]
+    kinds, rest = [choice.kind for choice in chosen], [choice.rest if choice.some else choice.kind for choice in chosen]
+    never = [Recompute.none] * len(chosen)
+    has_until_w = most > 2 * len(layers) * (1 + some)
+    groups = [
+        (*each.when(which), each.until_w(which)) if has_until_w else each.when(which)
+        for each, entry in zip(layers, setting.entries, strict=True)
+        for which in ((kinds, rest) if entry.is_block else (never, never))[: 1 + some]
+    ]
+    weights = np.concatenate([np.stack(group, axis=1) for group in zip(*groups, strict=True)], axis=1).reshape(
+        len(count), most, -1
+    )
+    shape = (*table.shape[:4], weights.shape[2])
+    return MomentBytes(
+        (table.reshape(len(count), -1, table.shape[4]) @ weights).reshape(shape),
+        table,
+        weights,
+        at_head,
+        np.array([entry.is_block and not (part and behind) for entry in setting.entries for behind in range(1 + some)]),
+        np.array([entry.is_block and wait for entry in setting.entries for wait in (waits if some else waits[1:])]),
+    )
+
+
+def _offloaded_activation_peak(
+    setting: CostContext,
+    box: PlanGrid,
+    layers: Sequence[ActivationBytes],
+    moments: MomentBytes,
+    resident: Array,
+    parts: tuple[int, int],
+) -> ActivationPeak:
+    """Computes the peak with offload of saved activations. `resident` is the bytes at each moment without offload."""
+    columns, blocks, at_head = moments.columns, moments.blocks, moments.at_head
+    stays = 1.0 + (moments.layers[..., columns : 2 * columns] * blocks).sum(axis=-1, keepdims=True)
+    stored = moments.layers[..., :columns] * blocks
+    resting, every = moments.bytes_of(np.maximum(stored - stays, 0.0)), moments.bytes_of(stored)
+    where = offload_fractions(box)
+    sent = where.activations + where.activations_files
+    fetched = moments.waiting & ~blocks  # fetched activations are not stored until W
+    left = moments.saved + deferred_wgrad_bytes(box, layers, moments.layers, fetched, parts[1]) - resting
+    if moments.layers.shape[4] > 2 * columns:
+        left = left - moments.bytes_of(moments.layers[..., 2 * columns :] * blocks, 2 * columns)
+    head, others = (
+        np.where(sent > 0, _max_moment(left, which, parts), _max_moment(resident, which, parts))
+        for which in (at_head, ~at_head)
+    )
+    copied, passing, removed = (
+        _max_moment(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting)
+    )
+    # The last block of a forward pass is offloaded only if another action precedes its backward.
+    removed = removed if box.pp == 1 else copied
+    # Data for a file passes through host memory. This is counted if the size of the host memory is known.
+    by_host = not setting.on_host and setting.host_memory > 0
+    pinned = where.activations_files * passing * by_host
+    return ActivationPeak(head, others, where.activations * removed + pinned, where.activations_files * removed)
+
+
+def _pad_columns(layers: Array, columns: int) -> Array:
+    """Returns `layers` padded with zeros to `columns` columns."""
+    return layers if layers.shape[3] == columns else np.pad(layers, ((0, 0),) * 3 + ((0, columns - layers.shape[3]),))
+
+
+def _max_moment(moment: Array, chosen: Array, parts: tuple[int, int]) -> Array:
+    """Returns the maximum of `moment` (b, o, r, moments, s x c) over the moments that `chosen` marks, over
+    GRID_AXES."""
+    largest = np.where(chosen, moment, ABSENT_MOMENT_BYTES).max(axis=3)
+    return largest.reshape(*largest.shape[:3], *parts).transpose(2, 1, 0, 3, 4)[..., None, None]

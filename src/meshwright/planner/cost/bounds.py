@@ -24,8 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.planner.cost import constants, offload
-from meshwright.planner.cost.activation_peak import activation_peak
-from meshwright.planner.cost.activations import activation_bytes
+from meshwright.planner.cost.activations import activation_bytes, activation_peak
 from meshwright.planner.cost.cost_model import CostModel, RankClasses, sharded_numel
 from meshwright.planner.cost.dp_comm import update_seconds
 from meshwright.planner.cost.memory import (

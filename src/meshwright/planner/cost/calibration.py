@@ -27,12 +27,15 @@ import numpy as np
 from meshwright.core.messages import Message
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.links import LinkModel, all_to_all_seconds, collective_rates
-from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
-from meshwright.spec.measurement import (
+from meshwright.spec.cluster import (
     MAX_BUSY_PROCESSORS,
+    Cluster,
     ClusterProfile,
     CollectiveSample,
+    Device,
     DeviceProfile,
+    Link,
+    NodeGroup,
     find_network_tiers,
 )
 

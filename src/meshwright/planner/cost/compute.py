@@ -122,7 +122,7 @@ def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants
     are separate products. The FLOPs are those of the expert rank with the most tokens (`imbalance` times the mean).
 
     LoRA adapters on frozen weights do not count as products. Their memory traffic is part of `layer.moved`
-    (planner/inputs/adapters.py).
+    (planner/inputs/job.py).
     """
     weights = [parameter for parameter in layer.parameters if len(parameter.shape) >= 2] if layer.flops else []
     weights = [weight for weight in weights if weight.frozen] or weights

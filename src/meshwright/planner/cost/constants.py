@@ -159,7 +159,7 @@ average."""
 
 BOUNCE_BUFFER_BYTES = 2 << 20
 """Bytes of the buffer through which a CPU rank writes saved activations to a file, as in
-runtime/offload/activation_store.py."""
+runtime/offload/swap_file.py."""
 
 PIPELINE_FILL_FACTOR = 2.0
 """The time to fill the pipeline of a collective with chunks of optimal size, divided by sqrt(wire seconds x hop
@@ -196,4 +196,4 @@ buffer."""
 
 MIN_IN_PLACE_ELEMENTS = 1 << 16
 """For weight matrices with at least this many elements, CPU products add to the gradient in place. Source:
-runtime/wgrad/accumulation.py."""
+runtime/weight_gradients.py."""

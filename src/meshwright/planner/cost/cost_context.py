@@ -166,7 +166,7 @@ class CostContext:
         """Returns the elements of the largest gradient of a layer that exists separately before it is accumulated.
 
         With several stages on CPUs, matrix products add to the accumulated gradient in place. Source:
-        runtime/wgrad/accumulation.py.
+        runtime/weight_gradients.py.
         """
         largest = entry.largest(cut)
         in_place = (

@@ -15,9 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.planner.cost import constants, cp_ep_comm, offload
-from meshwright.planner.cost.activation_peak import activation_peak
-from meshwright.planner.cost.activations import activation_bytes
-from meshwright.planner.cost.buckets import ModelBuckets
+from meshwright.planner.cost.activations import activation_bytes, activation_peak
 from meshwright.planner.cost.compute import LayerTimes, cpu_op_seconds, layer_times
 from meshwright.planner.cost.cost_context import MESHWRIGHT_RUNTIME, CostContext, RuntimeModel, build_cost_context
 from meshwright.planner.cost.dp_comm import DpTraffic, dp_traffic, replicated_kv_reduce_seconds, update_seconds
@@ -47,8 +45,14 @@ from meshwright.planner.cost.plan_grid import (
     broadcast_to_axis,
     shard_fraction,
 )
-from meshwright.planner.cost.rank_classes import RankClass, group_equal_ranks, list_ranks
-from meshwright.planner.cost.rank_contents import RankContents, stack_schedules
+from meshwright.planner.cost.rank_contents import (
+    ModelBuckets,
+    RankClass,
+    RankContents,
+    group_equal_ranks,
+    list_ranks,
+    stack_schedules,
+)
 from meshwright.spec.enums import MESH_AXES, PER_BLOCK_RECOMPUTE, Recompute, offloads_activations
 from meshwright.spec.job import Job
 

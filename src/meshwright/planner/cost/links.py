@@ -13,7 +13,7 @@ The last term is the cost of filling a pipeline of chunks of optimal size (a + x
 
 Over gloo with one rank per node, ranks gather and scatter by an all-to-all, which takes as long as a ring. Several
 ranks per node use a hierarchical collective: the data crosses the network once for each node, spread over its ranks
-(runtime/comm/hierarchical.py). With h nodes of m ranks, one direction takes (h - 1) / (h m) S / far + (m - 1) / m S /
+(runtime/comm/topology.py). With h nodes of m ranks, one direction takes (h - 1) / (h m) S / far + (m - 1) / m S /
 near, where far and near are bandwidths. Gradient compression (`CompressionRatio`) changes only the first term.
 
 Ranks that compute between collectives also have synchronisation overhead. It is `meeting` of the link for each doubling

@@ -25,7 +25,7 @@ import numpy as np
 
 from meshwright.planner.cost import constants
 from meshwright.planner.cost import optimizer as asked
-from meshwright.planner.cost.activation_peak import ActivationPeak
+from meshwright.planner.cost.activations import ActivationPeak
 from meshwright.planner.cost.cost_context import CostContext
 from meshwright.planner.cost.cp_ep_comm import cp_shared_buffer_bytes
 from meshwright.planner.cost.offload import offload_fractions, swap_buffer_bytes

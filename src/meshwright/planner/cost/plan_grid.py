@@ -41,8 +41,7 @@ from meshwright.spec.grid import largest_shard_weight, relative_shard_size
 from meshwright.spec.layout import ShardWeight
 from meshwright.spec.model import ParameterSpec
 from meshwright.spec.plan import Plan
-from meshwright.spec.schedules.schedule import Schedule
-from meshwright.spec.schedules.schedule_registry import find_schedule
+from meshwright.spec.schedules.schedule import Schedule, find_schedule
 
 GRID_AXES = "robsczf"
 CHOICE_FIELDS = ("orders", "micro_batches", "sequence_parallel", "recompute", "shards", "offload")
@@ -205,7 +204,7 @@ class PlanGrid:
     offload_share: float | Array = 1.0
     weights_share: float | Array = 1.0
     """`offload_share` and `weights_share`: the offloaded fractions of optimizer states and of weights, if these are
-    offloaded. The costs of several fractions can be computed together along f (planner/search/rank.py)."""
+    offloaded. The costs of several fractions can be computed together along f (planner/search/ranking.py)."""
     offload_layers: int = 0
     """With offload of activations, it applies to this many first blocks of each virtual stage; 0 means all blocks."""
 

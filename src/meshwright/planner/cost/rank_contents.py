@@ -1,4 +1,11 @@
-"""Describes the contents of the pipeline ranks of a schedule as arrays: layers, recomputed layers, saved activations at
+"""Describes what the pipeline ranks of a schedule have: layers, saved activations, and flat buffers.
+
+Assigns layers to pipeline ranks: the blocks of a plan, and the layers before, between and after them.
+
+Most ranks of a pipeline have equal layers. `group_equal_ranks` returns the first rank of each class, which has the most
+micro-batches in flight.
+
+Describes the contents of the pipeline ranks of a schedule as arrays: layers, recomputed layers, saved activations at
 the memory peak, and flat buffers.
 
 There are few schedules and many grids. The arrays of a schedule are computed on first use and stacked for each grid
@@ -10,19 +17,97 @@ layer, and each layer needs transient memory. The points of a step at which the 
 backward is split into B (gradients of inputs) and W (gradients of weights), the inputs of the matrix products of a
 layer and the gradients of their outputs are stored until W. In V-shaped schedules, W follows directly after B at the
 peak.
+
+Computes the exact number of elements of the flat buffers of a stage ([Note: flat layout]). Consecutive equal layers are
+handled together. Each parameter group has one flat buffer.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.planner.cost.buckets import ModelBuckets
-from meshwright.planner.cost.cost_context import HEAD
+from meshwright.planner.cost.constants import MAX_INFLIGHT_REDUCE
+from meshwright.planner.cost.cost_context import HEAD, LayerRun
 from meshwright.planner.cost.plan_grid import Array, ScheduleChoice, TpEpShape
-from meshwright.planner.cost.rank_classes import RankClass, recomputing_layers, split_recomputing
+from meshwright.spec.schedules.schedule import stage_to_rank
+
+StageContent = tuple[int, ...]
+"""The number of layers of each layer run on one virtual stage."""
+
+
+class RankClass(NamedTuple):
+    """Pipeline ranks with equal layers. `rank` is the first of these ranks and `number` the number of ranks. `layers`
+    is the number of layers by virtual stage (rows) and layer run (columns). `stages` is the distinct stages, each with
+    its number of occurrences."""
+
+    rank: int
+    number: int
+    layers: Array
+    stages: tuple[tuple[StageContent, int], ...]
+
+
+def stage_contents(entries: Sequence[LayerRun], order: ScheduleChoice) -> Array:
+    """Returns the number of layers by virtual stage (rows) and layer run (columns). A layer between two blocks is on
+    the stage of the block before it."""
+    ends = np.cumsum(order.stage_layers)
+    starts = ends - order.stage_layers
+    last = len(ends) - 1
+    table = np.zeros((len(ends), len(entries)), dtype=np.int64)
+    for column, entry in enumerate(entries):
+        if entry.copy:
+            table[last, column] = int(last > 0)
+        elif entry.is_block:
+            first, past = entry.first_block, entry.first_block + entry.layer.repeat
+            table[:, column] = np.clip(np.minimum(ends, past) - np.maximum(starts, first), 0, None)
+        else:
+            table[min(int(np.searchsorted(ends, entry.first_block)), last), column] = entry.layer.repeat
+    return table
+
+
+def stages_by_rank(table: Array, order: ScheduleChoice, pp: int) -> Array:
+    """Rearranges rows of virtual stages to an array (index of the stage on its rank, rank, ...)."""
+    owner = stage_to_rank(np.arange(len(table)), pp, order.rules.v_shape)  # type: ignore[arg-type]
+    return table[np.argsort(owner, kind="stable").reshape(pp, order.virtual_stages).T]
+
+
+def list_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: int) -> list[RankClass]:
+    """Returns every pipeline rank as a separate class."""
+    table = stages_by_rank(stage_contents(entries, order), order, pp)
+    return [_rank_class(rank, 1, table[:, rank]) for rank in range(pp)]
+
+
+def group_equal_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: int) -> tuple[RankClass, ...]:
+    """Returns the classes of pipeline ranks, in the order of their first rank."""
+    table = stages_by_rank(stage_contents(entries, order), order, pp)
+    found: dict[tuple[bytes, int], list[int]] = {}
+    for rank in range(pp):
+        # In V-shaped schedules, later ranks have more micro-batches of their second stage in flight, and this stage may
+        # be the larger one.
+        distinct = order.rules.v_shape and order.given
+        found.setdefault((table[:, rank].tobytes(), rank * distinct), []).append(rank)
+    return tuple(_rank_class(same[0], len(same), table[:, same[0]]) for same in found.values())
+
+
+def recomputing_layers(kind: RankClass, blocks: Sequence[bool], recomputing: int) -> Array:
+    """Returns the number of layers among the first `recomputing` blocks of a stage, by virtual stage and layer run."""
+    content = kind.layers * np.array(blocks)
+    before = np.cumsum(content, axis=1) - content
+    return np.clip(recomputing - before, 0, content)
+
+
+def split_recomputing(kind: RankClass, blocks: Sequence[bool], recomputing: int) -> RankClass:
+    """Returns the class with two columns for each layer run: recomputed layers, and other layers."""
+    again = recomputing_layers(kind, blocks, recomputing)
+    return kind._replace(layers=np.stack([again, kind.layers - again], axis=2).reshape(len(again), -1))
+
+
+def _rank_class(rank: int, count: int, layers: Array) -> RankClass:
+    return RankClass(rank, count, layers, tuple(Counter(map(tuple, layers.tolist())).items()))
+
 
 StoredUntilW = tuple[bool, bool]
 """Whether the first blocks of a stage, and the later blocks, store activations until W (the weight gradients), if the
@@ -215,3 +300,181 @@ def _walk_backward(load: Array, content: Array) -> list[tuple[int, Array]]:
         steps.append((entry, load.copy()))
         load[entry] -= content[entry]
     return steps
+
+
+StageCounts = tuple[tuple[tuple[int, ...], int], ...]
+"""The distinct virtual stages of a rank. Each item: the number of layers of each layer run on the stage, and the number
+of stages with this content."""
+
+
+class BucketRun(NamedTuple):
+    """`times` consecutive equal parameter groups of `end` elements each, before padding to the shards.
+    `gathered_ahead`: whether each group's all-gather is prefetched during the previous group."""
+
+    end: int
+    times: int
+    gathered_ahead: bool = False
+
+
+class StageBuckets(NamedTuple):
+    """The parameter groups of one virtual stage in forward order. All lengths are in elements before padding.
+
+    `first` and `last` are the first and the last group. `opening` is the two groups whose reductions are still in
+    flight when a backward ends. `closing` is the two groups whose reductions a backward starts first. `filling` is the
+    largest group between `first` and `last`, `largest` the largest of all groups. `lone` is the groups without
+    prefetch. `staged` is the length of the staging buffers for one backward, two backwards, and three or more.
+    """
+
+    runs: tuple[BucketRun, ...]
+    number: int
+    first: int
+    last: int
+    opening: int
+    closing: int
+    filling: int
+    largest: int
+    lone: int
+    staged: tuple[int, int, int]
+
+
+class LayerNumel(NamedTuple):
+    """The elements of one layer of a layer run on one tensor rank, with padding (`aligned`) and without (`raw`)."""
+
+    aligned: int
+    raw: int
+    own_bucket: bool
+    is_block: bool
+
+
+def layer_numel(entry: LayerRun, cut: TpEpShape) -> LayerNumel:
+    """Returns the number of elements of one layer, and its properties for the flat layout."""
+    return LayerNumel(entry.aligned(cut), entry.raw(cut), entry.own_bucket, entry.is_block)
+
+
+def bucket_runs(layers: Sequence[tuple[LayerNumel, int]], bucket: int) -> list[BucketRun]:
+    """Returns the parameter groups below ZeRO 3, in forward order. Starting from the last layer, each group takes whole
+    layers until it has `bucket` elements.
+
+    >>> block, head = LayerNumel(64, 50, False, True), LayerNumel(32, 10, False, False)
+    >>> runs = bucket_runs([(block, 7), (head, 1)], 100)
+    >>> [(run.end, run.times) for run in runs]  # from the back: head and two blocks reach 100, then two blocks each
+    [(64, 1), (128, 2), (160, 1)]
+    """
+    found: list[BucketRun] = []
+    room = 0
+    for layer, count in reversed(layers):
+        if not (layer.aligned and count):
+            continue
+        if layer.own_bucket:
+            found.append(BucketRun(layer.aligned, count))
+            room = 0
+            continue
+        each = -(-bucket // layer.raw)
+        while count:
+            if room > 0:
+                taken = min(count, -(-room // layer.raw))
+                found[-1] = BucketRun(found[-1].end + taken * layer.aligned, 1)
+                room -= taken * layer.raw
+            elif count >= each:
+                taken = count // each * each
+                found.append(BucketRun(each * layer.aligned, count // each))
+            else:
+                taken = 0
+                found.append(BucketRun(0, 1))
+                room = bucket
+            count -= taken
+    return found[::-1]
+
+
+def per_layer_runs(layers: Sequence[tuple[LayerNumel, int]]) -> list[BucketRun]:
+    """Returns the parameter groups at ZeRO 3: one per layer. A block prefetches the weights of the next block. The
+    first block of a stage and layers outside blocks are not prefetched."""
+    return [BucketRun(layer.aligned, count, layer.is_block) for layer, count in layers if layer.aligned and count]
+
+
+def stage_buckets(layers: Sequence[tuple[LayerNumel, int]], bucket: int | None) -> StageBuckets:
+    """Returns the parameter groups of one virtual stage: buckets of `bucket` elements, or the groups of ZeRO 3 if
+    `bucket` is None."""
+    runs = per_layer_runs(layers) if bucket is None else bucket_runs(layers, bucket)
+    if not runs:
+        return StageBuckets((), 0, 0, 0, 0, 0, 0, 0, 0, (0, 0, 0))
+    line = [run.end for run in runs for _ in range(min(run.times, MAX_INFLIGHT_REDUCE))]
+    lone = sum(run.end * run.times for run in runs if not run.gathered_ahead)
+    lone += next((run.end for run in runs if run.gathered_ahead), 0)
+    opening = sum(line[:MAX_INFLIGHT_REDUCE]) if len(line) > 1 else MAX_INFLIGHT_REDUCE * line[0]
+    closing = sum(line[-MAX_INFLIGHT_REDUCE:]) if len(line) > 1 else 0
+    filling = max(line[1:-1] or line[-1:])
+    back = [run.end for run in reversed(runs) for _ in range(min(run.times, MAX_INFLIGHT_REDUCE + 1))]
+    staged = staging_numel(back), staging_numel(back * 2), staging_numel(back * 3)
+    return StageBuckets(
+        tuple(runs),
+        sum(run.times for run in runs),
+        line[0],
+        line[-1],
+        opening,
+        closing,
+        filling,
+        max(line),
+        lone,
+        staged,
+    )
+
+
+def staging_numel(line: Sequence[int]) -> int:
+    """Returns the number of elements of the staging buffers in shared memory, from which other ranks read full
+    gradients. `line`: the lengths of the gradients in the order in which backward computes them ([Note: in turn] in
+    runtime/comm/shm/progress.py).
+
+    >>> staging_numel([9, 1]), staging_numel([9, 1, 9, 1]), staging_numel([9, 9, 9, 9])
+    (10, 19, 27)
+    """
+    three = [sorted(line[max(at - MAX_INFLIGHT_REDUCE, 0) : at + 1], reverse=True) for at in range(len(line))]
+    return sum(max(each[k] for each in three if len(each) > k) for k in range(min(MAX_INFLIGHT_REDUCE + 1, len(line))))
+
+
+class RankBuckets(NamedTuple):
+    """The parameter groups of all virtual stages of a rank. `lengths` is the number of groups of each length. `other`
+    has fields of `StageBuckets`: first the sums of `number`, `lone`, `first` and `last` over the stages, then the
+    maxima of `opening`, `closing`, `filling`, `largest` and `staged`."""
+
+    lengths: dict[int, int]
+    other: tuple[int, ...]
+
+
+class ModelBuckets:
+    """Computes the parameter groups of the virtual stages of one model. Results are cached, because many schedules have
+    equal stages."""
+
+    def __init__(self, entries: Sequence[LayerRun]) -> None:
+        self.entries = entries
+        self._sized: dict[TpEpShape, tuple[LayerNumel, ...]] = {}
+        self._units: dict[tuple[TpEpShape, int | None, tuple[int, ...]], StageBuckets] = {}
+        self._ranks: dict[tuple[TpEpShape, int | None, StageCounts], RankBuckets] = {}
+
+    def units(self, content: tuple[int, ...], cut: TpEpShape, bucket: int | None) -> StageBuckets:
+        """Returns the parameter groups of a stage. `content`: the number of layers of each layer run on the stage."""
+        key = (cut, bucket, content)
+        if key not in self._units:
+            if cut not in self._sized:
+                self._sized[cut] = tuple(layer_numel(entry, cut) for entry in self.entries)
+            self._units[key] = stage_buckets(list(zip(self._sized[cut], content, strict=True)), bucket)
+        return self._units[key]
+
+    def rank(self, stages: StageCounts, cut: TpEpShape, bucket: int | None) -> RankBuckets:
+        """Returns the parameter groups of a rank with the virtual stages `stages`."""
+        key = (cut, bucket, stages)
+        if key not in self._ranks:
+            found = [(self.units(content, cut, bucket), count) for content, count in stages]
+            lengths: dict[int, int] = {}
+            for stage, count in found:
+                for run in stage.runs:
+                    lengths[run.end] = lengths.get(run.end, 0) + run.times * count
+            number, lone = (sum(getattr(stage, name) * count for stage, count in found) for name in ("number", "lone"))
+            most = (
+                max(getattr(stage, name) for stage, _ in found) for name in ("opening", "closing", "filling", "largest")
+            )
+            staged = (max(stage.staged[passes] for stage, _ in found) for passes in range(3))
+            self._ranks[key] = RankBuckets(
+                lengths, (number, lone, found[0][0].first, found[-1][0].last, *most, *staged)
+            )
+        return self._ranks[key]

@@ -49,7 +49,7 @@ from meshwright.spec.enums import Offload
 from meshwright.spec.estimate import Estimate, FitStatus, MemoryBreakdown, TimeBreakdown
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
-from meshwright.spec.proof import ProofCost, is_proof_cheap
+from meshwright.spec.record import ProofCost, is_proof_cheap
 
 
 def compile_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:

@@ -13,9 +13,9 @@ The formulas follow these rules of autograd:
 - silu and gelu save their input, relu saves its output, and an element-wise product saves both factors. GPT-2's gelu,
   which is composed of several operations, saves four tensors.
 - A sum saves nothing, so a residual connection costs only what the following norm saves.
-- With selective recompute (analysis/remat/tape.py), the outputs of norms, activation functions, rotations and copies
-  are recomputed. The inputs of the recompute are the outputs of matrix products and attention, and the two sums of the
-  residual stream. The input of a float32 norm is saved in the compute type.
+- With selective recompute (analysis/recompute_tape.py), the outputs of norms, activation functions, rotations and
+  copies are recomputed. The inputs of the recompute are the outputs of matrix products and attention, and the two sums
+  of the residual stream. The input of a float32 norm is saved in the compute type.
 - A compiled block does not save recomputable outputs that no matrix product reads. An exception is 1/rms, which it
   saves.
 

@@ -4,10 +4,26 @@
 The result is architecture sizes and a `ModelSpec`. `package.module:function` names Python code, which the planner does
 not run. For such code, and for folders of other model families, `cli/trace_model.py` runs the model to create the
 `ModelSpec`.
+
+`sizes_for_parameters` creates a model for a size without a name, such as `--model 200b`, by scaling the GPT model of
+the catalog with the nearest size.
+
+Let P be the requested number of parameters and P0 that of the nearest GPT-3 or Megatron row. The hidden size is that of
+the row times (P / P0)^(1/3), rounded to a multiple from HIDDEN_SIZE_STEPS. So common tensor-parallel degrees divide the
+heads, which are 64 or 128 wide. A layer has 12 hidden^2 parameters (Narayanan et al., arXiv 2104.04473, equation 2),
+and the number of layers is the one whose total is nearest to P. If most parameters of a small model are the vocabulary,
+the hidden size is smaller. If the catalog has a model of this name, that model is used instead.
+
+>>> sizes = sizes_for_parameters(200e9)
+>>> sizes.layers, sizes.hidden, sizes.heads
+(110, 12288, 96)
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +32,15 @@ from meshwright.core.codec import parse_text, read_text_file, validate_data
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.files import path_from_text
 from meshwright.core.messages import Message
+from meshwright.core.units import show_count
 from meshwright.planner.inputs.architecture import model_spec
-from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, sizes_from_catalog
-from meshwright.planner.inputs.huggingface import has_formulas, read_hf_config, sizes_from_hf_config
-from meshwright.planner.inputs.sized_model import parse_model_size, sizes_for_parameters
+from meshwright.planner.inputs.architecture_sizes import (
+    ArchitectureSizes,
+    has_formulas,
+    read_hf_config,
+    sizes_from_catalog,
+    sizes_from_hf_config,
+)
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.workload import USER_FUNCTION_PATTERN
 
@@ -90,3 +111,95 @@ def read_model(name: str, **changes: Any) -> ModelSpec:
     sizes = read_sizes(name)
     given = {key: value for key, value in changes.items() if value is not None}
     return model_spec(name, sizes.changed(given) if given else sizes)
+
+
+_SIZE_PATTERN = re.compile(r"(?:gpt-)?(\d+(?:\.\d+)?)([mbt])", re.IGNORECASE)
+_SIZE_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
+SCALABLE_FAMILIES = ("GPT-3", "MT-NLG", "Megatron")
+HIDDEN_SIZE_STEPS = ((8192, 2048), (4096, 1024), (1024, 512), (0, 64))
+"""Pairs (minimum, step): hidden sizes from the minimum on are multiples of the step."""
+MIN_PARAMETERS, MAX_PARAMETERS = 4e6, 1e15
+"""The range of the number of parameters. Below the minimum, the vocabulary alone would have more parameters."""
+LEARNED_POSITIONS = 8192
+"""The number of learned positions of a scaled model: more than the catalog row has, so that common sequence lengths are
+possible."""
+
+
+def parse_model_size(name: str) -> float | None:
+    """Returns the number of parameters for a name such as 200b, or None if `name` is not a size.
+
+    >>> parse_model_size("200b"), parse_model_size("gpt-1.3B"), parse_model_size("gpt2"), parse_model_size("0b")
+    (200000000000.0, 1300000000.0, None, None)
+    """
+    match = _SIZE_PATTERN.fullmatch(name.strip())
+    return float(match[1]) * _SIZE_UNITS[match[2].lower()] or None if match else None
+
+
+SizesByName = Mapping[str, ArchitectureSizes]
+"""The models that can be scaled, by name."""
+
+
+def scalable_sizes() -> SizesByName:
+    """Returns the GPT sizes of the catalog that can be scaled."""
+    return {
+        name: sizes_from_catalog(row) for name, row in catalog.models().items() if row["family"] in SCALABLE_FAMILIES
+    }
+
+
+def nearest_size(parameters: float, known: SizesByName) -> str:
+    """Returns the name of the model with the nearest size."""
+    return min(known, key=lambda name: abs(math.log(count_weights(known[name]) / parameters)))
+
+
+def count_weights(sizes: ArchitectureSizes) -> float:
+    """Returns the number of parameters of a GPT without biases and norms, which are about a thousandth of the total."""
+    return 12.0 * sizes.layers * sizes.hidden**2 + (sizes.vocab + sizes.pos_rows) * sizes.hidden
+
+
+def sizes_for_parameters(parameters: float, known: SizesByName | None = None) -> ArchitectureSizes:
+    """Returns the sizes of a GPT model with about `parameters` parameters, as close as an integer number of layers
+    allows."""
+    if not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS:
+        raise InputError(
+            Message(
+                "a model of {parameters} parameters: a size lies between {min_parameters} and {max_parameters}",
+                parameters=show_count(parameters),
+                min_parameters=show_count(MIN_PARAMETERS),
+                max_parameters=show_count(MAX_PARAMETERS),
+            )
+        )
+    known = known or scalable_sizes()
+    like = known[nearest_size(parameters, known)]
+    wanted = like.hidden * (parameters / count_weights(like)) ** (1 / 3)
+    step = next(step for least, step in HIDDEN_SIZE_STEPS if wanted >= least)
+    hidden = max(round(wanted / step), 1) * step
+    while hidden > step and parameters < (like.vocab + LEARNED_POSITIONS) * hidden + 6.0 * like.layers * hidden**2:
+        hidden -= step
+    layers = max(round((parameters - (like.vocab + LEARNED_POSITIONS) * hidden) / (12.0 * hidden**2)), 1)
+    changes: dict[str, Any] = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": hidden // (128 if hidden >= 1536 else 64),
+        "kv_heads": hidden // (128 if hidden >= 1536 else 64),
+        "head_dim": 0.0,
+        "ffn": 4 * hidden,
+        "seq": LEARNED_POSITIONS,
+        "pos_rows": LEARNED_POSITIONS,
+    }
+    return validate_data(ArchitectureSizes, {**like.model_dump(), **changes}, "$.model")
+
+
+def model_title(name: str) -> str:
+    """Returns the name to display. For a size, the name includes the model that was scaled.
+
+    >>> model_title("200b"), model_title("gpt3")
+    ('gpt-200b (gpt3-175b scaled)', 'gpt3')
+    """
+    parameters = parse_model_size(name)
+    if (
+        parameters is None
+        or not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS
+        or catalog.find_entry(catalog.models(), name)
+    ):
+        return name
+    return f"gpt-{name.strip().lower().removeprefix('gpt-')} ({nearest_size(parameters, scalable_sizes())} scaled)"

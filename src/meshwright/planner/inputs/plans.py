@@ -1,7 +1,7 @@
 """Parses `--plan NAME|FILE|auto` and `--pin tp=2,pp=4`.
 
 A pin is a field of `Plan`, or `dp` for all replicas. The abbreviations of plan names (z, mb, sp, rc) stand for their
-fields. `schedule=FILE` reads an order of actions from a table (spec/schedules/text.py). It also pins the numbers of
+fields. `schedule=FILE` reads an order of actions from a table (spec/schedules/custom.py). It also pins the numbers of
 ranks and stages in this table.
 """
 
@@ -20,9 +20,8 @@ from meshwright.core.files import path_from_text
 from meshwright.core.messages import Message
 from meshwright.spec.constraints import validate_plan
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.schedules.custom import CUSTOM_SCHEDULE
-from meshwright.spec.schedules.schedule_registry import schedule_names
-from meshwright.spec.schedules.text import parse_orders, parse_table, table_shape
+from meshwright.spec.schedules.custom import CUSTOM_SCHEDULE, parse_orders, parse_table, table_shape
+from meshwright.spec.schedules.schedule import schedule_names
 
 PIN_ALIASES = {"z": "zero", "mb": "micro_batch", "sp": "sequence_parallel", "rc": "recompute", "off": "offload"}
 PINNABLE_FIELDS = ("dp", *(name for name in Plan.model_fields if name != "version"))

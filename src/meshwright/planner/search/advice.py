@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 from meshwright.core.messages import Message
 from meshwright.planner.cost.step import estimate
+from meshwright.planner.search.best_plans import PlanCandidate, PlanFamily, SearchResult
 from meshwright.planner.search.branch_and_bound import search_top_plans
+from meshwright.planner.search.choices import divisors
 from meshwright.planner.search.explain import family_name
 from meshwright.planner.search.infeasible import fastest_plan
-from meshwright.planner.search.offered_choices import divisors
-from meshwright.planner.search.result import PlanFamily, SearchResult
-from meshwright.planner.search.top_k import PlanCandidate
 from meshwright.spec.cluster import Cluster, NodeGroup
 from meshwright.spec.enums import Recompute
 from meshwright.spec.job import Job

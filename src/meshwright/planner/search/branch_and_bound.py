@@ -2,7 +2,7 @@
 
 Guarantees: the search is exact. It returns the same best plan as an estimate of every single plan; a test compares both
 on random jobs. Plans are ordered by score. The score is the step time, raised by RISK_MARGIN for each reason of
-uncertainty (risk_margin.py). With the objective headroom, it is the reserved bytes. At equal score (to nine digits) the
+uncertainty (best_plans.py). With the objective headroom, it is the reserved bytes. At equal score (to nine digits) the
 simpler plan comes first: fewer axes, lower ZeRO stage, no recompute, no sequence parallelism, the simpler schedule.
 
 [Note: bounds] The cost of plans that cannot be among the results is not computed. All bounds rely on the fact that a
@@ -39,12 +39,18 @@ from meshwright.planner.cost.memory import MemoryFootprint, memory_limit, physic
 from meshwright.planner.cost.overlap import choose_bucket
 from meshwright.planner.cost.plan_grid import CHOICE_FIELDS, Array, PlanGrid
 from meshwright.planner.cost.step import compile_seconds
+from meshwright.planner.search.best_plans import (
+    RISK_MARGIN,
+    SCORE_TOLERANCE,
+    PlanCandidate,
+    PricedGrid,
+    SearchObjective,
+    TopK,
+    uses_unmeasured_link,
+)
+from meshwright.planner.search.choices import recompute_ladder
 from meshwright.planner.search.partial_recompute import SMALL_GRID_PLANS, PartialRecompute, crop_grid
-from meshwright.planner.search.plan_choices import recompute_ladder
-from meshwright.planner.search.result import SearchObjective
-from meshwright.planner.search.risk_margin import RISK_MARGIN, uses_unmeasured_link
 from meshwright.planner.search.space import DegreeGroup, PlanSpace
-from meshwright.planner.search.top_k import SCORE_TOLERANCE, PlanCandidate, PricedGrid, TopK
 from meshwright.spec.enums import Offload, Recompute, offloads_activations
 from meshwright.spec.job import Job
 

@@ -1,17 +1,40 @@
 """Explains the chosen plan in a few sentences: its time, its memory, and how much slower the best plans of other
-families are."""
+families are.
+
+`why_not` explains why a plan was not chosen: it breaks rules, lacks memory, or takes longer.
+
+The additional time is divided by kind: the differences of the fields of `TimeBreakdown` between the two plans, which
+add up to the difference of the step times. `pin_conflict` names the pins that contradict each other, with the reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from itertools import combinations
+from typing import Any
 
+from pydantic import Field
+
+from meshwright.core.codec import StrictModel, TranslatableText, without_place
+from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, term
-from meshwright.planner.cost.step import estimate
-from meshwright.planner.search.result import PlanFamily, SearchResult
-from meshwright.planner.search.risk_margin import required_gain, uses_unmeasured_link
-from meshwright.planner.search.why_not import TimeDelta, time_deltas
-from meshwright.spec.estimate import FitStatus, fit_message, largest_memory_kind
+from meshwright.planner.cost.step import estimate, estimate_grid
+from meshwright.planner.search.best_plans import (
+    PlanFamily,
+    RankedPlan,
+    SearchResult,
+    required_gain,
+    round_score,
+    uses_unmeasured_link,
+)
+from meshwright.planner.search.branch_and_bound import PlanSearch, search_top_plans
+from meshwright.planner.search.space import PlanSpace
+from meshwright.spec.constraints import plan_violations
+from meshwright.spec.estimate import Estimate, FitStatus, TimeBreakdown, fit_message, largest_memory_kind
 from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
 
 MAX_FAMILIES_NAMED = 3
 """The maximum number of families in one sentence."""
@@ -168,4 +191,179 @@ def _remaining_families(found: Sequence[object]) -> tuple[Message, ...]:
         (Message("and {count:count} more", count=len(found) - MAX_FAMILIES_NAMED),)
         if len(found) > MAX_FAMILIES_NAMED
         else ()
+    )
+
+
+MAX_CONFLICTING_PINS = 3
+"""Maximum number of pins that are reported together."""
+
+
+def pin_conflict(job: Job) -> str:
+    """Returns one line with the smallest set of pins that together leave no plan for any model, or '' if there is
+    none."""
+    for count in range(1, min(len(job.pins), MAX_CONFLICTING_PINS) + 1):
+        for names in combinations(job.pins, count):
+            pins = {name: job.pins[name] for name in names}
+            if leaves_no_plans(job.but(pins=pins)):
+                written = " and ".join(f"{name}={format_pin(value)}" for name, value in pins.items())
+                reason = pin_violation(pins) or Message(
+                    "no plan for {devices} devices has it"
+                    if count == 1
+                    else "no plan for {devices} devices has them all",
+                    devices=job.cluster.devices,
+                )
+                return Message(
+                    "pin {pins}: {reason}" if count == 1 else "pins {pins} contradict each other: {reason}",
+                    pins=written,
+                    reason=reason,
+                )
+    return ""
+
+
+def leaves_no_plans(job: Job) -> bool:
+    """Returns whether the pins leave no plan to consider. It returns False if a pin is valid only with another pin,
+    such as a number of blocks without a recompute kind."""
+    try:
+        space = PlanSpace(job)
+    except InputError:
+        return False
+    return not any(True for _ in space.boxes()) and not space.considered
+
+
+def pin_violation(pins: dict[str, Any]) -> str:
+    """Returns the rule that a plan with only these pins breaks, or ''."""
+    given = {("dp_replicate" if name == "dp" else name): value for name, value in pins.items()}
+    try:
+        Plan().but(**given)
+    except InputError as error:
+        return without_place(error)
+    return ""
+
+
+def format_pin(value: Any) -> str:
+    """Formats the value of a pin as a user writes it.
+
+    >>> format_pin((1, 2)), format_pin(True), format_pin("full")
+    ('[1,2]', 'true', 'full')
+    """
+    if isinstance(value, tuple):
+        return "[" + ",".join(map(str, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+TIME_ITEMS = tuple(name for name in TimeBreakdown.model_fields if name != "step")
+
+
+class ComparisonOutcome(StrEnum):
+    """The outcome of the comparison with the chosen plan. `faster` occurs if the search does not try the plan or has
+    another objective."""
+
+    chosen = "chosen"
+    slower = "slower"
+    tight = "tight"
+    unmeasured = "unmeasured"
+    faster = "faster"
+    unfit = "unfit"
+    illegal = "illegal"
+
+
+class TimeDelta(StrictModel):
+    """The additional seconds of a plan for one kind of time, compared with the chosen plan. The value is negative if
+    the plan takes less."""
+
+    name: str
+    seconds: float
+
+
+class PlanComparison(StrictModel):
+    """A plan compared with the chosen plan. `faults` are the rules that the plan breaks, or that all requested plans
+    break; then there is no estimate."""
+
+    name: str
+    outcome: ComparisonOutcome
+    plan: Plan | None = None
+    estimate: Estimate | None = None
+    terms: tuple[TimeDelta, ...] = Field(default=(), description="time differences by kind, largest first")
+    faults: tuple[TranslatableText, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """Returns the additional seconds of a step, compared with the chosen plan."""
+        return math.fsum(term.seconds for term in self.terms)
+
+
+def time_deltas(chosen: Estimate, other: Estimate) -> tuple[TimeDelta, ...]:
+    """Returns the additional time of `other` by kind, the largest difference first. Kinds without a difference are
+    omitted."""
+    found = [
+        TimeDelta(name=name, seconds=getattr(other.time, name) - getattr(chosen.time, name)) for name in TIME_ITEMS
+    ]
+    return tuple(sorted((term for term in found if term.seconds), key=lambda term: -abs(term.seconds)))
+
+
+def compare_with_chosen(job: Job, name: str, chosen: RankedPlan, plan: Plan, priced: Estimate) -> PlanComparison:
+    """Compares an estimated plan with the chosen plan."""
+    outcome = (
+        ComparisonOutcome.chosen
+        if plan == chosen.plan
+        else ComparisonOutcome.unfit
+        if priced.verdict == FitStatus.no
+        else ComparisonOutcome.slower
+        if round_score(priced.time.step) >= round_score(chosen.estimate.time.step)
+        else ComparisonOutcome.faster
+        if not required_gain(job, (chosen.plan, chosen.estimate), (plan, priced))
+        else ComparisonOutcome.tight
+        if priced.verdict == FitStatus.tight and chosen.estimate.verdict != FitStatus.tight
+        else ComparisonOutcome.unmeasured
+    )
+    return PlanComparison(
+        name=name, outcome=outcome, plan=plan, estimate=priced, terms=time_deltas(chosen.estimate, priced)
+    )
+
+
+def compare_families(job: Job, answer: SearchResult) -> tuple[PlanComparison, ...]:
+    """Compares the best or nearest plan of every other family with the chosen plan."""
+    return tuple(
+        compare_with_chosen(job, family.name, answer.chosen, family.plan, estimate(job, family.plan))
+        for family in answer.families
+        if family.plan != answer.chosen.plan
+    )
+
+
+def why_not(
+    job: Job, chosen: RankedPlan, name: str, wanted: Plan | Mapping[str, Any], runnable: bool = False
+) -> PlanComparison:
+    """Compares `wanted` with the chosen plan of `job`. `wanted` is a plan, or pins that allow several plans. If it
+    allows several plans, the best of them is compared, or the plan nearest to fitting if none fits."""
+    if isinstance(wanted, Plan):
+        broken = tuple(fault.message for fault in plan_violations(job, wanted))
+        if broken:
+            return PlanComparison(name=name, outcome=ComparisonOutcome.illegal, plan=wanted, faults=broken)
+        return compare_with_chosen(job, name, chosen, wanted, estimate(job, wanted))
+    narrowed = job.but(pins={**job.pins, **wanted})
+    try:
+        found = search_top_plans(narrowed, 1, runnable=runnable)
+    except InputError as error:
+        return PlanComparison(name=name, outcome=ComparisonOutcome.illegal, faults=(str(error),))
+    best = (
+        found.ranking.best[0]
+        if found.ranking.best
+        else min(found.ranking.nearest.values(), key=lambda it: it.reserved, default=None)
+    )
+    if best is None:
+        return PlanComparison(name=name, outcome=ComparisonOutcome.illegal, faults=illegal_reasons(found))
+    return compare_with_chosen(job, name, chosen, best.plan, estimate_grid(found.pricer, best.grid))
+
+
+def illegal_reasons(found: PlanSearch) -> tuple[str, ...]:
+    """Returns the reasons why a space has no legal plan: pins that contradict each other, or the rules that plans
+    break."""
+    said = pin_conflict(found.space.job)
+    return (
+        (said,)
+        if said
+        else tuple(
+            Message("{example} ({count:count plan})", example=it.example, count=it.count)
+            for it in found.space.rejected.values()
+        )
     )

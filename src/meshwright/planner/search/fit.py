@@ -1,7 +1,7 @@
 """Finds the largest model that fits on a number of devices under each strategy, and the smallest cluster for a model.
 
 Only memory matters here, so only plans with low memory are considered: one sequence per micro-batch and device, and
-full recompute. A model counts as fitting only with a margin. Models are those of `planner.inputs.sized_model`. Memory
+full recompute. A model counts as fitting only with a margin. Models are those of `planner.inputs.models`. Memory
 grows with the model size, so bisection finds the largest size to 1 %.
 """
 
@@ -16,7 +16,7 @@ from pydantic import Field
 from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError
 from meshwright.planner.inputs.architecture import model_spec
-from meshwright.planner.inputs.sized_model import MIN_PARAMETERS, SizesByName, scalable_sizes, sizes_for_parameters
+from meshwright.planner.inputs.models import MIN_PARAMETERS, SizesByName, scalable_sizes, sizes_for_parameters
 from meshwright.planner.search.branch_and_bound import find_best_plan
 from meshwright.spec.cluster import Cluster, NodeGroup
 from meshwright.spec.job import Job

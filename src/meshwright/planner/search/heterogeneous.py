@@ -37,10 +37,9 @@ from meshwright.planner.cost.plan_grid import (
 )
 from meshwright.planner.cost.step import model_flops
 from meshwright.planner.search import uneven_batches
+from meshwright.planner.search.best_plans import RISK_MARGIN, round_score
 from meshwright.planner.search.branch_and_bound import search_top_plans
-from meshwright.planner.search.offered_choices import divisors, offered_recompute
-from meshwright.planner.search.risk_margin import RISK_MARGIN
-from meshwright.planner.search.top_k import round_score
+from meshwright.planner.search.choices import divisors, offered_recompute
 from meshwright.spec.constraints import is_supported, plan_violations, tensor_parallel_violations
 from meshwright.spec.enums import DEFAULT_SCHEDULE, Recompute
 from meshwright.spec.job import Job

@@ -22,10 +22,9 @@ from meshwright.planner.cost.cost_context import build_cost_context
 from meshwright.planner.cost.memory import physical_limit
 from meshwright.planner.cost.step import estimate, estimate_grid
 from meshwright.planner.search import heterogeneous
+from meshwright.planner.search.best_plans import PlanCandidate, risk_adjusted_seconds
 from meshwright.planner.search.branch_and_bound import PlanSearch, find_best_plan, search_best_plan
-from meshwright.planner.search.risk_margin import risk_adjusted_seconds
-from meshwright.planner.search.top_k import PlanCandidate
-from meshwright.planner.search.why_not import illegal_reasons
+from meshwright.planner.search.explain import illegal_reasons
 from meshwright.spec.cluster import MAX_CLUSTER_NODES
 from meshwright.spec.estimate import FitStatus, largest_memory_kind
 from meshwright.spec.job import Job

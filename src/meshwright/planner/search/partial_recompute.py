@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.planner.cost.plan_grid import CHOICE_FIELDS, RECOMPUTE_PARTS_PER_STAGE, Array, PlanGrid, RecomputeChoice
-from meshwright.planner.search.top_k import PricedGrid
+from meshwright.planner.search.best_plans import PricedGrid
 from meshwright.spec.enums import offloads_activations
 
 SMALL_GRID_PLANS = 4096

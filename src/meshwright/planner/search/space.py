@@ -44,6 +44,10 @@ from meshwright.planner.cost.plan_grid import (
     ZeroChoice,
     is_distinct_recompute,
 )
+from meshwright.planner.search.choices import (
+    PlanChoices,
+    divisors,
+)
 from meshwright.planner.search.feasibility import (
     FeasibleSchedules,
     UpdateFeasibility,
@@ -52,10 +56,6 @@ from meshwright.planner.search.feasibility import (
     first_violation,
     sequence_cut_violation,
 )
-from meshwright.planner.search.offered_choices import (
-    divisors,
-)
-from meshwright.planner.search.plan_choices import PlanChoices
 from meshwright.spec.constraints import batch_violations, context_parallel_violations
 from meshwright.spec.enums import (
     DEFAULT_BUCKET_BYTES,

@@ -22,7 +22,7 @@ from pydantic import Field
 from meshwright.core.codec import StrictModel, TranslatableText
 from meshwright.core.quantities import Seconds
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.ranking import search_plans
 from meshwright.spec.cluster import Cluster, Link, NodeGroup
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan

@@ -48,8 +48,8 @@ from meshwright.planner.cost.plan_grid import (
 )
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search import uneven_micro_batch
-from meshwright.planner.search.offered_choices import divisors, even_split, offered_recompute
-from meshwright.planner.search.risk_margin import risk_adjusted_seconds
+from meshwright.planner.search.best_plans import risk_adjusted_seconds
+from meshwright.planner.search.choices import divisors, even_split, offered_recompute
 from meshwright.spec.constraints import plan_violations, tensor_parallel_violations
 from meshwright.spec.enums import DEFAULT_SCHEDULE, MESH_AXES, MeshAxis
 from meshwright.spec.estimate import FitStatus

@@ -24,7 +24,7 @@ from meshwright.planner.cost.dp_comm import dp_group_rates, expert_group_rates
 from meshwright.planner.cost.links import CollectiveRates
 from meshwright.planner.cost.memory import p2p_message_bytes, shared_on_host
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, RecomputeChoice
-from meshwright.planner.cost.rank_classes import RankClass, list_ranks, stage_contents
+from meshwright.planner.cost.rank_contents import RankClass, list_ranks, stage_contents
 from meshwright.spec.layout import ALIGN_NUMEL, align_numel
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedules.schedule import stage_to_rank

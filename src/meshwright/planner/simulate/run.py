@@ -39,10 +39,9 @@ from meshwright.spec.cluster import Link
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.faults import Faults, KilledRank
 from meshwright.spec.grid import Coords, rank_strides
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, RunConfig
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.run import RunConfig
-from meshwright.spec.schedules.schedule_registry import schedule_orders
+from meshwright.spec.schedules.schedule import schedule_orders
 
 LOST_STEP_FRACTION = 0.5
 """The fraction of a step that is lost on average if a rank dies during it."""

@@ -31,8 +31,7 @@ from meshwright.planner.simulate.events import (
 )
 from meshwright.planner.simulate.op_times import OpTimes, PassSegment, PassSegments
 from meshwright.planner.simulate.symmetry import ReplicaClass
-from meshwright.spec.schedules.action import Action, ActionKind
-from meshwright.spec.schedules.check import RankOrders, stage_ranks
+from meshwright.spec.schedules.action import Action, ActionKind, RankOrders, stage_ranks
 
 WAIT_PREVIOUS_STAGE, WAIT_NEXT_STAGE = "the stage before", "the stage behind"
 WAIT_GATHER, WAIT_REDUCTION, WAIT_OTHER_RANKS, WAIT_HOST, WAIT_STEP_END = (

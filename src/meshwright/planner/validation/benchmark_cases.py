@@ -19,8 +19,12 @@ from meshwright.core.messages import Message
 from meshwright.planner.cost.cost_context import RuntimeModel
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, sizes_from_catalog
 from meshwright.planner.inputs.clusters import parse_cluster, parse_link
-from meshwright.planner.validation.framework_kernels import FrameworkKernels, framework_model_spec
-from meshwright.planner.validation.frameworks import Framework, identify_framework
+from meshwright.planner.validation.frameworks import (
+    Framework,
+    FrameworkKernels,
+    framework_model_spec,
+    identify_framework,
+)
 from meshwright.planner.validation.tables import MeasurementRow
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.constraints import plan_violations

@@ -43,7 +43,7 @@ from meshwright.planner.cost.links import all_to_all_seconds, collective_rates, 
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import estimate_grid
 from meshwright.planner.inputs.clusters import parse_cluster, parse_link
-from meshwright.planner.search.risk_margin import RISK_MARGIN, uses_unmeasured_link
+from meshwright.planner.search.best_plans import RISK_MARGIN, uses_unmeasured_link
 from meshwright.planner.validation.benchmark_cases import EFA_LINK, BenchmarkCase, MemoryMeter, benchmark_case
 from meshwright.planner.validation.tables import MeasurementRow
 from meshwright.spec.estimate import Estimate, FitStatus

@@ -26,9 +26,9 @@ from meshwright.planner.cost.constants import USABLE_MEMORY_FRACTION
 from meshwright.planner.cost.memory import memory_limit, physical_limit, reserved_bytes
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.search.best_plans import PlanFamily, RankedPlan, SearchObjective
 from meshwright.planner.search.branch_and_bound import PlanSearch, search_top_plans
-from meshwright.planner.search.rank import rank_plans
-from meshwright.planner.search.result import PlanFamily, RankedPlan, SearchObjective
+from meshwright.planner.search.ranking import rank_plans
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.estimate import Estimate, FitStatus
 from meshwright.spec.job import Job

@@ -32,15 +32,15 @@ from meshwright.planner.cost.heterogeneous import group_cost_models
 from meshwright.planner.cost.links import p2p_seconds
 from meshwright.planner.cost.memory import p2p_message_bytes
 from meshwright.planner.cost.plan_grid import grid_of_plan
-from meshwright.planner.cost.rank_classes import RankClass, stage_contents
+from meshwright.planner.cost.rank_contents import RankClass, stage_contents
 from meshwright.planner.search.explain import family_name
 from meshwright.report.page.page_grid import GridPoint, GridResult, PageGrid, PricedPlan
 from meshwright.report.plans import shown_stages
 from meshwright.spec.constraints import unsupported_parts
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
 from meshwright.spec.plan import Plan
-from meshwright.spec.schedules.schedule_registry import schedule_orders
-from meshwright.spec.schedules.simulate import ActionSpan, ScheduleTimeline, simulate_orders
+from meshwright.spec.schedules.action import ActionSpan, ScheduleTimeline, simulate_orders
+from meshwright.spec.schedules.schedule import schedule_orders
 
 CHART_UNITS = 10_000
 """Units of the whole chart. Starts and ends of actions are whole numbers of units."""

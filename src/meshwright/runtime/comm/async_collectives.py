@@ -4,7 +4,7 @@ gloo's all-reduce is fast, but its reduce-scatter and all-gather are slow. For 1
 ms, reduce-scatter 40 ms, all-gather 77 ms, and one all-to-all 8 ms (bench/exchange.py). So on gloo, reduce-scatter and
 all-gather use an all-to-all, and reductions sum in a fixed order. NCCL uses its own flat collectives. Ranks of one host
 without accelerators read each other's memory (shm/collectives.py). On several hosts each host sends a sum once
-(hierarchical.py).
+(topology.py).
 """
 
 from __future__ import annotations

@@ -2,19 +2,22 @@
 
 An axis with one rank has no group: callers check `group is None`. Ranks of one host without accelerators use shared
 memory (shm/collectives.py). If every host has the same number of ranks, a group uses shared memory inside each host and
-a process group between hosts (hierarchical.py). All other groups use a process group of torch.
+a process group between hosts (topology.py). All other groups use a process group of torch.
+
+`linear_map` is a linear map between ranks as an autograd function: its backward is the transposed map.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.shm.collectives import ShmCollectives
@@ -58,7 +61,7 @@ class CommGroup:
     shm: ShmCollectives | None = None
     timer: CommTimer = field(default_factory=CommTimer)
     second_messages: deque[Any] = field(default_factory=deque)
-    """Transfers whose second message has not started yet, in order (powersgd.py)."""
+    """Transfers whose second message has not started yet, in order (compression.py)."""
     intra_host: bool = False
     """Whether all ranks are known to be on one host."""
 
@@ -166,3 +169,25 @@ def shrink_staging_buffers(groups: Iterable[CommGroup | None]) -> None:
     for group in groups:
         if group is not None and group.shm is not None:
             group.shm.buffers.shrink()
+
+
+TensorMap = Callable[[torch.Tensor], torch.Tensor]
+
+
+def linear_map(x: torch.Tensor, there: TensorMap, back: TensorMap) -> torch.Tensor:
+    """Returns `there(x)`. The gradient of `x` is `back(gradient)`. `back` must be the transpose of the linear map
+    `there`."""
+    result: torch.Tensor = _LinearMap.apply(x, there, back)
+    return result
+
+
+class _LinearMap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, there: TensorMap, back: TensorMap) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(gradient), None, None

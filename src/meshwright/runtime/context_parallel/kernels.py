@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from meshwright.analysis.remat.tape import saved_tensor_state
+from meshwright.analysis.recompute_tape import saved_tensor_state
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of

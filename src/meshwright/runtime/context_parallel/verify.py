@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.analysis.block_calls import hidden_of, map_first, with_hidden
+from meshwright.analysis.block_lists import hidden_of, map_first, with_hidden
 from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.run_conditions import (
@@ -52,14 +52,14 @@ from meshwright.runtime.context_parallel.blocks import (
     SEQUENCE_DIM,
     ArgPath,
     ContextState,
+    HeadTailSplit,
     SequenceCut,
     SequenceDims,
     is_attention_mask,
     iter_arg_tensors,
 )
 from meshwright.runtime.context_parallel.kernels import SdpaCall, SdpaInterceptor, torch_sdpa
-from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
-from meshwright.runtime.loss.objective import extract_logits
+from meshwright.runtime.loss import extract_logits
 
 VERIFY_BATCH_SIZE = 3
 SIMULATED_RANKS = 2

@@ -54,9 +54,9 @@ from torch.nn import functional as F
 from meshwright.analysis.graph import ModelGraph, StackedExperts
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
-from meshwright.runtime.comm.linear_map import linear_map
-from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
-from meshwright.runtime.loss.objective import Batch
+from meshwright.runtime.comm.group import linear_map
+from meshwright.runtime.context_parallel.blocks import HeadTailSplit
+from meshwright.runtime.loss import Batch
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.tensor_parallel import collectives
 from meshwright.spec.plan import Plan

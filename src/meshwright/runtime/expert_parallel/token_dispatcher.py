@@ -34,11 +34,10 @@ from meshwright.analysis.graph import ModelGraph, StackedExperts, local_shard
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.runtime.comm import async_collectives
-from meshwright.runtime.comm.group import CommGroup
-from meshwright.runtime.comm.linear_map import linear_map
+from meshwright.runtime.comm.group import CommGroup, linear_map
 from meshwright.runtime.expert_parallel.groups import EpGroups
 from meshwright.runtime.expert_parallel.load_balancing import CapacityLimiter, check_expert_bias, make_capacity_limiter
-from meshwright.runtime.loss.objective import Batch, num_rows
+from meshwright.runtime.loss import Batch, num_rows
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.tensor_parallel import collectives
 from meshwright.runtime.tensor_parallel.random import TensorParallelRng, has_dropout

@@ -1,4 +1,6 @@
-"""An unlinked file, in a folder given to the run, for tensors that a rank offloads to disk.
+"""Stores offloaded tensors in files: optimizer states and weights, and the saved activations of blocks.
+
+`SwapFile` is an unlinked file, in a folder given to the run, for tensors that a rank offloads to disk.
 
 Reads and writes bypass the page cache (O_DIRECT) if the file system supports it. So they use no host memory. Offsets
 and lengths are multiples of PAGE_BYTES. Checkpoints read or write the whole file and map it into memory.
@@ -8,6 +10,16 @@ The file uses threads, not io_uring. The Python package of io_uring allocates me
 
 Guarantees: the file has no name, so no file remains after a crash. Space is allocated before it is written. So a full
 disk is an error in the first step and never loses an update.
+
+`ActivationStore` stores the saved activations of a rank's blocks in a file: an extent allocator, and the threads that
+write and read.
+
+An extent is freed when backward no longer needs its contents. So the file is as large as the peak of stored
+activations. Extents are whole pages. Adjacent free extents are merged, because sizes may differ between passes
+(experts).
+
+[Note: who frees] An I/O thread drops its references before it reports completion. So the thread that allocated the
+memory also frees it. This is necessary because the memory profiler of a step records only that thread.
 """
 
 from __future__ import annotations
@@ -16,13 +28,24 @@ import errno
 import mmap
 import os
 import tempfile
+import threading
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
+from meshwright.runtime.backend import backend_of
+from meshwright.runtime.comm.timers import WaitTimer
+from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
+from meshwright.spec.enums import Offload
+from meshwright.spec.plan import Plan
 
 PAGE_BYTES = 1 << 12
 """Offsets and lengths of direct reads and writes are multiples of this number."""
@@ -152,3 +175,146 @@ def _open_direct(handle: int) -> int:
     except (OSError, AttributeError):
         return handle
     return found
+
+
+IO_THREADS = 2
+"""Number of I/O threads. Two threads saturate a disk (bench/results/offload.md)."""
+
+BOUNCE_BUFFER_BYTES = 1 << 20
+"""Number of bytes that are copied at a time through page-aligned memory."""
+
+
+class ExtentAllocator:
+    """Tracks the free extents of a file.
+
+    >>> extents = ExtentAllocator()
+    >>> extents.allocate(8) is None, extents.release(0, 8), extents.release(16, 8), extents.release(8, 8)
+    (True, None, None, None)
+    >>> list(extents.free), extents.allocate(20), extents.free
+    ([(0, 24)], 0, [(20, 4)])
+    """
+
+    def __init__(self) -> None:
+        self.free: list[tuple[int, int]] = []
+        """(start, size) of each free extent, in order. No two are adjacent."""
+
+    def allocate(self, size: int) -> int | None:
+        """Returns the start of `size` bytes in the smallest free extent that fits, None if none fits."""
+        fits = [(free, start) for start, free in self.free if free >= size]
+        if not fits:
+            return None
+        free, start = min(fits)
+        self.free.remove((start, free))
+        if free > size:
+            insort(self.free, (start + size, free - size))
+        return start
+
+    def release(self, start: int, size: int) -> None:
+        """Frees the extent of `size` bytes at `start`."""
+        insort(self.free, (start, size))
+        merged: list[tuple[int, int]] = []
+        for begin, free in self.free:
+            if merged and sum(merged[-1]) == begin:
+                merged[-1] = merged[-1][0], merged[-1][1] + free
+            else:
+                merged.append((begin, free))
+        self.free = merged
+
+
+class ActivationStore:
+    """The activation file of one rank."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.swap_file, self.copy_streams, self.wait_timer = SwapFile(folder), CopyStreams(device), WaitTimer.of(device)
+        """`wait_timer` measures the time for which the rank waits for transfers."""
+        self.pinned = backend_of(device).has_streams
+        self._allocator = ExtentAllocator()
+        self._freed: deque[tuple[int, int]] = deque()
+        """Freed extents. They are merged when the next extent is allocated, because the garbage collector may free them
+        in any thread."""
+        self._pool = ThreadPoolExecutor(IO_THREADS, "activations")
+        self._thread_local = threading.local()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The number of bytes of host memory in bounce buffers."""
+        return 0 if self.pinned or not self.swap_file.size else IO_THREADS * BOUNCE_BUFFER_BYTES
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak number of stored bytes."""
+        return self.swap_file.size
+
+    @property
+    def allocator(self) -> ExtentAllocator:
+        """The allocator, with all freed extents merged."""
+        while self._freed:
+            self._allocator.release(*self._freed.popleft())
+        return self._allocator
+
+    def allocate(self, size: int) -> int:
+        """Returns the start of an extent of `size` bytes."""
+        start = self.allocator.allocate(round_up_to_pages(size))
+        return self.swap_file.extend(size) if start is None else start
+
+    def free(self, start: int, size: int) -> None:
+        """Frees an extent. May be called in any thread at any time."""
+        self._freed.append((start, round_up_to_pages(size)))
+
+    def new_buffer(self, size: int) -> torch.Tensor:
+        """Returns `size` bytes of page-aligned host memory. Its last page belongs to it completely."""
+        if self.pinned:
+            return torch.empty(round_up_to_pages(size), dtype=torch.uint8, pin_memory=True)[:size]
+        # The buffer comes from torch's allocator, which counts and reuses its memory.
+        storage = torch.empty(round_up_to_pages(size) + PAGE_BYTES, dtype=torch.uint8)
+        first = -storage.data_ptr() % PAGE_BYTES
+        buffer: Any = torch.empty(0, dtype=torch.uint8)
+        return buffer.set_(storage.untyped_storage()[first : first + round_up_to_pages(size)], 0, (size,), (1,))  # type: ignore[no-any-return]
+
+    def write(self, start: int, values: torch.Tensor, landing: CopyEvent) -> Future[None]:
+        """Starts to write the bytes `values` at `start`, once the copy `landing` into them is complete."""
+        return self._submit(self._write, [start, values, landing])
+
+    def read(self, start: int, values: torch.Tensor, onto: torch.Tensor | None = None) -> Future[CopyEvent]:
+        """Starts to read from `start` into `values`, which is a `new_buffer`. Then copies `values` to the device tensor
+        `onto`, if given."""
+        return self._submit(self._read, [start, values, onto])
+
+    def _submit(self, function: Callable[..., Any], arguments: list[Any]) -> Future[Any]:
+        def run() -> Any:
+            try:
+                return function(*arguments)
+            finally:
+                arguments.clear()  # [Note: who frees]
+
+        return self._pool.submit(run)
+
+    def _write(self, start: int, values: torch.Tensor, landing: CopyEvent) -> None:
+        landing.wait()
+        if self.pinned:
+            self.swap_file.write(start, _pad_to_page(values))
+            return
+        if not hasattr(self._thread_local, "piece"):
+            self._thread_local.piece = page_aligned_buffer(BOUNCE_BUFFER_BYTES)
+        for at in range(0, values.numel(), BOUNCE_BUFFER_BYTES):
+            part = values[at : at + BOUNCE_BUFFER_BYTES]
+            self._thread_local.piece[: part.numel()].copy_(part)
+            self.swap_file.write(start + at, self._thread_local.piece[: round_up_to_pages(part.numel())])
+
+    def _read(self, start: int, values: torch.Tensor, onto: torch.Tensor | None) -> CopyEvent:
+        self.swap_file.read(start, _pad_to_page(values))
+        return COPY_DONE if onto is None else self.copy_streams.copy(onto, values)
+
+
+def _pad_to_page(values: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that extends `values` to the end of its last page."""
+    return values.as_strided((round_up_to_pages(values.numel()),), (1,))
+
+
+def make_activation_store(plan: Plan, device: torch.device, folder: str | Path | None) -> ActivationStore | None:
+    """Returns the store for `plan`, None if it does not offload activations to disk."""
+    return (
+        ActivationStore(Path(folder or tempfile.gettempdir()), device)
+        if Offload.activations_disk in plan.offload
+        else None
+    )

@@ -4,7 +4,7 @@ the same code runs every plan.
 Messages (p2p.py) carry the hidden states and other boundary tensors, and their gradients in backward. Two consecutive
 stages on one rank (the turn of a V schedule) send no messages. Receives are posted one action ahead, so that a transfer
 overlaps with an action. If the schedule has separate W actions, the parameter groups queue the inputs of the weight
-gradients (wgrad/deferred.py), and B frees the graph.
+gradients (runtime/weight_gradients.py), and B frees the graph.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.runtime.loss.objective import Batch
+from meshwright.runtime.loss import Batch
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.p2p import P2P, P2PKey, ShmP2P, make_p2p
-from meshwright.runtime.wgrad.accumulation import StepBackward
+from meshwright.runtime.weight_gradients import StepBackward
 from meshwright.runtime.zero import exact_sum
-from meshwright.spec.schedules.action import Action, ActionKind
-from meshwright.spec.schedules.check import stage_messages
-from meshwright.spec.schedules.schedule_registry import schedule_orders
+from meshwright.spec.schedules.action import Action, ActionKind, stage_messages
+from meshwright.spec.schedules.schedule import schedule_orders
 
 StageTensors = tuple[torch.Tensor, ...]
 """The tensors that one stage sends to the next: the hidden state and the other boundary tensors
-(boundary_tensors.py)."""
+(block_wrapper.py)."""
 
 BackwardRoots = tuple[torch.Tensor | GradientEdge | None, ...]
 """The roots of a backward: the loss, or the gradient edge of each sent tensor. None for a tensor without a gradient

@@ -44,7 +44,7 @@ from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import interruptible_wait
-from meshwright.runtime.loss.objective import Batch, num_rows
+from meshwright.runtime.loss import Batch, num_rows
 from meshwright.runtime.preflight.numeric_probes import (
     GradientDifference,
     GradientFingerprint,
@@ -361,7 +361,7 @@ def isolated_pass(
     """Runs passes in training mode without dropout (unless `dropout`), or in evaluation mode. Restores the model and
     the random state on exit.
 
-    Yields a recorder of writes to parameters: to all parameters with `every`, otherwise to those that pass_writes.py
+    Yields a recorder of writes to parameters: to all parameters with `every`, otherwise to those that user_writes.py
     has found to be written.
     """
     model, device = engine.model, engine.mesh.device

@@ -24,7 +24,7 @@ is refused.
 
 Schedule. Every stage runs once before the first pass of a pipeline. Two more checks run before each of the training
 steps `CHECKED_STEPS`, counted from the start of the process: the writes of a pass to parameters and buffers
-(pass_writes.py), and the separability of the batch (batch_separability.py). Later steps are checked too, because a
+(user_writes.py), and the separability of the batch (batch_separability.py). Later steps are checked too, because a
 value that is zero or disabled in the first steps often changes.
 """
 
@@ -49,18 +49,17 @@ from meshwright.core.errors import InputError, PlanRefused
 from meshwright.core.messages import Message
 from meshwright.runtime.engine import Engine, OncePerStepBuffers, PassRecorder
 from meshwright.runtime.error_propagation import gather_objects
-from meshwright.runtime.layout.placeholder import StagePlaceholder
-from meshwright.runtime.loss.objective import Batch
+from meshwright.runtime.loss import Batch
 from meshwright.runtime.parallel_context import ParallelContext
-from meshwright.runtime.pipeline.block_wrapper import StageCursor
-from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
+from meshwright.runtime.pipeline.block_wrapper import BoundarySpec, StageCursor
 from meshwright.runtime.preflight.batch_separability import check_batch_separable
 from meshwright.runtime.preflight.code_paths import CodePaths
-from meshwright.runtime.preflight.pass_writes import (
+from meshwright.runtime.preflight.user_writes import (
     check_pass_writes,
     check_replaced_storage,
     is_single_device_step,
 )
+from meshwright.runtime.stage_placeholder import StagePlaceholder
 
 InputSignature = frozenset[tuple[str, str, int]]
 """The inputs of a model as (name, dtype, number of dimensions)."""

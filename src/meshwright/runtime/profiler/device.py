@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.runtime.backend import backend_of
-from meshwright.runtime.build.context import make_parallel_context
-from meshwright.runtime.device import host_id, machine_id
+from meshwright.runtime.backend import backend_of, host_id, machine_id
+from meshwright.runtime.build.parallelize import make_parallel_context
 from meshwright.runtime.offload.swap_file import SwapFile, page_aligned_buffer
-from meshwright.runtime.profiler.collectives import CollectiveProfiler
-from meshwright.spec.measurement import ClusterProfile, DeviceProfile, MatmulSample
+from meshwright.runtime.profiler.links import CollectiveProfiler
+from meshwright.spec.cluster import ClusterProfile, DeviceProfile, MatmulSample
 from meshwright.spec.plan import Plan
 
 PRECISION_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,4 +1,22 @@
-"""Finds slow links between hosts. Between two steps of a run, hosts send to each other in rounds of disjoint pairs.
+"""Measures links and collectives between ranks, and finds slow links during a run.
+
+`CollectiveProfiler` measures the links between ranks through the runtime's own collectives: pairs of ranks, and every
+collective by size on each kind of group.
+
+Kinds of groups are neighbours on one host (2, 4, ... and all of its ranks), all ranks, and one rank of every host.
+Disjoint groups are timed at the same time, as in training. A timing is that of the slowest rank. The result is the
+lower quartile of several timings, so that other work on the machine has little effect.
+
+With a CPU quota, the CPU time of a collective reduces the compute time of a rank: one CPU second takes 1 / quota
+seconds of wall time. Ranks that only run measurements have unused quota and would not show this. So after a timing each
+rank sleeps for the time that the quota requires. The sleep counts as part of the timing.
+
+[Note: meetings] A rank that has just computed may wait for a core before it takes part in a collective. If ranks share
+cores or have quotas, they finish their computation at different times. So the profiler also measures, on each kind of
+group, by how much a small collective delays the matrix products before and after it.
+
+`measure_links` finds slow links between hosts. Between two steps of a run, hosts send to each other in rounds of
+disjoint pairs.
 
 The first rank of each host sends for the host. Both hosts of a pair send at the same time, with growing sizes until the
 transfer is long enough to time. The result is the fastest of several transfers, because no other traffic uses the links
@@ -9,6 +27,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -17,11 +36,262 @@ import torch.distributed as dist
 
 from meshwright.core.messages import Message
 from meshwright.core.units import show_rate
-from meshwright.runtime.backend import backend_of
-from meshwright.runtime.device import host_id
+from meshwright.runtime.backend import backend_of, host_id
+from meshwright.runtime.comm.async_collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from meshwright.runtime.comm.group import CommGroup, wrap_process_group, wrap_shm_collectives
+from meshwright.runtime.comm.shm.collectives import FIELDS_PER_GROUP, ShmCollectives
+from meshwright.runtime.comm.shm.memory import FIELDS_PER_RANK
+from meshwright.runtime.comm.topology import build_hierarchical_group
 from meshwright.runtime.parallel_context import ParallelContext
-from meshwright.runtime.profiler.collectives import LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_TRANSFER_SECONDS
-from meshwright.spec.measurement import SLOW_LINK_RATIO, LinkSample, find_network_tiers
+from meshwright.spec.cluster import SLOW_LINK_RATIO, CollectiveSample, LinkSample, find_network_tiers
+
+COLLECTIVE_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+COLLECTIVE_BYTES = (2**12, 2**16, 2**19, 2**21)
+"""Sizes of a collective: bytes of the full tensor."""
+
+MIN_MESSAGE_BYTES, LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 8, 2**17, 2**25
+"""Sizes of a message between two ranks, in bytes: the smallest, a large one, and the largest. Sizes grow until a
+transfer takes long enough to time."""
+
+MIN_TRANSFER_SECONDS = 0.01
+
+MAX_REPEATS, MIN_REPEATS, REPEAT_BUDGET_SECONDS = 24, 3, 0.06
+"""Maximum and minimum number of repetitions of a timing, and the seconds after which repetition stops."""
+
+LONG_COLLECTIVE_SECONDS, BANDWIDTH_BOUND_FACTOR = 0.1, 3.0
+"""No larger collective is timed after one that takes at least LONG_COLLECTIVE_SECONDS and BANDWIDTH_BOUND_FACTOR times
+as long as the smallest one. From this size on, bandwidth dominates."""
+
+LATENCY_BOUND_SECONDS = 0.01
+"""If the smallest collective takes at least this many seconds, the next size is assumed to take as long, because
+latency dominates."""
+
+COMPUTE_SECONDS, MAX_SYNC_TURNS, SYNC_ROUNDS = 0.008, 16, 5
+"""Seconds that a rank computes between two collectives; the maximum number of such turns in one timing; and the number
+of timings, each with and without collectives."""
+
+SYNC_BUDGET_SECONDS, MIN_SYNC_TURNS = 0.25, 4
+"""Maximum seconds of the turns in one timing, and their minimum number."""
+
+
+@dataclass
+class CollectiveProfiler:
+    """Measures collectives on this rank. `hosts` are the ranks of each host, in order. All ranks create the profiler
+    and call its methods together."""
+
+    mesh: ParallelContext
+    hosts: tuple[tuple[int, ...], ...]
+    made: int = 0
+    groups: dict[tuple[int, ...], CommGroup | None] = field(default_factory=dict)
+    share: float = 1.0
+    """Fraction of a processor that this rank gets while all ranks compute."""
+
+    quota: float = 1.0
+    """Fraction of a processor that the cgroup of this rank allows, at most 1."""
+
+    def group(self, ranks: tuple[int, ...]) -> CommGroup | None:
+        """Returns the group of `ranks`, None on other ranks. All ranks request all groups in the same order."""
+        if ranks not in self.groups:
+            self.groups[ranks] = self._join(ranks)
+        return self.groups[ranks]
+
+    def _join(self, ranks: tuple[int, ...]) -> CommGroup | None:
+        shared, mine = self.mesh.topology.shares_memory(list(ranks)), self.mesh.rank in ranks
+        self.made += shared or len(ranks) > 2
+        if shared:
+            assert self.mesh.shared_memory is not None
+            return (
+                wrap_shm_collectives(ShmCollectives(self.mesh.shared_memory, list(ranks), self.made * FIELDS_PER_GROUP))
+                if mine
+                else None
+            )
+        process = dist.new_group(list(ranks))
+        tiers = (
+            build_hierarchical_group(self.mesh.topology, self.made * FIELDS_PER_GROUP, ranks)
+            if self.mesh.topology.shm_host_ids
+            else None
+        )
+        flat = wrap_process_group(process) if mine else None
+        return None if flat is None else CommGroup(flat.ranks, flat.index, flat.process_group, tiers)
+
+    @property
+    def room(self) -> bool:
+        """Returns whether the shared memory has room for one more group."""
+        return (self.made + 2) * FIELDS_PER_GROUP <= FIELDS_PER_RANK
+
+    # --- pairs of ranks
+
+    def pairs(self) -> list[LinkSample]:
+        """Measures one pair of ranks at a time: one pair for every two hosts, with alternating ranks; and the first
+        accelerator of a host with each of its other accelerators. CPUs of one host have no links. Returns the timings.
+        """
+        found = []
+        for first, second in self._chosen():
+            if not self.room:
+                break
+            group = self.group((first, second))
+            latency, size, large = self._pair(group, MIN_MESSAGE_BYTES), LARGE_MESSAGE_BYTES, 0.0
+            while large - latency < MIN_TRANSFER_SECONDS and size <= MAX_MESSAGE_BYTES:
+                large, size = self._pair(group, size), 4 * size
+            rate = size / 4 / max(large - latency, 1e-9)
+            found.append(LinkSample(first=first, second=second, latency=latency, bandwidth=rate))
+        return found
+
+    def _chosen(self) -> list[tuple[int, int]]:
+        chosen = [
+            (host[0], other)
+            for host in self.hosts
+            for other in host[1:]
+            if not backend_of(self.mesh.device).memory_is_host
+        ]
+        for at, one in enumerate(self.hosts):
+            for step, other in enumerate(self.hosts[at + 1 :]):
+                chosen.append((one[step % len(one)], other[at % len(other)]))
+        return sorted(chosen)
+
+    def _pair(self, group: CommGroup | None, size: int) -> float:
+        """Returns, on every rank, the seconds until both ranks of the pair have received `size` bytes."""
+        out, sent = self.messages(size)
+        return self._time(lambda: all_to_all(out, sent, group).wait(), group)
+
+    def messages(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a receive buffer and a send buffer for two messages of `size` bytes each. They are in device memory,
+        as in training, because CPU tensors take another path."""
+        sent = torch.ones(2 * size // 4, device=self.mesh.device)
+        return torch.empty_like(sent), sent
+
+    # --- timings of collectives
+
+    def timings(self) -> list[CollectiveSample]:
+        """Measures every collective by size on each kind of group. Returns the timings."""
+        found = []
+        for members, stride in self._sets():
+            if not self.room:
+                break
+            groups = [self.group(ranks) for ranks in members]
+            mine = next((group for group in groups if group is not None), None)
+            for kind in COLLECTIVE_KINDS:
+                found += self._sizes(kind, mine, len(members[0]), stride)
+        return found
+
+    def meetings(self) -> list[CollectiveSample]:
+        """Measures the synchronisation overhead ([Note: meetings]). Accelerators have none, because they compute
+        without a CPU core. Returns the timings."""
+        found: list[tuple[int, int, int]] = []
+        ways: list[tuple[Callable[[], None], int]] = [(lambda: None, MAX_SYNC_TURNS)]
+        for members, stride in self._sets() if backend_of(self.mesh.device).memory_is_host else ():
+            if not self.room:
+                break
+            ranks, groups = len(members[0]), [self.group(each) for each in members]
+            mine = next((group for group in groups if group is not None), None)
+            found.append((ranks, stride, -(-COLLECTIVE_BYTES[0] // 4 // ranks) * ranks))
+            meet = self._collective("reduce_scatter", found[-1][2], ranks, mine)
+            ways.append(
+                (meet, min(max(int(SYNC_BUDGET_SECONDS / self._computing(meet, 2)), MIN_SYNC_TURNS), MAX_SYNC_TURNS))
+            )
+        if not found:
+            return []
+        rounds = [[self._computing(*way) for way in ways] for _ in range(SYNC_ROUNDS)]
+        single, *meeting = (sorted(each)[SYNC_ROUNDS // 4] for each in zip(*rounds, strict=True))
+        return [
+            CollectiveSample(
+                kind="reduce_scatter", ranks=ranks, stride=stride, size=4.0 * numel, seconds=max(seconds - single, 0.0)
+            )
+            for (ranks, stride, numel), seconds in zip(found, meeting, strict=True)
+        ]
+
+    def _computing(self, meet: Callable[[], None], turns: int = MAX_SYNC_TURNS) -> float:
+        """Returns the seconds per turn on the slowest rank. In each turn a rank computes for COMPUTE_SECONDS and then
+        calls `meet`, which synchronises."""
+        matrix, world, flag = torch.ones(128, 128), self.mesh.world, torch.zeros(1, dtype=torch.float64)
+        all_reduce(flag, world).wait()
+        for turn in range(-1, turns):
+            if turn == 0:
+                began = time.perf_counter()  # the clock starts after one warm-up turn
+            worked = time.thread_time()
+            while time.thread_time() - worked < COMPUTE_SECONDS * self.share:
+                torch.mm(matrix, matrix)
+            meet()
+        all_reduce(flag.fill_(time.perf_counter() - began), world, use_max=True).wait()
+        return float(flag) / turns
+
+    def _sizes(self, kind: str, group: CommGroup | None, ranks: int, stride: int) -> list[CollectiveSample]:
+        found: list[CollectiveSample] = []
+        for size in COLLECTIVE_BYTES:
+            if size == COLLECTIVE_BYTES[1] and found[0].seconds > LATENCY_BOUND_SECONDS:
+                continue
+            numel = -(-size // 4 // ranks) * ranks
+            seconds = self._time(self._collective(kind, numel, ranks, group), group)
+            found.append(CollectiveSample(kind=kind, ranks=ranks, stride=stride, size=4.0 * numel, seconds=seconds))
+            if seconds > max(LONG_COLLECTIVE_SECONDS, BANDWIDTH_BOUND_FACTOR * found[0].seconds):
+                break
+        return found
+
+    def _sets(self) -> list[tuple[list[tuple[int, ...]], int]]:
+        """Returns sets of groups of equal size that run at the same time. For each set returns the stride between a
+        group's ranks."""
+        least = min(map(len, self.hosts))
+        lengths = sorted({length for length in (2, 4, 8, least) if 1 < length <= least})
+        sets = [
+            ([host[at : at + n] for host in self.hosts for at in range(0, len(host) - n + 1, n)], 1) for n in lengths
+        ]
+        if len(self.hosts) > 1:
+            sets.append(([tuple(range(self.mesh.plan.world))], 1))
+            if least > 1:
+                sets.append(([tuple(host[at] for host in self.hosts) for at in range(least)], least))
+        return sets
+
+    def _collective(self, kind: str, numel: int, ranks: int, group: CommGroup | None) -> Callable[[], None]:
+        """Returns a function that runs a collective as the runtime does. If ranks share memory, tensors that other
+        ranks read are in shared memory."""
+        place = (
+            self.mesh.shared_memory.zeros
+            if self.mesh.shared_memory is not None
+            else lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+        )
+        full = place(numel, torch.float32).to(self.mesh.device) if group is not None else torch.zeros(0)
+        if group is None:
+            return lambda: None
+        shard, other = full[group.index * (numel // ranks) :][: numel // ranks], torch.empty_like(full)
+        return {
+            "all_reduce": lambda: all_reduce(full, group).wait(),
+            "reduce_scatter": lambda: reduce_scatter(full, shard, group).wait(),
+            "all_gather": lambda: all_gather(full, shard, group).wait(),
+            "all_to_all": lambda: all_to_all(other, full, group).wait(),
+        }[kind]
+
+    def _time(self, action: Callable[[], None], group: CommGroup | None) -> float:
+        """Returns the seconds of `action` on the slowest rank: the lower quartile of several timings.
+
+        All ranks call it. Ranks outside of the group wait. All ranks synchronise to agree on the number of repetitions.
+        Between two repetitions only the group synchronises, because a barrier of all ranks may take longer than the
+        timed action.
+        """
+        self._once(action, group)
+        first = self._slowest([self._once(action, group) for _ in range(2)])
+        more = min(max(int(REPEAT_BUDGET_SECONDS / max(min(first), 1e-9)), MIN_REPEATS), MAX_REPEATS) - len(first)
+        spent = first + self._slowest([self._once(action, group) for _ in range(more)])
+        return sorted(spent)[len(spent) // 4]
+
+    def _once(self, action: Callable[[], None], group: CommGroup | None) -> float:
+        """Returns the seconds of `action` on this rank, including the sleep that its quota requires."""
+        if group is None:
+            return 0.0
+        all_reduce(torch.zeros(1, dtype=torch.float64), group).wait()
+        began, worked = time.perf_counter(), time.process_time()
+        action()
+        backend_of(self.mesh.device).synchronize(self.mesh.device)
+        passed = time.perf_counter() - began
+        rest = min(time.process_time() - worked, passed) * (1.0 / self.quota - 1.0)
+        time.sleep(rest)
+        return passed + rest
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        """Returns the element-wise maximum of `seconds` over all ranks."""
+        found = torch.tensor(seconds, dtype=torch.float64)
+        all_reduce(found, self.mesh.world, use_max=True).wait()
+        return [float(each) for each in found]
+
 
 NUM_EXCHANGES = 3
 SIMILAR_RATE_FACTOR = 2.0

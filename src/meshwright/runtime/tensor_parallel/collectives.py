@@ -21,8 +21,7 @@ from functools import partial
 import torch
 
 from meshwright.runtime.comm import async_collectives
-from meshwright.runtime.comm.group import CommGroup
-from meshwright.runtime.comm.linear_map import linear_map
+from meshwright.runtime.comm.group import CommGroup, linear_map
 
 
 def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor:

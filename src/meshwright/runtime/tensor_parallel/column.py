@@ -25,7 +25,7 @@ from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.async_collectives import CollectiveWork
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.tensor_parallel import collectives
-from meshwright.runtime.wgrad.deferred import WgradSink, matmul_forward
+from meshwright.runtime.weight_gradients import WgradSink, matmul_forward
 
 
 class RegionInput:

@@ -36,7 +36,7 @@ from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.tensor_parallel import collectives
 from meshwright.runtime.tensor_parallel.column import ColumnLinear, RegionEntryHook, ReplicatedInputHook
 from meshwright.runtime.tensor_parallel.random import install_tp_rng
-from meshwright.runtime.wgrad.deferred import matmul_forward
+from meshwright.runtime.weight_gradients import matmul_forward
 
 
 def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, sequence_parallel: bool) -> None:

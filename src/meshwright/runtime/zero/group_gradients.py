@@ -18,7 +18,7 @@ from meshwright.runtime.comm.async_collectives import (
 from meshwright.runtime.comm.compression import ReducerPair
 from meshwright.runtime.offload.param_swapper import CpuGradBuffer
 from meshwright.runtime.zero.exact_sum import FixedPointAccumulator
-from meshwright.runtime.zero.flat_layout import FlatLayout
+from meshwright.runtime.zero.group_weights import FlatLayout
 from meshwright.spec.enums import Offload
 from meshwright.spec.precision import Recipe
 

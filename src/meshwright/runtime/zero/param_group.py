@@ -32,11 +32,9 @@ from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.shard.low_bit import LowBitShard
 from meshwright.runtime.shard.offloaded import OffloadedShard
 from meshwright.runtime.shard.optimizer_shard import FrozenShard, OptimizerShard
-from meshwright.runtime.wgrad.accumulation import accumulate_into
-from meshwright.runtime.wgrad.deferred import WgradQueue
-from meshwright.runtime.zero.flat_layout import FlatLayout, make_flat_layout
+from meshwright.runtime.weight_gradients import WgradQueue, accumulate_into
 from meshwright.runtime.zero.group_gradients import GroupGradients
-from meshwright.runtime.zero.group_weights import GroupWeights
+from meshwright.runtime.zero.group_weights import FlatLayout, GroupWeights, make_flat_layout
 from meshwright.spec.enums import Offload
 from meshwright.spec.layout import BucketLayout
 from meshwright.spec.precision import GradientCompression, Recipe

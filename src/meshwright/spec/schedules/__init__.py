@@ -5,10 +5,18 @@ The planner's cost formulas and the runtime read the same classes. To add a sche
 the schedules.
 """
 
-from meshwright.spec.schedules.action import Action, ActionKind
-from meshwright.spec.schedules.check import check_orders, stage_messages, stage_ranks
-from meshwright.spec.schedules.schedule_registry import schedule_names, schedule_orders
-from meshwright.spec.schedules.simulate import ActionSpan, ScheduleTimeline, max_in_flight, simulate_orders
+from meshwright.spec.schedules.action import (
+    Action,
+    ActionKind,
+    ActionSpan,
+    ScheduleTimeline,
+    check_orders,
+    max_in_flight,
+    simulate_orders,
+    stage_messages,
+    stage_ranks,
+)
+from meshwright.spec.schedules.schedule import schedule_names, schedule_orders
 
 __all__ = [
     "Action",

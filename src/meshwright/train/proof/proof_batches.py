@@ -11,10 +11,10 @@ import torch
 from meshwright.models.model_io import IGNORE_INDEX
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
-from meshwright.runtime.loss.objective import Batch, num_rows
+from meshwright.runtime.loss import Batch, num_rows
 from meshwright.spec.constraints import check_batch_size, half_sequence_length
+from meshwright.train.step.guards import sizes_of
 from meshwright.train.step.inputs import LocalBatch
-from meshwright.train.step.size_ranges import sizes_of
 
 
 @dataclass

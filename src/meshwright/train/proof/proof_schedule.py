@@ -24,22 +24,21 @@ from torch import nn
 
 from meshwright.analysis.model_copy import copy_to_meta
 from meshwright.core.errors import InputError, PlanRefused
-from meshwright.core.heartbeat import RankPhase
+from meshwright.core.ipc import RankPhase
 from meshwright.core.messages import Message
 from meshwright.core.units import show_seconds
-from meshwright.runtime.backend import backend_of
+from meshwright.runtime.backend import backend_of, malloc_trim
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.group import shrink_staging_buffers
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
-from meshwright.runtime.host_heap import malloc_trim
-from meshwright.runtime.layout.placeholder import StagePlaceholder
-from meshwright.runtime.loss.objective import Batch, LossFunction, num_rows
+from meshwright.runtime.loss import Batch, LossFunction, num_rows
 from meshwright.runtime.preflight.numeric_probes import weight_fingerprints
+from meshwright.runtime.stage_placeholder import StagePlaceholder
 from meshwright.spec.constraints import check_batch_size
 from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
-from meshwright.spec.proof import (
+from meshwright.spec.record import (
     CHEAP_PROOF_FRACTION,
     CHEAP_PROOF_SECONDS,
     CHEAP_PROOF_STEPS,
@@ -51,9 +50,9 @@ from meshwright.spec.proof import (
     validate_proof_mode,
 )
 from meshwright.train.proof.proof_run import NothingProven, ProofRun
+from meshwright.train.step.guards import SizeRanges
 from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.step.passes import StepPasses
-from meshwright.train.step.size_ranges import SizeRanges
 from meshwright.train.step.state import TrainState
 
 ModuleValues = dict[str, dict[str, Any]]

@@ -41,18 +41,17 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.analysis.block_lists import find_block_lists
 from meshwright.analysis.model_copy import ModelCopy, ParamAccessGuard
 from meshwright.models.model_io import IGNORE_INDEX
+from meshwright.runtime.activation_recompute import with_function_modes
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.expert_parallel.load_balancing import (
     CAPACITY_ATTRIBUTE,
     aux_loss_coefficient,
     drop_over_capacity,
 )
+from meshwright.runtime.float8 import apply_float8
 from meshwright.runtime.gather_service import ElementRange, GatherService, without_torch_modes
-from meshwright.runtime.loss.cross_entropy import shift_labels
-from meshwright.runtime.loss.objective import Batch, LossHead, extract_logits, num_rows
-from meshwright.runtime.precision.float8 import apply_float8
+from meshwright.runtime.loss import Batch, LossHead, extract_logits, num_rows, shift_labels
 from meshwright.runtime.preflight.numeric_probes import ChunkedProjection, random_projection
-from meshwright.runtime.recompute.policy import with_function_modes
 from meshwright.train.proof.streamed_weights import can_stream_rows, stream_rows
 
 

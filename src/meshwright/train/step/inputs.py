@@ -42,9 +42,9 @@ from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.deferred_init import deferred_init_of
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
-from meshwright.runtime.loss.objective import Batch, LossHead, ZeroWeightBatch, num_rows
+from meshwright.runtime.loss import Batch, LossHead, ZeroWeightBatch, num_rows
 from meshwright.runtime.parallel_context import ParallelContext
-from meshwright.spec.batch_layout import micro_batch_rows
+from meshwright.spec.grid import micro_batch_rows
 from meshwright.spec.plan import Plan
 
 COMPARED_PARAMETERS = 8

@@ -33,14 +33,13 @@ from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
-from meshwright.runtime.loss.objective import Batch, ZeroWeightBatch
+from meshwright.runtime.loss import Batch, ZeroWeightBatch
 from meshwright.runtime.preflight.batch_separability import repeat_rows
 from meshwright.runtime.preflight.step_checks import CHECKED_STEPS
 from meshwright.spec.constraints import check_batch_size
-from meshwright.spec.proof import ProofResult
-from meshwright.train.step.guards import Outside, StepGuards
+from meshwright.spec.record import ProofResult
+from meshwright.train.step.guards import Outside, SizeRanges, StepGuards
 from meshwright.train.step.inputs import LocalBatch
-from meshwright.train.step.size_ranges import SizeRanges
 from meshwright.train.step.state import TrainState
 
 MAX_STEP_FRACTION = 8e-4

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 
 from meshwright.core.errors import InputError
-from meshwright.core.heartbeat import RankPhase
+from meshwright.core.ipc import RankPhase
 from meshwright.core.messages import Message
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.expert_parallel.token_dispatcher import count_pairs_by_expert, expert_loads, summarize_loads
-from meshwright.runtime.loss.objective import Batch, num_rows
-from meshwright.runtime.preflight.pass_writes import is_single_device_step
+from meshwright.runtime.loss import Batch, num_rows
+from meshwright.runtime.preflight.user_writes import is_single_device_step
 from meshwright.spec.record import MoeStats
 from meshwright.train.step.inputs import (
     LocalBatch,

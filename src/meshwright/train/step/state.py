@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.core.heartbeat import RankPhase
+from meshwright.core.ipc import RankPhase
 from meshwright.runtime.engine import Engine
 from meshwright.spec.record import RunState
 

@@ -6,7 +6,7 @@ from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.build.stages.assignment import stage_bounds
 from meshwright.runtime.engine import Engine, StageExecutor
 from meshwright.runtime.expert_parallel.token_dispatcher import local_dispatchers
-from meshwright.runtime.loss.objective import LossHead
+from meshwright.runtime.loss import LossHead
 from meshwright.runtime.parameter_access import install_load_checks, loss_access_guard
 from meshwright.runtime.pipeline.runner import ScheduleRunner
 from meshwright.runtime.preflight.step_checks import Preflight

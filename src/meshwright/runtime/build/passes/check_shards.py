@@ -6,8 +6,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.expert_parallel.load_balancing import check_aux_loss, check_expert_bias, make_capacity_limiter
-from meshwright.runtime.loss.cross_entropy import check_chunked_head
-from meshwright.runtime.loss.objective import LossHead
+from meshwright.runtime.loss import LossHead, check_chunked_head
 from meshwright.runtime.tensor_parallel.layers import check_divisible
 from meshwright.spec.workload_constraints import UpdateProperties, update_violations
 

@@ -8,7 +8,7 @@ from meshwright.runtime.build.passes.prepare_model import without_kv_cache
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.comm.topology import GroupFactory
-from meshwright.runtime.context_parallel.setup import make_context_state
+from meshwright.runtime.context_parallel.attention import make_context_state
 from meshwright.runtime.expert_parallel.groups import make_ep_groups
 from meshwright.runtime.parallel_context import ParallelContext
 

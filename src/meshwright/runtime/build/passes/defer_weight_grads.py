@@ -14,10 +14,15 @@ from meshwright.analysis.layer_rules.rule import is_linear_like
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.build.stages.assignment import stage_bounds
-from meshwright.runtime.wgrad.accumulation import MIN_IN_PLACE_ELEMENTS, StepBackward
-from meshwright.runtime.wgrad.deferred import WgradQueue, defer_wgrad, weight_gradient
+from meshwright.runtime.weight_gradients import (
+    MIN_IN_PLACE_ELEMENTS,
+    StepBackward,
+    WgradQueue,
+    defer_wgrad,
+    weight_gradient,
+)
 from meshwright.runtime.zero.param_group import FlatParamGroup
-from meshwright.spec.memory_policy import defers_wgrad
+from meshwright.spec.grid import defers_wgrad
 from meshwright.spec.plan import Plan
 
 
@@ -38,7 +43,7 @@ def install_deferred_wgrad(
 ) -> None:
     """Makes the matrix layers of blocks defer their weight gradients to W, if the schedule has W.
 
-    [Note: not deferred] in runtime/wgrad/deferred.py lists the exceptions.
+    [Note: not deferred] in runtime/weight_gradients.py lists the exceptions.
     """
     for stage, stored in flat.items():
         unit_of = {name: unit for unit in stored if not unit.frozen for name in unit.parameters}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.expert_parallel.load_balancing import make_aux_loss
-from meshwright.runtime.loss.cross_entropy import install_chunked_head
+from meshwright.runtime.loss import install_chunked_head
 
 
 @build_pass(reads=("model", "hints", "partition", "context", "sequence", "local"), writes=("chunked_head", "aux_loss"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.runtime.build.passes.record import Build, build_pass
-from meshwright.runtime.precision.float8 import apply_float8
+from meshwright.runtime.float8 import apply_float8
 
 
 @build_pass(reads=("model", "recipe", "partition", "wrappers"))

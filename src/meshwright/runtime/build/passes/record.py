@@ -23,8 +23,7 @@ from meshwright.runtime.engine import Engine
 from meshwright.runtime.expert_parallel.groups import EpGroups
 from meshwright.runtime.expert_parallel.load_balancing import AuxLoss
 from meshwright.runtime.expert_parallel.token_dispatcher import ExpertDispatcher
-from meshwright.runtime.loss.cross_entropy import ChunkedHead
-from meshwright.runtime.loss.objective import LossFunction
+from meshwright.runtime.loss import ChunkedHead, LossFunction
 from meshwright.runtime.non_tensor_state import ExtraState
 from meshwright.runtime.optim.full_tensor import FullTensorNeeds
 from meshwright.runtime.optim.param_groups import OptimizerFactory, ParamGroups
@@ -32,7 +31,7 @@ from meshwright.runtime.optim.updater import Updater
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import BlockWrapper, StageCursor
 from meshwright.runtime.shard.shard_table import ShardTable
-from meshwright.runtime.wgrad.accumulation import StepBackward
+from meshwright.runtime.weight_gradients import StepBackward
 from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.runtime.zero.reducer import GradReducer, TiedParamGroup
 from meshwright.spec.precision import Recipe

@@ -8,17 +8,16 @@ from typing import Any
 from torch import nn
 
 from meshwright.analysis.graph import ModelGraph
+from meshwright.runtime.activation_recompute import RecomputePolicy
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.build.passes.wrap_modules import BlockSteps, cut_head_input, hidden_functions, wrap_modules
 from meshwright.runtime.build.stages.assignment import stage_bounds
 from meshwright.runtime.compile import compile_block
 from meshwright.runtime.context_parallel.blocks import ContextState
-from meshwright.runtime.pipeline.block_wrapper import StageCursor
-from meshwright.runtime.pipeline.boundary_tensors import BoundaryState
-from meshwright.runtime.recompute.activation_offload import storage_id
-from meshwright.runtime.recompute.policy import RecomputePolicy
+from meshwright.runtime.offload.activation_offload import storage_id
+from meshwright.runtime.pipeline.block_wrapper import BoundaryState, StageCursor
 from meshwright.spec.enums import Recompute
-from meshwright.spec.memory_policy import defers_wgrad, recompute_at
+from meshwright.spec.grid import defers_wgrad, recompute_at
 from meshwright.spec.plan import Plan
 
 

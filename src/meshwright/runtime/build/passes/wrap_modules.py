@@ -13,9 +13,9 @@ from torch import nn
 from meshwright.analysis.dataflow import WeightUses, is_within
 from meshwright.analysis.graph import ModelGraph
 from meshwright.runtime.context_parallel.blocks import ContextState
-from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import BlockWrapper, GatheredGroups, HiddenFunction, StageCursor
+from meshwright.runtime.stage_placeholder import StagePlaceholder
 from meshwright.runtime.tensor_parallel.layers import SequenceParallelRegion
 from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.plan import Plan

@@ -12,10 +12,10 @@ from itertools import pairwise
 
 from meshwright.analysis.dataflow import DataflowRecord, StageInterface, trace_stage_parameters
 from meshwright.analysis.graph import ModelGraph
-from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON
+from meshwright.analysis.recompute_tape import OWN_CHECKPOINT_REASON
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
-from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
+from meshwright.runtime.pipeline.block_wrapper import BoundarySpec
 from meshwright.spec.plan import Plan
 
 ParamStages = Mapping[str, tuple[int, ...]]

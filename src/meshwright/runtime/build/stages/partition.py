@@ -29,7 +29,7 @@ from meshwright.runtime.build.stages.assignment import (
     find_param_stages,
     stage_bounds,
 )
-from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec, layers_over_stacks, trace_boundaries
+from meshwright.runtime.pipeline.block_wrapper import BoundarySpec, layers_over_stacks, trace_boundaries
 from meshwright.runtime.preflight.step_checks import AnalysisGuard
 from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.core.heartbeat import WAIT_INCREMENT
+from meshwright.core.ipc import WAIT_INCREMENT
 from meshwright.core.messages import Message
 from meshwright.runtime.error_propagation import CURRENT_PROPAGATOR, gather_objects
 

@@ -1,0 +1,223 @@
+"""Ranks the plans of a job: the best plans that fit, the rejected plans with reasons, and the best plan of every
+family.
+
+The objectives `fewest` and `cheapest` run the same search on each smaller cluster. A smaller cluster has fewer nodes in
+every group, or fewer devices if it has only one node.
+
+Offload fractions: the search offloads all optimizer states or weights, or none. `minimize_offload` then lowers the
+fractions for the resulting plans.
+
+Guarantees: a plan with lower fractions is not slower than the original plan and as safe: if the original fits with a
+margin, so does the new plan. The costs of all fractions in steps of FRACTION_STEP_PERCENT are computed together, for
+every pair of fractions of states and weights. The fastest safe pair is chosen; among equally fast pairs, the pair with
+the most bytes on the device. The offloaded fraction of weights is at most that of states, since the host needs the
+states to update weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
+from meshwright.planner.cost.cost_model import CostModel
+from meshwright.planner.cost.memory import memory_limit, physical_limit, reserved_bytes
+from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
+from meshwright.planner.cost.step import estimate, estimate_grid
+from meshwright.planner.search import heterogeneous
+from meshwright.planner.search.best_plans import (
+    PlanCandidate,
+    PlanFamily,
+    PlanRejection,
+    RankedPlan,
+    SearchObjective,
+    SearchResult,
+    TopK,
+    plan_family,
+    round_score,
+)
+from meshwright.planner.search.branch_and_bound import PlanSearch, search_top_plans
+from meshwright.planner.search.feasibility import OFFLOAD_FRACTION_PINS
+from meshwright.planner.search.infeasible import infeasibility_error
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.constraints import is_supported
+from meshwright.spec.enums import offloads_states, offloads_weights, upgrade_offload_fields
+from meshwright.spec.estimate import Estimate, FitStatus
+from meshwright.spec.job import Job
+from meshwright.spec.workload_constraints import UpdateProperties
+
+FRACTION_STEP_PERCENT = 5
+"""Step of offload fractions in percent. Finer steps would exceed the accuracy of memory estimates."""
+
+OFFLOAD_FRACTIONS = np.arange(FRACTION_STEP_PERCENT, 101, FRACTION_STEP_PERCENT) / 100
+
+FIT_STATUS_ORDER = (FitStatus.no, FitStatus.tight, FitStatus.fits)
+
+
+def minimize_offload(pricer: CostModel, box: PlanGrid) -> tuple[PlanGrid, Estimate]:
+    """Returns the only plan of `box` with its offload fractions minimized, and the estimate of the new plan."""
+    whole = estimate_grid(pricer, box)
+    less = _fastest_fractions(pricer, box, FIT_STATUS_ORDER.index(whole.verdict)) if whole.fits else None
+    if less is None:
+        return box, whole
+    price = estimate_grid(pricer, less)
+    return (less, price) if price.time.step <= whole.time.step else (box, whole)
+
+
+def _fastest_fractions(pricer: CostModel, box: PlanGrid, safety: int) -> PlanGrid | None:
+    """Returns the grid with the best offload fractions that are as safe as `safety`, or None if there are no
+    alternatives."""
+    job, (offload,) = pricer.setting.job, box.offload
+    pins, both = upgrade_offload_fields(job.pins), offloads_states(offload) and offloads_weights(offload)
+    of_states, of_weights = (
+        OFFLOAD_FRACTIONS if waits(offload) and name not in pins else np.array([float(getattr(box, name))])
+        for name, waits in OFFLOAD_FRACTION_PINS.items()
+    )
+    states, weights = (part.reshape(-1) for part in np.meshgrid(of_states, of_weights))
+    if len(states) == 1:
+        return None
+    many = replace(box, offload_share=broadcast_to_axis(states, "f"), weights_share=broadcast_to_axis(weights, "f"))
+    legal = states >= weights if both and UpdateProperties.of(job.workload, job.cluster).there else np.array(True)
+    step = np.broadcast_to(pricer.price(many).step.reshape(-1), states.shape)
+    as_safe = np.flatnonzero((_fit_levels(pricer, many) >= safety) & legal)
+    found = min(((round_score(float(step[at])), float(states[at]), float(weights[at])) for at in as_safe), default=None)
+    return None if found is None else replace(box, offload_share=found[1], weights_share=found[2])
+
+
+def _fit_levels(pricer: CostModel, box: PlanGrid) -> Array:
+    """Returns the fit status of each plan along f, as an index into FIT_STATUS_ORDER."""
+    setting, prices = pricer.setting, pricer.price(box)
+    taken, safe = reserved_bytes(setting, prices.allocated)
+    fits = (taken <= memory_limit(setting)) & (prices.on_host <= setting.host_memory)
+    return np.asarray(np.where(fits, np.where(safe <= physical_limit(setting), 2, 1), 0).reshape(-1))
+
+
+def search_plans(
+    job: Job, top: int = 10, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
+) -> SearchResult:
+    """Returns the `top` best plans that fit. `runnable` restricts them to plans that this version runs.
+
+    Raises: NothingFits with the nearest plan and the smallest change that would fit.
+    """
+    began = time.perf_counter()
+    found = search_cluster_sizes(job, top, objective, runnable)
+    entries, families = rank_plans(job, found, top, objective, runnable)
+    if not entries:
+        raise infeasibility_error(found)
+    return SearchResult(
+        plans=entries,
+        families=families,
+        considered=found.space.considered,
+        rejected=tuple(
+            PlanRejection(reason=reason, count=it.count, example=it.example)
+            for reason, it in found.space.rejected.items()
+        ),
+        seconds=time.perf_counter() - began,
+        devices=found.space.job.cluster.devices,
+    )
+
+
+def rank_plans(
+    job: Job, found: PlanSearch, top: int, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
+) -> tuple[tuple[RankedPlan, ...], tuple[PlanFamily, ...]]:
+    """Returns the ranked plans of a search, including plans over heterogeneous groups, and the best plan of every
+    family."""
+    scored = [_ranked_plan(found.pricer, each) for each in found.ranking.best]
+    if objective == SearchObjective.fastest:
+        scored += [
+            (score, RankedPlan(plan=plan, estimate=estimate(job, plan)))
+            for score, plan in heterogeneous.heterogeneous_plans(job, top, runnable)
+        ]
+        scored = sorted(scored, key=lambda pair: round_score(pair[0]))
+    kin = best_per_family(found.ranking, scored if objective == SearchObjective.fastest else ())
+    return tuple(entry.but(runs=is_supported(entry.plan)) for _, entry in scored[:top]), kin
+
+
+def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, RankedPlan]:
+    """Returns the score of a candidate, and the candidate as a ranked plan with the lowest offload fractions."""
+    box, estimate = minimize_offload(pricer, candidate.grid)
+    plan = box.plan((0,) * len(box.shape))
+    gain = estimate.time.step / candidate.seconds if min(plan.offload_share, plan.weights_share) < 100 else 1.0
+    return candidate.score * gain, RankedPlan(plan=plan, estimate=estimate)
+
+
+def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnable: bool) -> PlanSearch:
+    """Searches each cluster size, and returns the search on the size that is best for the objective."""
+    if objective not in (SearchObjective.fewest, SearchObjective.cheapest):
+        return search_top_plans(job, top, objective, runnable)
+    chosen, lowest = None, float("inf")
+    for cluster in smaller_clusters(job.cluster):
+        price = cluster.price
+        if objective == SearchObjective.cheapest and price is None:
+            raise InputError(
+                Message(
+                    "the cheapest plan needs a price: give each device of the cluster file a price, in money per "
+                    "device hour"
+                )
+            )
+        try:
+            found = search_top_plans(
+                job.but(cluster=cluster), top, objective, runnable, ceiling=lowest / (price or 1.0)
+            )
+        # the pins do not divide this number of devices; only for the whole cluster the error is raised
+        except InputError:
+            continue
+        if not found.ranking.best:
+            continue
+        if objective == SearchObjective.fewest:
+            return found
+        money = found.ranking.best[0].score * (price or 0.0)
+        if money < lowest:
+            chosen, lowest = found, money
+    return chosen or search_top_plans(job, top, objective, runnable)
+
+
+def with_used_devices(job: Job, answer: SearchResult) -> Job:
+    """Returns `job` restricted to the devices that the answer uses."""
+    if answer.devices in (0, job.cluster.devices):
+        return job
+    return job.but(cluster=next(each for each in smaller_clusters(job.cluster) if each.devices == answer.devices))
+
+
+def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
+    """Yields the cluster with fewer nodes, or with fewer devices if it has one node, in ascending order; the whole
+    cluster is last."""
+    group = cluster.groups[0]
+    if len(cluster.groups) == 1 and group.nodes == 1:
+        for devices in range(1, group.devices + 1):
+            yield cluster.but(groups=(group.but(devices=devices),))
+        return
+    counts = [each.nodes for each in cluster.groups]
+    for nodes in range(1, sum(counts) + 1):
+        left, groups = nodes, []
+        for each in cluster.groups:
+            taken = min(each.nodes, left)
+            left -= taken
+            groups += [each.but(nodes=taken)] if taken else []
+        yield cluster.but(groups=tuple(groups))
+
+
+def best_per_family(ranking: TopK, ranked: Sequence[tuple[float, RankedPlan]] = ()) -> tuple[PlanFamily, ...]:
+    """Returns the best plan of each family. Families with plans that fit come first, sorted by speed. Other families
+    follow with the plans that are nearest to fitting. During the search, families contain only plans with uniform
+    recompute and without offload. So if a plan in `ranked` is better than the best of its family, it replaces that
+    plan."""
+    scores = {name: it.score for name, it in ranking.families.items()}
+    found = {
+        name: PlanFamily(name=name, plan=it.plan, fits=name in scores, seconds=it.seconds, reserved=it.reserved)
+        for name, it in {**ranking.nearest, **ranking.families}.items()
+    }
+    for score, entry in ranked:
+        name = plan_family(entry.plan)
+        if round_score(score) < round_score(scores.get(name, float("inf"))):
+            scores[name], price = score, entry.estimate
+            found[name] = PlanFamily(
+                name=name, plan=entry.plan, fits=True, seconds=price.time.step, reserved=price.memory.reserved
+            )
+    return tuple(
+        sorted(found.values(), key=lambda family: (not family.fits, family.seconds if family.fits else family.reserved))
+    )

@@ -1,0 +1,313 @@
+"""Decides, by the plan, what a block saves between forward and backward.
+
+- Without recompute, a block saves everything.
+- With `full`, it saves only its input.
+- With `attn`, it saves everything except the inside of attention.
+- With `sac`, it saves everything except the results of cheap operations (analysis/recompute_tape.py).
+
+The saved tensors are on the device, in host memory or in files (offload `activations`).
+
+Guarantees: gradients are bitwise equal to those without recompute. The same kernels recompute from the same values and
+random state.
+
+Source of `attn`: Korthikanti et al., arXiv 2205.05198, section 5.
+
+Some buffers, such as running means, change in the forward of a block. Recompute reads their values at the time of the
+original pass, and does not change them.
+
+[Note: buffer values of a pass] The backward of a pass may run after later passes have changed a buffer (pipelines, a
+block that is called twice). So a recomputed block reads copies of its buffers from the start of its original pass.
+Selective recompute reads copies of the values that the original pass read. The first pass shows which buffers change.
+All other buffers are neither copied nor replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.analysis.recompute_min_cut import RematPlanCache
+from meshwright.analysis.recompute_tape import RematTape, active_saved_tensor_hooks
+from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
+from meshwright.runtime.offload.activation_offload import (
+    ActivationOffload,
+    BlockActivations,
+    storage_id,
+    unpack_activation,
+)
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.spec.enums import Recompute, offloads_activations
+from meshwright.spec.grid import offloads_block, recompute_at
+
+
+class BufferSnapshot(NamedTuple):
+    """The state of a buffer before a pass: the dict that contains it, and its value if the buffer is known to
+    change."""
+
+    holder: dict[str, torch.Tensor | None]
+    name: str
+    buffer: torch.Tensor
+    version: int
+    value: torch.Tensor | None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the buffer has changed. Batch norms write running means without a new version, so values are also
+        compared."""
+        written = self.holder.get(self.name) is not self.buffer or self.buffer._version != self.version
+        return written or (self.value is not None and not torch.equal(self.buffer, self.value))
+
+
+class MutatedBuffers:
+    """Determines which buffers of one block change in its forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [each for each in module.modules() if each._buffers]
+        self._moved: set[tuple[int, str]] | None = None
+        """The buffers that change, as (id of the dict that contains it, name). None before the first pass."""
+
+    def before(self) -> list[BufferSnapshot]:
+        """Returns snapshots of all buffers. They contain the values of the buffers that are known to change."""
+        found = [
+            (each._buffers, name, buffer)
+            for each in self._modules
+            for name, buffer in each._buffers.items()
+            if buffer is not None
+        ]
+        return [
+            BufferSnapshot(
+                holder, name, buffer, buffer._version, buffer.detach().clone() if self._may_move(holder, name) else None
+            )
+            for holder, name, buffer in found
+        ]
+
+    def _may_move(self, holder: dict[str, torch.Tensor | None], name: str) -> bool:
+        return self._moved is None or (id(holder), name) in self._moved
+
+    def moved(self, before: list[BufferSnapshot]) -> list[BufferSnapshot]:
+        """Returns the snapshots of those buffers that this pass or an earlier one has changed.
+
+        Raises:
+            InputError: this pass has changed a buffer that the first pass did not change.
+        """
+        if self._moved is None:
+            self._moved = {(id(each.holder), each.name) for each in before if each.has_moved}
+        delayed = next((each.name for each in before if each.value is None and each.has_moved), None)
+        if delayed is not None:
+            raise InputError(
+                Message(
+                    "the buffer {delayed} of a block is moved on in some passes and was not in the first one, so that "
+                    "what is recomputed would read another value: leave recompute out",
+                    delayed=delayed,
+                )
+            )
+        return [each for each in before if self._may_move(each.holder, each.name)]
+
+
+class RestoredBuffers:
+    """Sets buffers inside the context to their values before a pass. Restores their current values on exit."""
+
+    def __init__(self, moved: list[BufferSnapshot]) -> None:
+        self.moved = moved
+        self._now: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> None:
+        self._now = [each.holder.get(each.name) for each in self.moved]
+        for each in self.moved:
+            assert each.value is not None
+            each.holder[each.name] = each.value.clone()
+
+    def __exit__(self, *raised: Any) -> None:
+        for each, now in zip(self.moved, self._now, strict=True):
+            each.holder[each.name] = now
+
+
+BlockForward = Callable[..., Any]
+
+FUNCTORCH_HOOK_ERROR = "don't yet support saved tensor hooks"
+"""The error message of torch.func if saved-tensor hooks are active."""
+
+
+def _no_recompute(place: int) -> Recompute:
+    return Recompute.none
+
+
+@dataclass(frozen=True)
+class RecomputePolicy:
+    """Applies recompute and offload to all blocks of a rank.
+
+    `how`: the recompute mode of each block, by its index in the stage. `offload`: the activation offload, None without
+    one. `sends`: which blocks it offloads. `cuts`: cached decisions of selective recompute. `weights`: storages that
+    backward gathers again.
+    """
+
+    how: Callable[[int], Recompute] = _no_recompute
+    offload: ActivationOffload | None = None
+    sends: Callable[[int], bool] = bool
+    cuts: RematPlanCache = field(default_factory=dict)
+    weights: Collection[int] = ()
+
+    @classmethod
+    def of(cls, mesh: ParallelContext, weights: Collection[int]) -> RecomputePolicy:
+        """Returns the policy of a plan. `weights` are storages that are never offloaded.
+
+        Two other modules implement a part of recompute. Attention over context ranks recomputes its core itself
+        (context_parallel/attention.py). The compiler does selective recompute (compile.py).
+        """
+        plan = mesh.plan
+        elsewhere = {Recompute.attn} if plan.cp > 1 else set()
+        elsewhere |= {Recompute.sac} if plan.compile else set()
+
+        def here(place: int) -> Recompute:
+            return Recompute.none if (how := recompute_at(plan, place)) in elsewhere else how
+
+        offloaded = (
+            ActivationOffload(mesh.device, weights, mesh.activation_store)
+            if offloads_activations(plan.offload)
+            else None
+        )
+        return cls(here, offloaded, partial(offloads_block, plan), weights=weights)
+
+    def __call__(
+        self, forward: BlockForward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: MutatedBuffers
+    ) -> Any:
+        """Runs the `forward` of the block with index `place` in its stage and returns its output. `moving` tracks the
+        block's buffers."""
+        try:
+            if self.offload is None or not self.sends(place):
+                return self._run(forward, place, moving, None, args, kwargs)
+            with self.offload.collect_block(place) as block:
+                return self._run(forward, place, moving, block, args, kwargs)
+        except RuntimeError as error:
+            if FUNCTORCH_HOOK_ERROR not in str(error):
+                raise
+            raise InputError(
+                Message(
+                    "this block takes gradients by torch.func, which lets nobody else keep what it needs: leave "
+                    "recompute and off-activations out"
+                )
+            ) from None
+
+    def _run(
+        self,
+        forward: BlockForward,
+        place: int,
+        moving: MutatedBuffers,
+        block: BlockActivations | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        how = self.how(place)
+        if how == Recompute.full:
+            return _recompute_full(forward, moving, args, kwargs)
+        if how == Recompute.attn:
+            return _recompute_attention(forward)(*args, **kwargs)
+        return (
+            self._by_operation(forward, moving, block, args, kwargs)
+            if how == Recompute.sac
+            else forward(*args, **kwargs)
+        )
+
+    def _by_operation(
+        self,
+        forward: BlockForward,
+        moving: MutatedBuffers,
+        block: BlockActivations | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        before = moving.before()
+        tape = RematTape(
+            tree_leaves((args, kwargs)),
+            block.keep if block else None,
+            unpack_activation if block else None,
+            weights=self.weights,
+        )
+        with saved_tensors_hooks(tape.pack, tape.unpack), tape:
+            output = forward(*args, **kwargs)
+        tape.finish(self.cuts, {storage_id(each.buffer) for each in moving.moved(before)})
+        return output
+
+
+def _recompute_full(
+    forward: BlockForward, moving: MutatedBuffers, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    before = moving.before()
+    as_before, modes = RestoredBuffers(before), function_modes()
+    buffers = as_before if any(each.value is not None for each in before) else None
+    contexts: Any = (
+        {"context_fn": lambda: (nullcontext(), with_function_modes(modes, buffers))} if modes or buffers else {}
+    )
+    output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+    as_before.moved = moving.moved(before)
+    return output
+
+
+@contextmanager
+def with_function_modes(
+    modes: Sequence[TorchFunctionMode], buffers: AbstractContextManager[Any] | None = None
+) -> Iterator[None]:
+    """Activates the function modes of the forward during recompute, such as one without dropout. torch deactivates
+    function modes during backward."""
+    with buffers or nullcontext(), ExitStack() as stack:
+        for mode in modes:
+            if mode not in function_modes():
+                stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def preserve_buffers(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Restores the values of `buffers` on exit. Does not advance their versions, because autograd saves the buffers for
+    backward but does not read them."""
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.data.copy_(value)
+
+
+def _recompute_attention(forward: BlockForward) -> BlockForward:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with RecomputeAttention() as core:
+            output = forward(*args, **kwargs)
+        if not core.met:
+            raise InputError(
+                Message(
+                    "recompute selective: this block calls no scaled_dot_product_attention whose inside could be "
+                    'computed again; build the model with attn_implementation="sdpa", or take rc-full'
+                )
+            )
+        return output
+
+    return run
+
+
+class RecomputeAttention(TorchFunctionMode):
+    """Makes attention save only its inputs. If the model's code already checkpoints attention, this mode is not needed.
+    The compiler reads this mode too, and recomputes attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met, self.keeper = False, active_saved_tensor_hooks()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_core = function is F.scaled_dot_product_attention
+        self.met |= is_core
+        if not is_core or (not torch.compiler.is_compiling() and active_saved_tensor_hooks() != self.keeper):
+            return function(*args, **(kwargs or {}))
+        return checkpoint(function, *args, use_reentrant=False, **(kwargs or {}))

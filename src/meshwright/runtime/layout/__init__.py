@@ -1,1 +1,0 @@
-"""Placeholders for the modules of other pipeline stages."""

@@ -1,0 +1,320 @@
+"""Offloads saved activations to host memory or to a file between forward and backward.
+
+[Note: overlapped offload] While a block runs forward, the activations of the previous block are copied to the host. The
+device frees them when the running block ends. While a block runs backward, the activations of the previous block are
+copied back. So at most the activations of two blocks are on the device (planner/cost/offload.py). The activations of
+the last block of a pass stay on the device until the next pass begins. In most schedules the next pass is the backward
+of the same micro-batch.
+
+On an accelerator, copies use separate streams and pinned memory, and threads write files. CPU ranks write the
+activations to files without a copy, because their memory is the host's.
+
+[Note: one stream's memory] The compute stream allocates and frees device memory, after it has waited for the copy. So
+no memory is written or read after its reuse, even if a step ends in an error (`OffloadedTensor.__del__`).
+
+A storage that a block saves several times (the input of three projections, attention's output and its views) is
+transferred once. Sparse or subclassed tensors, and tensors on other devices, are not offloaded. A saved tensor must not
+be written to during its copy. Otherwise backward raises an error, as autograd does.
+
+Source of the streams and their synchronisation: torchtune's OffloadActivations. torch's save_on_cpu copies on the
+compute stream.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwright.runtime.backend import backend_of
+from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
+from meshwright.runtime.offload.swap_file import PAGE_BYTES, ActivationStore
+
+
+class ActivationOffload:
+    """Offloads the activations of one rank, whose blocks run on `device`. `weights` are storages that are never
+    offloaded. `depot` is the activation file, None for host memory."""
+
+    def __init__(self, device: torch.device, weights: Collection[int], depot: ActivationStore | None = None) -> None:
+        self.device, self.weights, self.depot = device, weights, depot
+        self.ferry = CopyStreams(device) if depot is None else depot.copy_streams
+        self.beyond = backend_of(device).has_streams
+        """Whether the device has memory separate from the host's."""
+        self._last = self._opened = _no_block
+
+    @contextmanager
+    def collect_block(self, place: int) -> Iterator[BlockActivations]:
+        """Collects the activations that block `place` of its stage saves inside the context, which is its forward."""
+        before = self._last()
+        if before is not None:
+            before.leave()
+        block = BlockActivations(self, before if before is not None and before.place == place - 1 else None, place)
+        try:
+            with saved_tensors_hooks(block.keep, unpack_activation):
+                yield block
+            if before is not None:
+                before.let_go()
+        finally:
+            block.finish()
+        self._last = weakref.ref(block)
+
+    def open(self, block: BlockActivations) -> None:
+        """Starts the backward of `block`. Frees the activations of the block whose backward has ended, and fetches
+        those of the block whose backward is next."""
+        opened, last = self._opened(), self._last()
+        if opened is block:
+            return
+        self._opened = weakref.ref(block)
+        others = [other for other in (opened, last) if other is not None and other is not block]
+        for other in others:
+            other.leave()
+        block.fetch()
+        for other in others:
+            other.let_go()
+        before = block.before()
+        if before is not None:
+            before.fetch()
+
+
+class BlockActivations:
+    """The saved activations of one block in one pass, until the backward of the block has used them."""
+
+    def __init__(self, rank: ActivationOffload, before: BlockActivations | None, place: int) -> None:
+        self.rank, self.place = rank, place
+        self.before = _no_block if before is None else weakref.ref(before)
+        self._parcels: list[weakref.ref[OffloadedTensor]] = []
+        self._seen: dict[tuple[int, int], OffloadedTensor] = {}
+
+    @property
+    def parcels(self) -> list[OffloadedTensor]:
+        """The saved tensors that backward still needs."""
+        return [parcel for each in self._parcels if (parcel := each()) is not None]
+
+    def keep(self, tensor: torch.Tensor) -> Any:
+        """Returns what autograd saves instead of `tensor`: the tensor itself, or an offloaded storage with the tensor's
+        geometry."""
+        if not self._goes(tensor):
+            return tensor
+        if tensor.nbytes * 2 < tensor.untyped_storage().nbytes():  # a view of less than half of its storage is copied
+            own = tensor.detach().clone()
+            return self._sent(own), TensorMeta.of(own)
+        key = storage_id(tensor), tensor._version
+        parcel = self._seen.get(key)
+        if parcel is None:
+            # The entry keeps the storage alive, so that no later storage gets the same id.
+            parcel = self._seen[key] = self._sent(tensor)
+        return parcel, TensorMeta.of(tensor)
+
+    def _sent(self, tensor: torch.Tensor) -> OffloadedTensor:
+        parcel = OffloadedTensor(self, tensor)
+        self._parcels.append(weakref.ref(parcel))
+        return parcel
+
+    def _goes(self, tensor: torch.Tensor) -> bool:
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not plain or tensor.is_conj() or tensor.is_neg() or tensor.device.type != self.rank.device.type:
+            return False
+        large = self.rank.depot is None or tensor.nbytes >= PAGE_BYTES
+        return large and storage_id(tensor) not in self.rank.weights
+
+    def finish(self) -> None:
+        """Marks the end of the block's forward."""
+        self._seen.clear()
+        if self.rank.depot is None and not self.rank.beyond:
+            self.let_go()
+
+    def leave(self) -> None:
+        """Starts to offload all tensors that are not yet offloaded."""
+        for parcel in self.parcels:
+            parcel.leave()
+
+    def let_go(self) -> None:
+        """Frees the device memory of the block's tensors until backward needs them."""
+        for parcel in self.parcels:
+            parcel.let_go()
+
+    def fetch(self) -> None:
+        """Starts to copy the block's tensors back to the device, except those that are on the device."""
+        for parcel in self.parcels:
+            parcel.fetch()
+
+
+class TensorMeta(NamedTuple):
+    """The dtype, size, stride and offset of a tensor in its storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """Returns the geometry of `tensor`."""
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def of_bytes(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor as a view of `values`, a copy of its storage."""
+        found: Any = torch.empty(0, dtype=self.dtype, device=values.device)
+        return found.set_(values.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
+
+
+class OffloadedTensor:
+    """One storage that a block saves. It is on the device (`here`), in host memory, in an extent of the file, or in
+    transit."""
+
+    def __init__(self, block: BlockActivations, tensor: torch.Tensor) -> None:
+        self.block, self.rank, self.depot = block, block.rank, block.rank.depot
+        self.here: torch.Tensor | None = storage_bytes(tensor)
+        self.size = self.here.numel()
+        self._host: torch.Tensor | None = None
+        self._room: int | None = None
+        self._going: Future[None] | None = None
+        self._coming: Future[CopyEvent] | None = None
+        """The read from the file, if one is in progress."""
+        self._landing = COPY_DONE
+        """The last copy between device and host."""
+        self._version_probe: torch.Tensor | None = version_probe(tensor)
+        self._version, self._is_written = tensor._version, False
+        if self.depot is None and not self.rank.beyond:
+            self.leave()
+
+    # --- forward
+
+    def leave(self) -> None:
+        """Starts to copy the storage to host memory or to the file."""
+        if self.here is None or self._host is not None or self._room is not None:
+            return
+        values = self.here if self.depot is not None and not self.rank.beyond else self._brought_down(self.here)
+        if self.depot is not None:
+            self._room = self.depot.allocate(self.size)
+            self._going = self.depot.write(self._room, values, self._landing)
+
+    def _brought_down(self, here: torch.Tensor) -> torch.Tensor:
+        """Returns a copy in host memory. On an accelerator the copy is pinned, and it is filled while the device
+        computes."""
+        rank, depot = self.rank, self.depot
+        self._host = (
+            torch.empty(self.size, dtype=torch.uint8, pin_memory=rank.beyond)
+            if depot is None
+            else depot.new_buffer(self.size)
+        )
+        rank.ferry.wait_for_compute()
+        self._landing = rank.ferry.copy(self._host, here)
+        return self._host
+
+    def let_go(self) -> None:
+        """Waits for the copy, and then frees the device memory."""
+        self.leave()
+        self._arrive()
+        if self.depot is not None:
+            self._host = None
+        if self.here is not None:
+            self._look()
+            self._landing.make_compute_wait()
+            self.here = self._version_probe = None
+
+    def _arrive(self) -> None:
+        """Waits for the transfer to or from the file. Raises the error of a failed transfer."""
+        going, coming, self._going, self._coming = self._going, self._coming, None, None
+        if (going is None and coming is None) or self.depot is None:
+            return
+        with self.depot.wait_timer:
+            if going is not None:
+                going.result()
+            if coming is not None:
+                self._landing = coming.result()
+
+    def _look(self) -> None:
+        """Records whether the tensor was written to in place before its copy was complete."""
+        at_once = self.depot is None and not self.rank.beyond
+        self._is_written |= (
+            not at_once and self._version_probe is not None and self._version_probe._version != self._version
+        )
+
+    # --- backward
+
+    def fetch(self) -> None:
+        """Starts to copy the storage back to the device."""
+        rank, depot = self.rank, self.depot
+        if self.here is not None or self._coming is not None:
+            return
+        if rank.beyond:
+            self.here = torch.empty(self.size, dtype=torch.uint8, device=rank.device)
+            rank.ferry.wait_for_compute()
+        if depot is not None:
+            assert self._room is not None
+            self._host = depot.new_buffer(self.size)
+            self._coming = depot.read(self._room, self._host, self.here)
+        elif self.here is None:
+            self.here = self._host
+        else:
+            assert self._host is not None
+            self._landing = rank.ferry.copy(self.here, self._host)
+
+    def take(self) -> torch.Tensor:
+        """Returns the storage as a tensor of bytes on the device. Raises RuntimeError if it was written to during its
+        copy."""
+        self.rank.open(self.block)
+        self.fetch()
+        if self._coming is not None:
+            self._arrive()
+            self.here = self._host if self.here is None else self.here
+            self._host = None
+        self._look()
+        if self._is_written:
+            raise RuntimeError(
+                "a tensor that a block's backward needs was written in place after it was kept (off-activations): "
+                "let the model make a new tensor instead"
+            )
+        self._landing.make_compute_wait()
+        assert self.here is not None
+        return self.here
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # disk errors are raised when a tensor is fetched, not here
+            for moving in (self._going, self._coming):
+                if moving is not None and not moving.cancel():
+                    moving.exception()
+            if self._coming is not None and not self._coming.cancelled():
+                self._landing = self._coming.result()
+        with suppress(Exception):
+            self._landing.make_compute_wait()
+            if self.depot is not None and self._room is not None:
+                self.depot.free(self._room, self.size)
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the whole storage of `tensor` as a flat tensor of bytes."""
+    found: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    storage = tensor.untyped_storage()
+    return found.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[no-any-return]
+
+
+def version_probe(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an empty tensor that shares the version counter of `tensor`."""
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Returns an id of the storage that stays constant during its life, even if its memory is freed and allocated again
+    (ZeRO 3)."""
+    return tensor.untyped_storage()._cdata
+
+
+def unpack_activation(packed: Any) -> torch.Tensor:
+    """Returns the tensor that `BlockActivations.keep` saved, offloaded or not."""
+    if isinstance(packed, torch.Tensor):
+        return packed
+    parcel, meta = packed
+    return meta.of_bytes(parcel.take())  # type: ignore[no-any-return]
+
+
+def _no_block() -> BlockActivations | None:
+    return None

@@ -1,1 +1,0 @@
-"""Matrix products in fewer bits than the weights."""

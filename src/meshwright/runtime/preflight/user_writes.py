@@ -1,0 +1,297 @@
+"""Checks what the user's code (forward, backward and hooks) writes to parameters and buffers in a pass. The result
+equals that of one device, or the plan is refused.
+
+One device makes one pass per step, with all rows and full weights. "Parts" are the micro-batches of all replicas.
+
+| what the code writes to | plan | outcome |
+|---|---|---|
+| anything | one process, one micro-batch, no recompute, weights updated in place | equal: it is one device |
+| a parameter, independent of the rows | dp, one micro-batch, ZeRO 2 at most, no recompute, no float32 copy | equal |
+| a parameter | all other plans | refused |
+| an embedding with `max_norm` | one process, weights updated in place | equal: renormalising twice changes nothing |
+| an embedding with `max_norm` | several processes | refused: ranks renormalise only the rows that they read |
+| a buffer, independent of the rows (a step count) | any | equal: the value of the first micro-batch, once per step |
+| a buffer that the pass also reads | several micro-batches, recompute `full` | refused (batch_separability.py) |
+| a buffer, by the rows (a running mean) | one part | equal, if tensor and context ranks write equal values |
+| a buffer of the state dict, by the rows | several parts | refused |
+
+Norms with running statistics store only the channels of their rank.
+
+Method: one micro-batch passes forward and backward in training mode. Then a micro-batch with other rows, more or fewer,
+passes from the same initial state. The dispatcher records writes to parameters (analysis/dry_run.py). A comparison of
+values finds writes to buffers. Everything is restored. A buffer that depends on the rows and is not in the state dict
+is permitted, unless the next pass depends on it. batch_separability.py checks this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from meshwright.analysis.run_conditions import set_seed
+from meshwright.core.errors import PlanRefused
+from meshwright.core.messages import Message
+from meshwright.runtime.engine import Engine, OncePerStepBuffers
+from meshwright.runtime.error_propagation import gather_objects
+from meshwright.runtime.loss import Batch, num_rows
+from meshwright.runtime.preflight.batch_separability import isolated_pass, repeat_first_row_rolled
+from meshwright.runtime.preflight.numeric_probes import random_projection, record_fingerprint
+from meshwright.runtime.shard.offloaded import OffloadedShard
+from meshwright.spec.enums import Recompute
+
+WRITE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Relative tolerance when the writes of ranks are compared, by dtype. It is 2e-2 for shorter dtypes."""
+
+
+class PassWrites(NamedTuple):
+    """The parameters and buffers that a pass changes, by name with their new values. `backward`: names of the buffers
+    that its backward changes. `replaced`: names of the parameters with a new storage."""
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    backward: frozenset[str]
+    replaced: frozenset[str]
+
+
+class WriteReport(NamedTuple):
+    """Describes one written tensor on one rank. `projected`: its random projections. `is_row_independent`: other rows
+    lead to the same value. `near`: the tolerance of its comparison."""
+
+    is_parameter: bool
+    projected: list[float]
+    is_row_independent: bool
+    near: float
+    backward: bool
+    replaced: bool
+
+
+def is_single_device_step(engine: Engine, passes: int) -> bool:
+    """Returns whether a step is one pass of one process that updates the weights in place."""
+    return (
+        engine.mesh.plan.world == 1
+        and passes == 1
+        and engine.mesh.plan.recompute == Recompute.none
+        and _updates_in_place(engine)
+    )
+
+
+def check_pass_writes(engine: Engine, batches: Sequence[Batch]) -> frozenset[str]:
+    """Returns the names of the buffers that a pass changes independently of the rows. Every rank calls it.
+
+    Raises:
+        PlanRefused: the plan is refused by the table in the module docstring. Every rank raises it.
+    """
+    if is_single_device_step(engine, len(batches)):
+        return frozenset()
+    renormed = _check_max_norm(engine)
+    first = batches[0]
+    own = _record_writes(engine, first)
+    other = _record_writes(engine, repeat_first_row_rolled(first, 3 if num_rows(first) == 2 else 2))
+    engine.preflight.written |= own.parameters.keys() | other.parameters.keys() | renormed
+    mine = {
+        name: _write_report(own, other, name, True)
+        for name in (own.parameters.keys() | other.parameters.keys()) - renormed
+    }
+    stored = _checked_buffers(engine)
+    mine |= {
+        name: _write_report(own, other, name, False) for name in (own.buffers.keys() | other.buffers.keys()) & stored
+    }
+    everyone = gather_objects(mine)
+    moved = set()
+    for name in sorted({name for each in everyone for name in each}):
+        said = [each[name] for each in everyone if name in each]
+        _check_tensor_write(engine, name, said, len(batches))
+        if not said[0].is_parameter and said[0].is_row_independent:
+            moved.add(name)
+    return frozenset(moved)
+
+
+def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], passes: int) -> None:
+    plan, (first, *others) = engine.mesh.plan, said
+    depends = not all(each.is_row_independent for each in said)
+    different = any(not _is_close(first, each) for each in others)
+    pieces = sum(plan.shares) or plan.dp * passes
+    if any(each.replaced for each in said):
+        raise _replaced_error(engine, name)
+    if first.is_parameter:
+        inside = (
+            plan.tp == plan.cp == plan.pp == 1
+            and _updates_in_place(engine)
+            and plan.recompute == Recompute.none
+            and passes == 1
+        )
+        if not inside or depends or different:
+            raise PlanRefused(
+                Message(
+                    "plan {plan}: the model writes to its parameter {name} in a pass, forward or backward, and this "
+                    "plan's passes would leave another value than the one pass of one device: write to it between "
+                    "steps, or use dp1 with the batch as one micro-batch, ZeRO 2 at most, without recompute",
+                    plan=plan.name,
+                    name=name,
+                )
+            )
+        return
+    if depends and pieces > 1:
+        raise PlanRefused(
+            Message(
+                "plan {plan}: the buffer {name} keeps something of the rows of each pass, and this plan passes the "
+                "batch in {pieces} parts, which would leave another value than one device: use dp1 with the batch as "
+                "one micro-batch, or register it with persistent=False if nothing reads it",
+                plan=plan.name,
+                name=name,
+                pieces=pieces,
+            )
+        )
+    if passes > 1 and any(each.backward for each in said):
+        raise PlanRefused(
+            Message(
+                "plan {plan}: the backward moves the buffer {name}, which {passes} micro-batches would move as often: "
+                "use one micro-batch",
+                plan=plan.name,
+                name=name,
+                passes=passes,
+            )
+        )
+    if different:
+        raise PlanRefused(
+            Message(
+                "plan {plan}: ranks write unlike values to the buffer {name} in a pass, each of its own part of the "
+                "weights or the sequence: use tp1 and cp1",
+                plan=plan.name,
+                name=name,
+            )
+        )
+
+
+def _check_max_norm(engine: Engine) -> set[str]:
+    """Returns the names of the embeddings with `max_norm` if there is one process, which may renormalise their rows.
+
+    Raises:
+        PlanRefused: the plan has such an embedding and several processes.
+    """
+    plan, kinds = engine.mesh.plan, (nn.Embedding, nn.EmbeddingBag)
+    found = [
+        path for path, each in engine.model.named_modules() if isinstance(each, kinds) and each.max_norm is not None
+    ]
+    # Only one stage has the embedding. The gather makes all ranks refuse the plan.
+    found = [path for each in gather_objects(found) for path in each]
+    if found and not (plan.world == 1 and _updates_in_place(engine)):
+        raise PlanRefused(
+            Message(
+                "plan {plan}: {found} has max_norm, which writes to the rows of the table that a pass reads: ranks "
+                "would cut other rows each: use one process, or cut the norm where the table is read (F.normalize)",
+                plan=plan.name,
+                found=found[0],
+            )
+        )
+    return {f"{path}.weight" for path in found}
+
+
+def _updates_in_place(engine: Engine) -> bool:
+    """Returns whether the update writes the same tensors that a pass reads."""
+    trained = engine.zero.trainable
+    return engine.mesh.plan.zero < 3 and not any(
+        unit.has_main_params or isinstance(unit.optim_shard, OffloadedShard) for unit in trained
+    )
+
+
+def _checked_buffers(engine: Engine) -> set[str]:
+    """Returns the names of the state dict's buffers that are full on this rank. Buffers of norms are excluded, because
+    a separate rule applies to their statistics."""
+    norms = (nn.modules.batchnorm._NormBase,)
+    of_norms = {
+        f"{path}.{name}"
+        for path, each in engine.model.named_modules()
+        if isinstance(each, norms)
+        for name in each._buffers
+    }
+    whole = {
+        name for name, buffer in engine.model.named_buffers() if engine.shards.buffer_shapes.get(name) == buffer.shape
+    }
+    return whole - of_norms
+
+
+def _record_writes(engine: Engine, batch: Batch) -> PassWrites:
+    """Runs forward and backward of `batch` in training mode. Restores everything and returns the changes."""
+    before = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if not buffer.is_meta}
+    once, forward = engine.preflight.once, OncePerStepBuffers(frozenset(before))
+    with record_fingerprint(engine), isolated_pass(engine, True, dropout=True, every=True) as writes:
+        set_seed(0)
+        engine.preflight.once = forward
+        try:
+            engine.pipeline.run([batch], 1.0)
+        finally:
+            engine.preflight.once = once
+        now = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if not buffer.is_meta}
+        written = writes.values()
+    moved = {name for name, value in now.items() if name not in before or not _is_identical(value, before[name])}
+    backward = frozenset(
+        name for name, value in forward.made.items() if name in moved and not _is_identical(value, now[name])
+    )
+    replaced = restore_replaced_storage(engine)
+    return PassWrites(written | replaced, {name: now[name] for name in moved}, backward, frozenset(replaced))
+
+
+def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
+    """Returns the values of parameters with a new storage (`weight.data = ...`), and restores their original storage.
+    The update would not reach the new storage."""
+    found = {}
+    for unit in engine.zero.units:
+        own = unit.weights.full.untyped_storage()._cdata
+        for name, parameter in unit.parameters.items() if unit.weights.shared is None else ():
+            # Torch functions are disabled because, at ZeRO 3, sharded parameters refuse access to their storage.
+            with torch._C.DisableTorchFunctionSubclass():
+                if parameter.untyped_storage()._cdata != own:
+                    found[name] = parameter.data.clone()
+                    if unit.layout.zero_stage < 3:
+                        parameter.data = unit.layout.view(unit.weights.full, name)
+    return found
+
+
+def check_replaced_storage(engine: Engine) -> None:
+    """Checks for replaced storage after a pass of one process that is equal to one device. No earlier check runs in
+    this case.
+
+    Raises:
+        PlanRefused: a parameter has a new storage.
+    """
+    for name in sorted(restore_replaced_storage(engine)):
+        raise _replaced_error(engine, name)
+
+
+def _replaced_error(engine: Engine, name: str) -> PlanRefused:
+    return PlanRefused(
+        Message(
+            "plan {plan}: the model gives its parameter {name} another tensor in a pass (.data = ...), where the "
+            "update does not come to: write its values in place (.data.copy_(...)), or use torch.nn.utils.parametrize",
+            plan=engine.mesh.plan.name,
+            name=name,
+        )
+    )
+
+
+def _is_identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _write_report(own: PassWrites, other: PassWrites, name: str, is_parameter: bool) -> WriteReport:
+    one, two = (each.parameters.get(name) if is_parameter else each.buffers.get(name) for each in (own, other))
+    value: Any = one if one is not None else two
+    similarity = one is not None and two is not None and _is_identical(one, two)
+    return WriteReport(
+        is_parameter,
+        random_projection(name, value.double() if not value.is_complex() else value).tolist(),
+        similarity,
+        WRITE_TOLERANCE.get(value.dtype, 2e-2),
+        name in own.backward,
+        name in own.replaced,
+    )
+
+
+def _is_close(one: WriteReport, other: WriteReport) -> bool:
+    return all(
+        abs(a - b) <= one.near * max(abs(a), abs(b)) for a, b in zip(one.projected, other.projected, strict=True)
+    )

@@ -1,1 +1,0 @@
-"""Recompute and offload of saved activations."""

@@ -1,0 +1,116 @@
+"""Replaces modules of other pipeline stages by placeholders. A placeholder returns NaN in the form of the module's
+output.
+
+[Note: form] Before the blocks of the stage, the model's own code reads dtypes, shapes and tuple positions of outputs.
+It makes masks, positions and rotary tables from them. So a placeholder runs a copy of the module on the meta device,
+which gives the form of its output. If the copy cannot run, the placeholder returns its input, or NaN of the right width
+for an embedding. A placeholder of a block returns its input. The values do not matter, because the first block of the
+stage replaces them by the received tensors. If code reads such a value, the loss is NaN and never only slightly wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.analysis.block_lists import hidden_of
+
+
+class StagePlaceholder(nn.Module):
+    """Replaces `original`, whose memory is freed. `kind` is the device and dtype of the computation. `is_block`:
+    `original` is a block or inside of one."""
+
+    def __init__(self, original: nn.Module, kind: tuple[torch.device, torch.dtype], is_block: bool = False) -> None:
+        super().__init__()
+        self.width = original.embedding_dim if isinstance(original, nn.Embedding) else None
+        (device, self.dtype), self.is_block, self.kind = kind, is_block, type(original)
+        self.tried = False
+        """Whether a dry run is in progress (preflight/step_checks.py). During a dry run, blocks of other stages return
+        NaN, so that the check detects code that reads their output."""
+        for name, value in vars(original).items():
+            if (
+                not name.startswith("_")
+                and isinstance(value, str | int | float | bool | tuple)
+                and not hasattr(self, name)
+            ):
+                setattr(self, name, value)
+        for name, child in original.named_children():  # models read types and devices of nested modules
+            self.add_module(name, StagePlaceholder(child, kind, is_block))
+        # Parameters of a placeholder are NaN, so that the loss becomes NaN if code reads their values.
+        for name, parameter in original._parameters.items():
+            if parameter is not None:
+                setattr(self, name, torch.full((), torch.nan, dtype=self.dtype, device=device).expand(parameter.shape))
+        self._original = (None if is_block else _meta_copy(original),)  # a tuple hides it from the module tree
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a function that does nothing. Models call methods of their modules, for example to change the
+        attention implementation."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not callable(getattr(self.__dict__["kind"], name, None)):
+                raise
+            return lambda *args, **kwargs: None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        device = given[0].device if given else None
+        if self.is_block:
+            return skipped_block_output(hidden_of(args, kwargs), self.tried)
+        try:
+            form = self._form(args, kwargs)
+        except Exception:
+            first = hidden_of(args, kwargs)
+            return first if self.width is None else _nan_tensor((*first.shape, self.width), self.dtype, first.device)
+        return tree_map(lambda value: self._stand_in(value, device) if isinstance(value, torch.Tensor) else value, form)
+
+    def _form(self, args: Any, kwargs: Any) -> Any:
+        assert self._original[0] is not None
+        args, kwargs = tree_map(
+            lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value, (args, kwargs)
+        )
+        with torch.no_grad(), torch.device("meta"):
+            return self._original[0](*args, **kwargs)
+
+    def _stand_in(self, form: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        return _nan_tensor(form.shape, self.dtype if form.is_floating_point() else form.dtype, device)
+
+
+def _meta_copy(module: nn.Module) -> nn.Module | None:
+    """Returns a copy of `module` on the meta device in eval mode, without hooks and replaced forwards. Returns None if
+    the module cannot be copied."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None:
+                twin = torch.empty_like(tensor, device="meta", requires_grad=False)
+                memo[id(tensor)] = nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
+        memo |= {id(hooks): OrderedDict() for hooks in (part._forward_hooks, part._forward_pre_hooks)}
+        memo[id(vars(part).get("forward"))] = None
+    memo.pop(id(None), None)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception:
+        return None
+    for part in copied.modules():
+        vars(part).pop("forward", None)
+    return copied.eval()
+
+
+def skipped_block_output(hidden: Any, tried: bool) -> Any:
+    """Returns the output of a block of another stage: its input `hidden`, or NaN during a dry run (`tried`)."""
+    return (
+        _nan_tensor(hidden.shape, hidden.dtype, hidden.device) if tried and isinstance(hidden, torch.Tensor) else hidden
+    )
+
+
+def _nan_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """Returns a new tensor of NaN, or of zeros for integer dtypes. It must be new because models scale such outputs in
+    place."""
+    return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)

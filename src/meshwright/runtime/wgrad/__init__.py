@@ -1,1 +1,0 @@
-"""Weight gradients: deferred to a separate action of the schedule (W), or accumulated in place."""

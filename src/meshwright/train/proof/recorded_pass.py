@@ -1,0 +1,180 @@
+"""Runs the pass of a proof in isolation, and records digests of the outputs of its modules.
+
+`isolate_pass` makes an isolated pass under the plan: afterwards the engine, its model and the random states are
+unchanged.
+
+During the pass, dropout multiplies by a constant factor instead of a random mask, under the plan and on one device. So
+a proof detects a dropout that is missing under the plan.
+
+`OutputDigests` are digests of module outputs. They locate the first module whose output under the plan differs from
+that on one device.
+
+No output is stored. A digest consists of sums over the elements of a module's outputs, added up over all ranks. A
+module's output is sharded by rows, positions or features, or replicated on several ranks. The number of elements over
+all ranks divided by the number on one device is how often each element is counted. The sums divided by this ratio are
+comparable with those of one device under any sharding. Outputs whose ratio is not an integer, such as partial sums, are
+skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.analysis.dry_run import dry_run
+from meshwright.analysis.run_conditions import set_seed
+from meshwright.runtime.backend import backend_of
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.preflight.step_checks import Preflight
+from meshwright.runtime.stage_placeholder import StagePlaceholder
+from meshwright.runtime.tensor_parallel.random import has_dropout
+
+UNCHECKED_STEP = 4
+"""A step count for which `CHECKED_STEPS` requires no check: after 4 completed steps, step 5 is next, and it is not in
+`CHECKED_STEPS`."""
+MIN_DROPOUT_FACTOR = 0.75
+"""The factor that replaces dropout at rate 0. The factor grows with the rate, so a proof detects a wrong rate."""
+
+
+class ConstantDropout(TorchFunctionMode):
+    """Replaces active dropout of rate p by the factor MIN_DROPOUT_FACTOR + p / 8. Instead of attention weights, it
+    scales the output of the attention."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+            if rate > 0.0:
+                args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+                kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+                return function(*args, **kwargs) * dropout_factor(rate)
+        elif name.strip("_").endswith("dropout") or name in ("dropout1d", "dropout2d", "dropout3d"):
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            rate = given.get("p", 0.0 if name.startswith("_") else 0.5)
+            draws = given.get("training", given.get("train", True))
+            return given["input"] * dropout_factor(rate) if draws and rate > 0.0 else given["input"]
+        return function(*args, **kwargs)
+
+
+def dropout_factor(rate: float) -> float:
+    """Returns the factor for a dropout rate."""
+    return MIN_DROPOUT_FACTOR + rate / 8
+
+
+@contextmanager
+def preserve_engine(engine: Engine) -> Iterator[None]:
+    """Restores the engine's state that a backward pass changes, except gradients: the set of reached parameters,
+    records, and the error feedback of compression."""
+    preflight = engine.preflight
+    unchecked = Preflight(preflight.stages_run, UNCHECKED_STEP, paths=preflight.paths)
+    learns = nullcontext() if engine.mesh.plan.compile else preflight.paths.learning()
+    with engine.executor.checked_by(unchecked), engine.zero.isolate_pass(), learns:
+        yield
+
+
+@contextmanager
+def isolate_pass(engine: Engine, trains: bool, seed: int) -> Iterator[None]:
+    """Restores random states and the model when the context ends. Inside the context, dropout is a constant factor.
+    With `trains`, modules keep their training modes; otherwise they are in eval mode."""
+    engine.mesh.error_propagator.report_alive()
+    model, compiles = engine.model, engine.mesh.plan.compile
+    modes = [(module, module.training) for module in model.modules()]
+    with ExitStack() as stack:
+        stack.enter_context(backend_of(engine.mesh.device).fork_rng(engine.mesh.device))
+        set_seed(seed)
+        stack.enter_context(dry_run(model, loss=engine.objective.loss))
+        for module, mode in modes if trains else ():
+            module.training = mode
+        if compiles and has_dropout(model):  # a compiled block would recompile for the mode that replaces dropout
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if not compiles or has_dropout(model):
+            stack.enter_context(ConstantDropout())
+        yield
+
+
+class OutputDigests:
+    """The digests of module outputs. For each module, `sums` has the number of elements, their sum, and the sum of
+    their squares. Modules are in the order in which their first call ends."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[float, float, float]] = {}
+        self.records = True
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Collects the outputs of all modules of `model` inside the context, while `records` is set."""
+        handles = [module.register_forward_hook(self._hook(path)) for path, module in model.named_modules() if path]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def of_plan(self, engine: Engine) -> Iterator[None]:
+        """Collects the outputs of this rank's forward passes inside the context, except those of recomputes."""
+        inner, pipeline = engine.pipeline.forward, engine.pipeline
+        self.records = False
+
+        def forward(*given: Any) -> Any:
+            self.records = True
+            try:
+                return inner(*given)
+            finally:
+                self.records = False
+
+        with pipeline.replace_forward(forward), self.of(engine.model):
+            yield
+
+    def _hook(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            leaves = output if isinstance(output, tuple | list) else (output,)
+            tensor = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+            if (
+                not self.records
+                or isinstance(module, StagePlaceholder)
+                or tensor is None
+                or not tensor.is_floating_point()
+            ):
+                return
+            values = tensor.detach().double()
+            elements, total, squares = self.sums.get(path, (0.0, 0.0, 0.0))
+            self.sums[path] = (
+                elements + values.numel(),
+                total + float(values.sum()),
+                squares + float(values.square().sum()),
+            )
+
+        return hook
+
+
+def first_differing_module(
+    engine: Engine, one: Mapping[str, tuple[float, float, float]], ours: OutputDigests, limit: float
+) -> str:
+    """Returns a description of the first module whose digest differs by more than `limit` (relative), or ''. `one`: the
+    sums of one device by module, on every rank."""
+    rows = [ours.sums.get(path, (0.0, 0.0, 0.0)) for path in one]
+    table = torch.tensor(rows, dtype=torch.float64, device=engine.mesh.device).view(-1)
+    if table.numel():
+        all_reduce(table, engine.mesh.world).wait()
+    for (path, (elements, total, squares)), (count, ours_total, ours_squares) in zip(
+        one.items(), table.view(-1, 3).tolist(), strict=True
+    ):
+        similarity = count / elements if elements else 0.0
+        if similarity < 1 or similarity != int(similarity):
+            continue
+        size = math.sqrt(max(squares, 1e-300))
+        off = max(
+            abs(ours_squares / similarity - squares) / max(squares, 1e-300) / 2,
+            abs(ours_total / similarity - total) / (size * math.sqrt(elements)),
+        )
+        if not off <= limit:
+            return f"first at {path}: its output by {off:.2g}"
+    return ""
