@@ -1,11 +1,11 @@
-"""What the script `meshwright` and `python -m meshwright` run: the command line, with the promise of cli/main from its
-first import on."""
+"""Runs the command line, for the script `meshwright` and for `python -m meshwright`."""
 
 import sys
 
 
 def main() -> int:
-    """The exit code. A Ctrl-C while the command is still imported is said like any other one."""
+    """Runs the command line and returns its exit code. A Ctrl-C during the imports gives the same message and exit code
+    as a later one."""
     try:
         from meshwright.cli.main import main as command
     except KeyboardInterrupt:

@@ -83,8 +83,8 @@ def last_step_of_run(folder: Path) -> int:
 
 
 class SnapshotAdoption:
-    """The adoption of snapshots in one supervisor. Without `hold`, snapshots end with the supervisor, and none are
-    adopted."""
+    """Adopts the in-memory snapshots of a killed supervisor, and preserves those of this supervisor for its
+    replacement. Without `hold` it does neither: the snapshots are lost when this supervisor ends."""
 
     def __init__(self, folder: Path, hold: AdoptionPolicy | None, note: Callable[[str], None]) -> None:
         """Creates the lifeline pipe if snapshots are to outlive this process."""

@@ -338,8 +338,9 @@ def _layer_row(layer: LayerSpec, size: int, sequence: int) -> tuple[str, ...]:
 
 
 def _weight_messages(layer: LayerSpec) -> Iterator[Message]:
-    """Yields the names of a layer's weights that tensor parallelism shards, with the dimension, and of the weights that
-    it replicates."""
+    """Yields a line with the weights of a layer that tensor parallelism shards (name and sharded dimension), a line
+    with its replicated weights, and a line about a weight that is tied to another layer. Lines without content are
+    left out."""
     shared = [f"{parameter.name}[{parameter.split}]" for parameter in layer.parameters if parameter.split is not None]
     whole = [parameter.name for parameter in layer.parameters if parameter.split is None]
     if shared:

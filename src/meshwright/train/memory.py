@@ -63,8 +63,8 @@ class StepMemoryTrace:
         # Data in transit to or from an accelerator is in host memory.
         left = self.remaining - (trainer.passing if backend_of(self.device).memory_is_host else 0)
         stored["passing"] = float(max(-left, 0))
-        # Only the first step creates optimizer states. In later steps, `left` is memory that other threads free without
-        # a trace.
+        # Only the first step creates optimizer states. In later steps, a positive `left` is memory that another thread
+        # freed, which the profiler did not record.
         if left > 0 and trainer.steps == 1:
             stored["optimizer"] = max(stored["optimizer"] - left, 0.0)
         return MemoryTimeline(

@@ -5,8 +5,9 @@ stream while the host continues. One event before and one event after the wait m
 the host waits too, the events measure how long the stream had no work.
 
 [Note: nobody waits for a clock] Events are read only once both are complete. Events of the forward and backward passes
-are complete when the sums of a step reach the host. Events that complete later, such as those of the all-gather after
-the update, count in the next step. This is also the step in which their time passes.
+are complete when the host has received the sums of a step over all ranks (loss, gradient norm, counters). Events that
+complete later, such as those of the all-gather after the update, count in the next step. This is also the step in
+which their time passes.
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ COMPARE_CHUNK_ELEMENTS = 1 << 18
 
 @dataclass
 class GradientGap:
-    """The comparison of one gradient: the norms of the difference, of one device's gradient and of the plan's gradient.
-    `noise`: the norm of one device's rounding error."""
+    """Compares one gradient of the plan with that of the single-device run. `off` is the norm of their difference,
+    `norm` that of the single-device gradient, `planned` that of the plan's gradient. `noise` is the norm of the
+    rounding error of the single-device gradient."""
 
     elements: int
     off: float = 0.0
@@ -47,8 +48,8 @@ class GradientGap:
     noise: float = 0.0
 
     def add(self, one: torch.Tensor, planned: torch.Tensor, scale: float) -> None:
-        """Adds the comparison of some elements of one device's gradient (`one`) and of the plan's (`planned`, which is
-        multiplied by `scale`). It computes in float64."""
+        """Adds some elements of the single-device gradient (`one`) and the same elements of the plan's gradient
+        (`planned`, which has the factor `scale`). Computes in float64."""
         for mine, theirs in zip(one.split(COMPARE_CHUNK_ELEMENTS), planned.split(COMPARE_CHUNK_ELEMENTS), strict=True):
             mine, theirs = mine.double(), theirs.double().div(scale)
             self.norm, self.planned = (

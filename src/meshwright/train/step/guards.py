@@ -127,8 +127,8 @@ class OptimizerGuard:
         self._optimizer, self._hooks = optimizer, _count_step_hooks(optimizer)
 
     def check(self, optimizer: torch.optim.Optimizer, updater: Updater) -> None:
-        """Raises InputError if `optimizer` is not the one that `parallelize` has made, has other parameters, or has
-        step hooks that were not probed."""
+        """Raises InputError if `optimizer` is not the one that `parallelize` made, if its groups do not have as many
+        parameters as `parallelize` gave it, or if step hooks were registered after `parallelize`."""
         if optimizer is not self._optimizer:
             raise InputError(
                 Message(
