@@ -87,7 +87,7 @@ def test_import_makes_a_checkpoint_of_step_0_that_exports_the_same(tmp_path, cap
     assert json.loads(capsys.readouterr().out) == {"checkpoint": str(tmp_path / "imported" / "step-00000000")}
     assert main(["checkpoint", "verify", str(tmp_path / "imported")]) == 0
     assert main(["checkpoint", "export", str(tmp_path / "imported"), str(tmp_path / "again")]) == 0
-    assert "no config.json is written" in capsys.readouterr().err
+    assert "config.json is not written" in capsys.readouterr().err
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
         tmp_path / "out" / "model.safetensors"
     ).read_bytes()
@@ -96,7 +96,7 @@ def test_import_makes_a_checkpoint_of_step_0_that_exports_the_same(tmp_path, cap
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["list", "{0}/none"], "is no folder"),
+        (["list", "{0}/none"], "is not a folder"),
         (["verify", "{0}"], "holds no checkpoint"),
         (["import", "{0}/none", "{0}/x"], "do not exist"),
         (["lost", "{0}"], "Available commands: list, verify, export, import"),

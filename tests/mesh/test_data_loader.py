@@ -400,7 +400,7 @@ def test_a_given_tokenizer_must_fit_the_model(books: Path, tmp_path: Path) -> No
     fits = open_dataset(data, SEQUENCE, 300)
     assert 258 < fits.vocabulary <= 280 and str(tmp_path) in fits.describe()
     assert "the model's vocabulary 259" in refusal(data, vocabulary=259)
-    assert "258 tokens before its first merge, the model's vocabulary is 100" in refusal(
+    assert "at least 258 tokens, but the model's vocabulary is 100" in refusal(
         DataConfig(source=str(books), tokenizer="bpe"), vocabulary=100
     )
 
@@ -412,7 +412,7 @@ def test_token_arrays_train_without_a_tokenizer(tmp_path: Path) -> None:
     assert found.tokenizer is None and found.vocabulary == 64 and found.rows + found.validation_rows == 250
     assert open_dataset(data, SEQUENCE).vocabulary == 50
     assert "the vocabulary ends at 31" in refusal(data, vocabulary=32)
-    assert "token arrays name none" in refusal(data, objective="masked")
+    assert "token arrays have no tokenizer" in refusal(data, objective="masked")
 
 
 def test_kinds_that_do_not_go_together_are_refused(tmp_path: Path, books: Path) -> None:

@@ -61,7 +61,7 @@ def test_rows_of_documents_apart_have_places_and_no_label_for_the_first_token_of
 
 def test_documents_apart_need_a_causal_model_and_a_token_that_ends_them(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(2000, dtype=np.uint16) % 50)
-    with pytest.raises(InputError, match=r"documents=apart: token arrays name no tokenizer.*set data\.tokenizer"):
+    with pytest.raises(InputError, match=r"documents=apart: token arrays have no tokenizer.*set data\.tokenizer"):
         open_dataset(DataConfig(source=str(tmp_path / "tokens.npy"), documents="apart"), 32)
     (tmp_path / "a.txt").write_text("some text " * 200)
     with pytest.raises(InputError, match="objective is masked; leave documents joined"):

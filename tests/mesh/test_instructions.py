@@ -98,7 +98,7 @@ def test_only_what_the_assistant_says_is_learned(tmp_path: Path, template: str) 
 def test_a_template_that_rewrites_earlier_turns_is_refused_not_guessed_at(tmp_path: Path) -> None:
     data = written(tmp_path, [conversation(number, turns=2) for number in range(12)])
     tokenizer_folder(tmp_path / "tok", REWRITING)
-    with pytest.raises(InputError, match=r"chat.jsonl:1: the chat template rewrites earlier turns, so that message 3"):
+    with pytest.raises(InputError, match=r"chat.jsonl:1: the chat template rewrites earlier turns, so message 3"):
         opened(data)
     data = written(tmp_path, [conversation(number) for number in range(12)])
     tokenizer_folder(tmp_path / "tok", REWRITING)
@@ -182,7 +182,7 @@ def test_a_folder_that_datasets_saved_is_read_as_its_rows(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"messages": [{"role": "user", "content": "a"}]}, "no message of the assistant"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
         ({"messages": [{"role": "user"}]}, "message 1 needs a role and a content"),
         ({"prompt": "a", "completion": 3}, "field 'completion' is int, not text"),
     ],

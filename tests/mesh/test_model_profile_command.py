@@ -124,7 +124,7 @@ def test_live_code_in_a_job_file_needs_no_section(here: Path) -> None:
 
 def test_sizes_of_what_has_none_cannot_be_changed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "phi", "--set", "model.sizes.layers=4", "--cluster", "1x4:a100-80gb"]) == 2
-    assert "'layers' cannot be changed in 'phi'" in capsys.readouterr().err
+    assert "'layers' cannot be set for 'phi'" in capsys.readouterr().err
 
 
 def test_a_job_that_names_live_code_loads(here: Path) -> None:

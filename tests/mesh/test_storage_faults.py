@@ -270,8 +270,8 @@ def test_the_accounts_of_a_run_that_lost_records_say_what_is_missing(folder: Pat
     )
     assert summary.ledger is not None and (summary.ledger.steps, summary.ledger.missing) == (5, 55)
     assert (
-        "40 samples in 5 steps, each once; proven for 0 of them; 55 steps more have no record of what they read"
-        in run_text(run)
+        "40 samples in 5 steps, each once; proven for 0 of them; 55 more steps have no record of "
+        "the samples that they read" in run_text(run)
     )
     assert "another" not in run_text(run, "zh") and "no record" not in run_text(run, "zh")
 

@@ -120,8 +120,8 @@ def test_blocks_that_run_twice_or_are_called_again_in_backward_are_cut_by_no_sta
     """The second time through was left out, without a word."""
     for said in ranks.run(2, gradients, "moved", "pp2.mb2", 2):
         assert (
-            said == "plan pp2.mb2: layers.0 runs more than once in a pass, and stages are left and entered between "
-            "blocks: use pp1"
+            said == "plan pp2.mb2: layers.0 runs more than once in a pass, but pipeline stages can only be split "
+            "between blocks: use pp1"
         )
     for said in ranks.run(2, gradients, "around", "pp2.mb2"):
         assert said.startswith("plan pp2.mb2: layers.0 runs inside a checkpoint of the model's own")

@@ -60,7 +60,7 @@ def looked(odd: int) -> tuple[str, ...]:
 def test_an_odd_slow_link_among_eight_ranks_is_found_every_time(run: int) -> None:
     need_networks()
     (line,) = looked(run % 8)
-    assert line.startswith(f"all links of rank {run % 8} carry ")
+    assert line.startswith(f"all links of rank {run % 8} reach ")
 
 
 def probed(wire: float) -> ClusterProfile:
@@ -189,7 +189,7 @@ def test_a_rank_that_ends_during_a_probe_is_said_in_one_line(tmp_path: Path) -> 
     assert (
         len(lines) == 2
         and lines[0].startswith("measuring 2 ranks")
-        and "lost another rank while all measured" in lines[1]
+        and "lost the connection to another rank during the measurement" in lines[1]
     )
 
 

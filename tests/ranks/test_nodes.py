@@ -176,7 +176,7 @@ def test_nobody_joins_without_the_token(whole: Nodes) -> None:
     """And nobody notices: runs at which nobody knocks end in the same bytes, below."""
     challenge, refusal = whole.told
     assert "challenge" in challenge and refusal == {"refused": "another token"}
-    assert "x has come" not in whole.said
+    assert "x has joined" not in whole.said
 
 
 def test_a_rank_killed_on_either_node_costs_no_step(place: Path, whole: Nodes) -> None:

@@ -172,4 +172,4 @@ def test_every_schedule_with_every_other_strategy_computes_what_one_device_compu
 @pytest.mark.parametrize("model", ["t5", "mpnet", "deberta"])
 def test_models_whose_blocks_share_more_than_a_hidden_state_are_pipelines(ranks: Any, model: str, plan: str) -> None:
     found = run_pair(ranks, model, plan)
-    assert not isinstance(found, str) or "need as many blocks" in found or "tp" in found
+    assert not isinstance(found, str) or "need at least one block each" in found or "tp" in found

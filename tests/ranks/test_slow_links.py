@@ -42,8 +42,8 @@ def slow_between(each: int, slow: set[frozenset[int]]) -> tuple[list[str], int]:
 @pytest.mark.parametrize(
     ("world", "each", "slow", "words"),
     [
-        (4, 1, [(2, 0), (2, 1), (2, 3)], "all links of rank 2 carry "),
-        (4, 1, [(1, 3)], "the link between ranks 1 and 3 carries "),
+        (4, 1, [(2, 0), (2, 1), (2, 3)], "all links of rank 2 reach "),
+        (4, 1, [(1, 3)], "the link between ranks 1 and 3 reaches "),
         (4, 2, [(0, 2)], "the link between the hosts of ranks 0 and 2 carries "),
     ],
 )

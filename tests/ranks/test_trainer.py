@@ -135,7 +135,7 @@ def refused(name: str, plan: str, rows: int) -> str:
     [
         ("llama", "dp3", 2, 8, "= 3 ranks, but 2 were started"),
         ("llama", "tp3", 3, 8, "heads"),
-        ("llama", "pp4.interleaved2", 4, 8, "need as many blocks"),
+        ("llama", "pp4.interleaved2", 4, 8, "need at least one block each"),
         ("llama", "dp2.z1.off-parameters", 2, 8, "add z3"),
     ],
 )

@@ -53,7 +53,7 @@ def test_unlike_shares_of_every_schedule_train_to_the_loss_of_one_device(
         ("dp2.z2.ga3-1", "use z0 or z1"),
         ("dp4.z1.ga3-1", "give each of dp(4) replicas at least one"),
         ("dp2.ga3-0", "at least one micro-batch"),
-        ("dp2.pp2.interleaved2.ga3-1", "schedule interleaved needs equal numbers"),
+        ("dp2.pp2.interleaved2.ga3-1", "schedule interleaved needs the same number"),
         ("dp2.mb2-2", "if all sizes are equal, write only mb"),
         ("dp3.mb2-1", "give each of dp(3) replicas at least one sequence"),
         ("dp2.z1.ep2.mb2-1", "use ep1"),

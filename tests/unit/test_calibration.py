@@ -121,14 +121,14 @@ def test_unlike_nodes_become_groups_and_unlike_ranks_of_a_host_too() -> None:
 def test_a_slow_device_a_slow_rank_and_a_slow_link_are_named() -> None:
     devices = tuple(rank(n, n, rate=86e9 if n == 3 else 100e9) for n in range(8))
     said = calibrate(ClusterProfile(devices=devices, pairs=pairs(8, _2_5=5e7)), parse_cluster("8x1:cpu")).odd
-    assert said == ("the link between ranks 2 and 5 carries 50 % of what the others do (50.0 MB/s)",)
+    assert said == ("the link between ranks 2 and 5 reaches 50 % of the bandwidth of the others (50.0 MB/s)",)
     slow = tuple(rank(n, n, rate=80e9 if n == 3 else 100e9, share=0.5) for n in range(8))
     groups = calibrate(ClusterProfile(devices=slow), parse_cluster("8x1:cpu")).cluster.groups
     assert [group.nodes for group in groups] == [3, 1, 4]
     all_of_one = {f"_{min(a, 4)}_{max(a, 4)}": 4.8e7 for a in range(8) if a != 4}
     assert find_network_tiers(pairs(8, **all_of_one), 8) == (
         0,
-        ("all links of rank 4 carry 48 % of what the others do (48.0 MB/s of 100.0 MB/s)",),
+        ("all links of rank 4 reach 48 % of the bandwidth of the others (48.0 MB/s of 100.0 MB/s)",),
     )
 
 
@@ -158,7 +158,7 @@ def test_beside_other_programs_a_rank_counts_with_its_own_share_and_that_is_said
     assert found.cluster.groups[0].device.peak["fp32"] == 50e9
     assert len(found.odd) == 1 and found.odd[0].startswith("other programs kept 1.6 processors busy")
     alone = calibrate(disturbed.but(busy=0.0), parse_cluster("1x2:cpu"))
-    assert "rank 0 got 11 % of a processor where 50 % are its own" in alone.odd
+    assert "rank 0 got 11 % of a processor instead of its share of 50 %" in alone.odd
 
 
 def test_local_is_what_was_measured_here_unless_that_is_switched_off(

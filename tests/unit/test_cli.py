@@ -63,7 +63,7 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
         (["plan", *SMALL, "--plan", "dp2"], "dp(2) * tp(1) * pp(1) = 2 but the cluster has 4 devices"),
         (
             ["train", "--cluster", "local:1", "--optimizer", "muon", "--plan", "dp1.off-optimizer-disk"],
-            "plan dp1.off-optimizer-disk: an optimizer of whole tensors cannot be offloaded: remove "
+            "plan dp1.off-optimizer-disk: an optimizer that updates whole tensors does not support offload: remove "
             "off-optimizer-disk, or use AdamW",
         ),
         (
@@ -107,7 +107,7 @@ def test_a_pin_for_which_the_host_has_no_room_fits_nowhere_with_the_numbers(caps
         "offload=optimizer",
     )
     assert (code, out) == (3, "") and "inf" not in err
-    assert "729.6 GiB of each rank are offloaded to its host, which has 177.8 GiB for each device" in err
+    assert "each rank offloads 729.6 GiB to its host, but the host has only 177.8 GiB for each device" in err
 
 
 def test_a_job_that_fits_nowhere_is_exit_code_3_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +222,9 @@ def test_a_pin_holds_and_a_saved_plan_reads_back(tmp_path: Path, capsys: pytest.
     code, out, err = called(capsys, "plan", *SMALL, "--pin", "tp=2,z=1", "--top", "4", "--save", str(path))
     assert (
         code == 0
-        and err == f"{(name := out.split()[out.split().index('exposed') + 1])} is in {path}; `--plan {path}` uses it\n"
+        and err
+        == f"plan {(name := out.split()[out.split().index('exposed') + 1])} is saved in {path}; "
+        f"`--plan {path}` uses it\n"
     )
     saved = read_plan(str(path))
     assert saved is not None and (saved.tp, saved.zero, saved.name) == (2, 1, name)
@@ -382,8 +384,8 @@ def test_a_cluster_that_this_machine_is_not_is_said_before_its_ranks_start(monke
     monkeypatch.setattr("meshwright.planner.inputs.clusters.cuda_device_names", tuple)
     for cluster, words in (
         ("local:2", []),
-        ("1x2:a100-80gb", ["has a100-80gb, this machine has cores"]),
-        ("2x2:cpu@1Gb", ["has 2 nodes, and all of its ranks start on this one"]),
+        ("1x2:a100-80gb", ["has a100-80gb, but this machine has cores"]),
+        ("2x2:cpu@1Gb", ["has 2 nodes, but this command starts all ranks on this node"]),
     ):
         question = resolve_job(
             read_job(

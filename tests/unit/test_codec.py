@@ -23,11 +23,11 @@ SEVEN = {
     ),
     "a tag of a date": (
         "workload:\n  steps: !!timestamp abc",
-        "job.yaml:2: the tag 'tag:yaml.org,2002:timestamp' is not read",
+        "job.yaml:2: YAML tag 'tag:yaml.org,2002:timestamp' is not supported",
     ),
     "a tag of a truth value": (
         "workload:\n  steps: !!bool maybe",
-        "job.yaml:2: the tag 'tag:yaml.org,2002:bool' is not read",
+        "job.yaml:2: YAML tag 'tag:yaml.org,2002:bool' is not supported",
     ),
     "a key that is a mapping": ("# one\n? {a: 1} : 2", "job.yaml:2: a key is a list, a mapping"),
     "an integer of 5,000 digits": ("workload:\n  steps: " + "9" * 5000, "job.yaml:2: a number of 5,000 digits"),
@@ -35,8 +35,8 @@ SEVEN = {
         json.dumps({"workload": {"batch": 1}}, indent=1).replace("1", "9" * 5000),
         "job.yaml:3: a number of 5,000 digits",
     ),
-    "100,000 braces": ('{"a":' * 100_000, "job.yaml: more than 100 lists or objects"),
-    "100,000 brackets": ("a:\n " + "[" * 100_000, "job.yaml:2: more than 100 lists or objects"),
+    "100,000 braces": ('{"a":' * 100_000, "job.yaml: lists or objects are nested more than 100 levels deep"),
+    "100,000 brackets": ("a:\n " + "[" * 100_000, "job.yaml:2: lists or objects are nested more than 100 levels deep"),
     "10^400": (f"cluster: {{groups: [{{nodes: {NUMBER}}}]}}", "job.yaml:1: a number of 401 digits"),
 }
 
@@ -64,9 +64,9 @@ def test_a_number_of_a_cluster_file_that_is_too_large_is_one_line(number: str, t
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: 1\n--- b", "x:2: a second document"),
+        ("a: 1\n--- b", "x:2: the file has a second YAML document"),
         ("a: 1\na: 2", "x:2: key 'a' is written twice"),
-        ("a: &b [*b]", "x:1: alias 'b' stands before what it names has ended"),
+        ("a: &b [*b]", "x:1: alias 'b' refers to a value that has not ended"),
         ("a: *b", "x:1: alias 'b'"),
         ("*b : 1", "x:1: "),
         ("a: \x00", r"x:1: not valid YAML: the character U\+0000"),

@@ -153,7 +153,7 @@ def test_an_end_that_is_none_of_ours_does_not_count_as_a_wrong_token() -> None:
 
         says = threading.Thread(target=answer)
         says.start()
-        with pytest.raises(AuthenticationError, match="none of this job") as caught:
+        with pytest.raises(AuthenticationError, match="does not belong to this job") as caught:
             open_channel(*fake.getsockname(), "secret", {})
         says.join()
     assert not caught.value.wrong_token

@@ -100,8 +100,8 @@ def test_missing_and_empty_sources_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert "does not exist; did you mean 'books.txt'?" in refusal(find_files, (str(tmp_path / "bocks.txt"),))
     assert "none.txt' is empty" in refusal(find_files, (str(tmp_path / "none.txt"),))
-    assert "holds no file that is not empty" in refusal(find_files, (str(tmp_path / "folder"),))
-    assert "holds no file that is not empty" in refusal(find_files, (str(tmp_path / "*.zip"),))
+    assert "has no non-empty file" in refusal(find_files, (str(tmp_path / "folder"),))
+    assert "has no non-empty file" in refusal(find_files, (str(tmp_path / "*.zip"),))
     assert "cannot be read: File name too long" in refusal(find_files, ("x" * 5000,))
 
 
@@ -136,7 +136,7 @@ def test_json_lines_are_read_by_field(tmp_path: Path) -> None:
     ("line", "says"),
     [
         (b'{"text": "cut', "some.jsonl:2: not a line of JSON: "),
-        (b"[1, 2]", "some.jsonl:2: a line holds an object with field 'text', this one holds a list"),
+        (b"[1, 2]", "some.jsonl:2: a line must hold an object with field 'text', but this one holds a list"),
         (b'{"txet": "x"}', "some.jsonl:2: no field 'text'; did you mean 'txet'?"),
         (b'{"content": "x", "id": 1}', "some.jsonl:2: no field 'text'; it has content, id: set data.field"),
         (b'{"text": 5}', "some.jsonl:2: field 'text' is int, not text"),
@@ -164,7 +164,7 @@ def test_parquet_rows_are_documents_and_without_pyarrow_one_line_says_so(
         assert "has no column 'body'; it has text, id" in refusal(read, path, "body")
         assert "row 1: field 'id' is int, not text" in refusal(read, path, "id")
         path.write_bytes(path.read_bytes()[:-20])
-        assert "is not whole Parquet" in refusal(read, path)
+        assert "is not a complete Parquet file" in refusal(read, path)
     path.write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert refusal(read, path).endswith("is Parquet, which needs pyarrow: pip install 'meshwright[parquet]'")
@@ -367,8 +367,8 @@ def test_a_broken_token_array_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:-10])
     assert "3 bytes are not a multiple of 2, the size of uint16" in opened("odd.bin")
     assert "holds float64, not integer tokens" in opened("float.npy")
-    assert "is not a whole array" in opened("cut.npy")
-    assert "is not a whole array" in opened("object.npy")
+    assert "is not a complete array" in opened("cut.npy")
+    assert "is not a complete array" in opened("object.npy")
     assert "holds token -1" in opened("minus.npy")
     assert "holds no token" in opened("none.npy")
 

@@ -67,5 +67,5 @@ def test_every_flipped_bit_and_every_zeroed_or_swapped_block_is_found(seed: int)
 
 def test_data_of_which_nothing_is_whole_is_refused_in_one_line() -> None:
     tokens = np.arange(DIGEST_BLOCK_TOKENS, dtype=np.uint16)
-    with pytest.raises(InputError, match=r"no row of 256 is whole: data a\.bin: tokens 0 to"):
+    with pytest.raises(InputError, match=r"all 256 rows contain damaged tokens: data a\.bin: tokens 0 to"):
         rows_of(tokens, block_digests(tokens + 1)).read(np.array([3]))

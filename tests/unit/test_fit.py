@@ -68,7 +68,7 @@ def test_a_name_of_the_catalog_stands_before_a_size() -> None:
 
 @pytest.mark.parametrize("name", ["1m", "0.5m", "9999999t"])
 def test_a_size_that_no_model_has_is_refused_with_the_range(name: str) -> None:
-    with pytest.raises(InputError, match=r"a size lies between 4\.00 M and 1000\.0 T"):
+    with pytest.raises(InputError, match=r"the number must be between 4\.00 M and 1000\.0 T"):
         read_sizes(name)
 
 

@@ -150,7 +150,7 @@ def test_a_node_without_a_leader_continues_with_the_same_command(
         place = node(1)._replace(host=lost.host, port=lost.port)
         codes = []
         for before in (lost, None):
-            with pytest.raises(MeshwrightError, match="node 1 found no node that leads") as error:
+            with pytest.raises(MeshwrightError, match="node 1 found no leader") as error:
                 _join_leader(place, tmp_path, before, "secret")
             codes.append(error.value.exit_code)
     assert codes == [Interrupted.exit_code, MeshwrightError.exit_code] == [75, 1]
@@ -266,9 +266,7 @@ def test_a_node_that_finds_nobody_says_so_every_few_seconds(tmp_path: Path, monk
             _join_leader(
                 node(1)._replace(host="127.0.0.1", port=silent.getsockname()[1]), tmp_path, None, "secret", said.append
             )
-    assert said and all(
-        line.startswith("node 1 has found no node that leads for ") and "refused" in line for line in said
-    )
+    assert said and all(line.startswith("node 1 has found no leader for ") and "refused" in line for line in said)
 
 
 def test_refused_connections_are_reported_once_a_minute_by_reason_and_count() -> None:

@@ -232,7 +232,7 @@ def test_a_pinned_share_is_searched_where_it_means_something_and_refused_elsewhe
     [
         ("dp1.off-optimizer0", "greater than or equal to 1"),
         ("dp1.off-activations.off-activations-disk", "names activations twice"),
-        ("dp1.off-optimizer50.off-optimizer-disk60", "says offload_share a second time"),
+        ("dp1.off-optimizer50.off-optimizer-disk60", "sets offload_share a second time"),
     ],
 )
 def test_a_share_that_means_nothing_is_one_line(name: str, words: str) -> None:

@@ -361,7 +361,7 @@ def test_a_place_that_cannot_be_written_is_said_before_the_search(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--cluster", "1x4:cpu", option, str(tmp_path / "no" / "out.html")]) == 2
-    assert f"folder {tmp_path / 'no'} does not exist; name a file in one" in capsys.readouterr().err
+    assert f"folder {tmp_path / 'no'} does not exist; name a file in an existing folder" in capsys.readouterr().err
     assert main(["plan", "--cluster", "1x4:cpu", option, str(tmp_path)]) == 2
     assert "is a folder" in capsys.readouterr().err
 

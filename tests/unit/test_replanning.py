@@ -44,7 +44,7 @@ def question(cluster: str, optimizer: str) -> Job:
 def test_the_plan_that_an_oom_suggests_fits_and_suits_the_precision(plan: str, optimizer: str) -> None:
     job, now = question("2:cpu", optimizer), parse_plan(plan)
     said = lower_memory_hint(job, now)
-    named = re.search(r"^plan (\S+) is to take .*: --plan \1$", said)
+    named = re.search(r"^plan (\S+) is estimated to take .*: use --plan \1$", said)
     if named is None:
         assert (
             said == f"no plan for 2 ranks takes less memory than {plan}: use more ranks, or a smaller batch"

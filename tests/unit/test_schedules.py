@@ -267,9 +267,9 @@ def test_every_schedule_written_as_actions_is_itself(shape: tuple[str, int, int,
     [
         (
             "0F0,0B0\n1F0,1X0",
-            "here, pipeline rank 1: action '1X0' is not stage, F, B, I or W, and micro-batch, such as '2F5'",
+            "here, pipeline rank 1: action '1X0' is not a stage, then F, B, I or W, then a micro-batch, such as '2F5'",
         ),
-        ("", "here: no actions; a row for each pipeline rank"),
+        ("", "here: no actions found; write a row for each pipeline rank"),
         ("[1]", "here: a schedule is a list of rows, one for each pipeline rank"),
         ('["0F0"', "here: line 1: Expecting ',' delimiter"),
     ],
@@ -289,7 +289,7 @@ def test_a_table_that_cannot_be_read_is_one_line_with_the_place(text: str, words
         (("0F0 0B0 0F1 0B1", "1F0 1B0"), "0F1 is outside 2 stages and 1 micro-batches (pipeline rank 0, place 3 of 4)"),
         (
             ("1F0 1B0", "0F0 0B0"),
-            "stage 0 is on pipeline rank 1; stages lie round after round (this one on rank 0), or all of them as a V",
+            "stage 0 is on pipeline rank 1; assign stages to ranks in a loop (this one to rank 0), or in a V",
         ),
         (
             ("0B0 0F0", "1F0 1B0"),
@@ -414,7 +414,7 @@ plan = parse_plan("pp2.pairs")
 assert plan == Plan(pp=2, schedule="pairs") and plan.name == "pp2.pairs"
 check_orders(plan.schedule_rules.orders(2, 1, 4), stages=2, micro_batches=4)
 assert [violation.message for violation in batch_violations(plan, 3)] == [
-    "pairs: 3 micro-batches are not a multiple of 2; a batch of 2 sequences or a multiple of it would be"
+    "pairs: 3 micro-batches are not a multiple of 2; use a batch of 2 sequences or a multiple of it"
 ]
 assert "pairs" in [rules.name for rules in offered_schedules()]
 sys.exit(main(["plan", "--cluster", "1x4:cpu", "--pin", "pp=2,schedule=pairs", "--json"]))

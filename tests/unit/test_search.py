@@ -322,7 +322,7 @@ def test_zero_pinned_on_one_device_is_a_plan() -> None:
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
-        ({"tpp": 2}, r"pin 'tpp' is no field of a plan; did you mean 'tp'"),
+        ({"tpp": 2}, r"pin 'tpp' is not a field of a plan; did you mean 'tp'"),
         ({"dp": 4, "tp": 3, "pp": 2}, r"pins dp\(4\) \* tp\(3\) \* pp\(2\) = 24 but the cluster has 16 devices"),
         ({"cp": 32}, r"pins cp\(32\) = 32 but the cluster has 16 devices"),
         ({"ep": 2}, r"no plan is legal: .*ep\(2\): the model has no experts; use ep 1"),
@@ -342,7 +342,7 @@ def test_zero_pinned_on_one_device_is_a_plan() -> None:
         ),
         ({"offload": ("optimizer", "optimizer-disk")}, r"pin offload: offload names optimizer twice"),
         ({"tp": 8}, r"no plan is legal: .*tp\(8\) does not divide heads\(4\)"),
-        ({"pp": 16}, r"no plan is legal: .*16 stages need as many blocks, the model has 4"),
+        ({"pp": 16}, r"no plan is legal: .*16 stages need at least one block each, the model has 4"),
         (
             {"dp": 4, "micro_batch": 3},
             r"no plan is legal: .*batch 8 is not a multiple of dp\(4\) \* micro_batch\(3\) = 12",
@@ -370,7 +370,7 @@ def test_rejections_name_the_rule_the_number_and_an_example() -> None:
     answer = search_plans(small_job(on=cluster(1, 8, 3e6), batch=8))
     found = {rejection.reason: rejection for rejection in answer.rejected}
     assert "tp(8) does not divide heads(4)" in found["tp does not divide heads"].example
-    assert "8 stages need as many blocks, the model has 4" in found["more stages than blocks"].example
+    assert "8 stages need at least one block each, the model has 4" in found["more stages than blocks"].example
     assert "is not a multiple of dp(8) * micro_batch(2) = 16" in found["batch does not divide"].example
     assert "usable memory" in found["does not fit"].example
     assert all(rejection.count > 0 for rejection in answer.rejected)

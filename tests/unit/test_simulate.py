@@ -332,7 +332,7 @@ def test_faults_read_from_tuples_and_from_text() -> None:
         (["--slow", "1:inf"], "--slow '1:inf'.factor"),
         (
             ["--link", "1:0"],
-            "link: rank 1 has no bandwidth left for good, so no step ends; say for how long, such as 1:0:2s, or kill "
+            "link: rank 1 has no bandwidth until the end, so no step ends; give a duration, such as 1:0:2s, or kill "
             "the rank",
         ),
         (["--link", "1:2"], "--link '1:2'.share: input should be less than or equal to 1"),
@@ -340,9 +340,9 @@ def test_faults_read_from_tuples_and_from_text() -> None:
         (["--plan", "dp8"], "dp(8) * tp(1) * pp(1) = 8 but the cluster has 4 devices"),
         (
             ["--trace", "/no/such/folder/file"],
-            "--trace /no/such/folder/file: folder /no/such/folder does not exist; name a file in one",
+            "--trace /no/such/folder/file: folder /no/such/folder does not exist; name a file in an existing folder",
         ),
-        (["--save", "3 s"], "--save is about a fleet: say for how long with --days"),
+        (["--save", "3 s"], "--save applies to a fleet: set its duration with --days"),
     ],
 )
 def test_what_is_wrong_with_a_question_is_said_in_one_line(
@@ -391,7 +391,7 @@ def test_deaths_are_told_on_the_screen(capsys: pytest.CaptureFixture[str]) -> No
     assert "in step 7 ranks 2, 3 die; 1 other rank can restore the state" in shown
     assert "in step 2 ranks 0, 2 die; no other rank has the state: back to the start" in shown
     assert main(["simulate", "--cluster", "1x4:cpu", "--kill", "3:7", "--steps", "6"]) == 2
-    assert "kill: rank 3 dies in step 7, but only 6 steps are played" in capsys.readouterr().err
+    assert "kill: rank 3 dies in step 7, but only 6 steps are simulated" in capsys.readouterr().err
 
 
 # --- what is shown

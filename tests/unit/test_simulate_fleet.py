@@ -166,11 +166,11 @@ def test_rates_are_read_as_names_numbers_and_times() -> None:
         (["--days", "3", "--failures", "0"], "failures '0': must be above 0"),
         (["--days", "3", "--failures", "-2"], "failures '-2': must be above 0"),
         (["--days", "3", "--save", "soon"], "--save 'soon': expected a quantity"),
-        (["--days", "3", "--save", "0"], "save 0 s: a save that takes no time"),
+        (["--days", "3", "--save", "0"], "save 0 s: Daly's optimum is undefined"),
         (["--days", "3", "--interval", "0"], "interval 0 s"),
         (["--days", "3", "--detect=-1 s"], "--detect '-1 s': a time must be at least 0"),
         (["--days", "3", "--spares", "-1"], "--spares -1: must be at least 0"),
-        (["--days", "3", "--slow", "1:2"], "--slow is about one step: leave out --days"),
+        (["--days", "3", "--slow", "1:2"], "--slow applies to one step: leave out --days"),
         (["--days", "3", "--failures", "100"], "no work is ever saved"),
     ],
 )

@@ -134,7 +134,7 @@ def export(
     launch = launch_of_checkpoint(one)
     lora = launch.workload.lora if launch is not None else None
     if adapter and lora is None:
-        raise InputError(Message("{one}: no run with LoRA: it has no adapters; leave --adapter out", one=one))
+        raise InputError(Message("{one}: the run does not train LoRA adapters; leave --adapter out", one=one))
     if adapter and lora is not None and launch is not None:
         files = export_adapter(one, to, lora, launch.model.folder, extra_files=run_extra_files(one))
     else:
@@ -150,7 +150,7 @@ def export(
     if text is None and not adapter:
         print_note(
             Message(
-                "no config.json is written: this run's model has no form that transformers knows; give one by --config"
+                "config.json is not written: transformers has no class for this run's model; pass one with --config"
             )
         )
     if json:
@@ -200,7 +200,7 @@ def checkpoints_at(path: Path) -> list[Path]:
             Message(
                 "{path!r} {what}; name a run folder, such as runs/NAME, or a checkpoint",
                 path=str(path),
-                what=Message("holds no checkpoint") if is_folder else Message("is no folder"),
+                what=Message("holds no checkpoint") if is_folder else Message("is not a folder"),
             )
         )
     return found

@@ -230,14 +230,14 @@ def torch_remedies(facts: dict[str, Any]) -> Iterator[Remedy]:
     if "gloo" in found["backends"] and "all_reduce_seconds" not in facts["speed"]:
         yield Remedy(
             Message(
-                "two ranks could not meet over gloo: check GLOO_SOCKET_IFNAME and that the host's own name resolves"
+                "two ranks could not connect over gloo: check GLOO_SOCKET_IFNAME and that the host's own name resolves"
             ),
             must=True,
         )
     if found["idle"]:
         yield Remedy(found["idle"])
     if found["cuda_devices"] and "nccl" not in found["backends"]:
-        yield Remedy(Message("CUDA devices without NCCL: install a torch built with it"), must=True)
+        yield Remedy(Message("torch sees CUDA devices but has no NCCL: install a torch built with NCCL"), must=True)
 
 
 def machine_remedies(facts: dict[str, Any]) -> Iterator[Remedy]:

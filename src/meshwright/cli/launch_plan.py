@@ -339,8 +339,8 @@ def cluster_mismatches(question: Job) -> list[str]:
     if nodes > 1:
         found.append(
             Message(
-                "cluster {cluster!r} has {nodes} nodes, and all of its ranks start on this one: `meshwright launch` "
-                "writes what starts them on each",
+                "cluster {cluster!r} has {nodes} nodes, but this command starts all ranks on this node: `meshwright "
+                "launch` writes the script that starts them on each node",
                 cluster=cluster.name,
                 nodes=nodes,
             )
@@ -349,8 +349,8 @@ def cluster_mismatches(question: Job) -> list[str]:
         here = Message("CUDA devices") if cuda_device_names() else Message("cores")
         found.append(
             Message(
-                "cluster {cluster!r} has {devices}, this machine has {here}: what is predicted is not what its ranks "
-                "will take",
+                "cluster {cluster!r} has {devices}, but this machine has {here}: predicted times and memory do not "
+                "apply to this machine",
                 cluster=cluster.name,
                 devices=" and ".join(devices),
                 here=here,

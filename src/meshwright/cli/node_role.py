@@ -70,7 +70,7 @@ def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], 
         EventLog(folder, note).write(
             kind="node_lost",
             node=str(place.after),
-            cause=Message("it led"),
+            cause=Message("it was the leader"),
             decision=Message("node {number} leads from here on", number=place.number),
         )
     path = folder / LEADER_FILE
@@ -167,8 +167,8 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
         if requested and len(devices) != me.world and not fewer:
             raise InputError(
                 Message(
-                    "{node_variable}: {world} nodes were started and cluster {cluster!r} has {count}: start one "
-                    "process on each, or let the run go on with fewer: --set run.min_ranks=RANKS",
+                    "{node_variable}: {world} nodes were started, but cluster {cluster!r} has {count}: start one "
+                    "process on each node, or allow fewer nodes with --set run.min_ranks=RANKS",
                     node_variable=NODE_VARIABLE,
                     world=me.world,
                     cluster=cluster.name,
@@ -212,14 +212,14 @@ def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run:
     except OSError as error:
         raise InputError(
             Message(
-                "the node that leads cannot listen at {host}:{port} ({strerror}): set MASTER_ADDR and MASTER_PORT",
+                "the leader node cannot listen at {host}:{port} ({strerror}): set MASTER_ADDR and MASTER_PORT",
                 host=place.host,
                 port=place.port,
                 strerror=error.strerror,
             )
         ) from None
     code = 1
-    line: str = Message("the node that leads failed")
+    line: str = Message("the leader node failed")
     try:
         _await_nodes(fleet, place, note, run)
         yield fleet
@@ -250,7 +250,7 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
     if heir:
         note(
             Message(
-                "node {number} of {started} at {host}:{port}, leads in the place of node {after}, waiting for the "
+                "node {number} of {started} at {host}:{port}, the new leader after node {after}, waiting for the "
                 "others",
                 number=place.number,
                 started=place.started,
@@ -273,7 +273,7 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
         for event in fleet.events(RETRY_SECONDS):
             ready = ready or event["event"] == "ready"
             if event["event"] == "node_joined":
-                note(Message("node {name} has come", name=event["name"]))
+                note(Message("node {name} has joined", name=event["name"]))
             elif event["event"] == "refusal":
                 note(event["line"])
         waited = fleet.outside.clock() - began
@@ -284,8 +284,8 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
                 return
             raise MeshwrightError(
                 Message(
-                    "{value} of {started} nodes came to {host}:{port} within {patience:.0f} s; start the same command "
-                    "on each, or let the run go on with fewer: --set run.min_ranks=RANKS",
+                    "{value} of {started} nodes connected to {host}:{port} within {patience:.0f} s; start the same "
+                    "command on each node, or allow fewer nodes with --set run.min_ranks=RANKS",
                     value=1 + len(fleet.nodes),
                     started=place.started,
                     host=fleet.host,
@@ -338,7 +338,7 @@ def serve_leader(
         if lost is None and code and not line:
             raise Interrupted(
                 Message(
-                    "the node that led, {leader}, is gone: ranks of this node have ended; the same command joins again",
+                    "the leader node {leader} is gone: ranks of this node have ended; the same command joins again",
                     leader=f"{at[0]}:{at[1]}",
                 )
             )
@@ -346,8 +346,8 @@ def serve_leader(
             return code
         note(
             Message(
-                "the node that led, {leader}, is gone: ranks of this node have ended; it waits for one that leads, or "
-                "leads itself",
+                "the leader node {leader} is gone: ranks of this node have ended; this node waits for a new leader or "
+                "becomes the leader",
                 leader=f"{at[0]}:{at[1]}",
             )
         )
@@ -405,7 +405,7 @@ def _join_leader(
     failure = MeshwrightError if lost is None else Interrupted  # a run that has begun resumes with the same command
     raise failure(
         Message(
-            "node {number} found no node that leads at {host}:{port} within {seconds:.0f} s: {why}",
+            "node {number} found no leader at {host}:{port} within {seconds:.0f} s: {why}",
             number=place.number,
             host=place.host,
             port=place.port,
@@ -436,10 +436,10 @@ def _leader_addresses(
 def _waiting_line(place: NodeRole, seconds: float, why: str) -> Message:
     """Returns the status line of a node that has no leader after `seconds`."""
     return Message(
-        "node {number} has found no node that leads for {seconds:seconds}: {why}",
+        "node {number} has found no leader for {seconds:seconds}: {why}",
         number=place.number,
         seconds=seconds,
-        why=why or Message("none answers"),
+        why=why or Message("no node answers"),
     )
 
 

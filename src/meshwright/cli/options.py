@@ -124,7 +124,7 @@ def check_output_path(option: str, path: Path | None) -> None:
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise InputError(
             Message(
-                "{option} {path}: {what}; name a file in one",
+                "{option} {path}: {what}; name a file in an existing folder",
                 option=option,
                 path=path,
                 what=Message("is a folder")

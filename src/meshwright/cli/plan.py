@@ -135,7 +135,11 @@ def plan(
     if shown.save is not None:
         write_atomically(shown.save, answer.plans[0].plan.to_json() + "\n")
         print_note(
-            Message("{plan} is in {save}; `--plan {save}` uses it", plan=answer.plans[0].plan.name, save=shown.save),
+            Message(
+                "plan {plan} is saved in {save}; `--plan {save}` uses it",
+                plan=answer.plans[0].plan.name,
+                save=shown.save,
+            ),
             language,
         )
     if shown.page is not None:
@@ -175,8 +179,8 @@ def _check_options(shared: JobOptions, wanted: RankingOptions, shown: OutputOpti
     if shown.page is not None and wanted.objective in ("fewest", "cheapest"):
         raise InputError(
             Message(
-                "--page ranks plans on all devices, --objective {objective} on fewer; leave one out: the page has a "
-                "slider",
+                "--page ranks plans on all devices, --objective {objective} also on fewer; leave one out: the page "
+                "has a slider for the number of devices",
                 objective=wanted.objective,
             )
         )

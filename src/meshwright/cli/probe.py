@@ -91,7 +91,7 @@ def probe(
         print_output("\n".join(translate(line, language) for line in measurement_text(result, found)))
     if save is not None:
         write_atomically(save, result.cluster.to_json() + "\n")
-        print_note(Message("the cluster is in {save}; `--cluster {save}` uses it", save=save), language)
+        print_note(Message("the cluster is saved in {save}; `--cluster {save}` uses it", save=save), language)
     return 0
 
 
@@ -100,10 +100,10 @@ def _saved_line(saved: Path | None, found: ClusterProfile) -> Message:
     from meshwright.spec.cluster import MAX_BUSY_PROCESSORS
 
     if saved:
-        return Message("kept in {path}: --cluster local is this from now on", path=saved)
+        return Message("saved in {path}: --cluster local uses this measurement from now on", path=saved)
     if found.busy > MAX_BUSY_PROCESSORS:
-        return Message("not kept: other programs were busy meanwhile")
-    return Message("not kept: the cache cannot be written")
+        return Message("not saved: other programs used the processors during the measurement")
+    return Message("not saved: the cache cannot be written")
 
 
 def _check_ranks(known: Cluster) -> None:
@@ -115,9 +115,9 @@ def _check_ranks(known: Cluster) -> None:
     if not cuda_device_names() and known.devices > most:
         raise InputError(
             Message(
-                "probe of {devices} ranks: this machine has {available_cpus} cores, and beyond {max_ranks_per_core} "
-                "ranks a core what is measured is waiting for each other; use --cluster local:{most}, or start the "
-                "ranks on more machines",
+                "probe of {devices} ranks: this machine has {available_cpus} cores, and with more than "
+                "{max_ranks_per_core} ranks per core the ranks mostly wait for each other; use --cluster "
+                "local:{most}, or start the ranks on more machines",
                 devices=known.devices,
                 available_cpus=available_cpus(),
                 max_ranks_per_core=MAX_RANKS_PER_CORE,
@@ -174,8 +174,8 @@ def _probe_as_rank(rank: int, world: int, language: str) -> ClusterProfile | Non
         except (RuntimeError, TimeoutError) as error:
             raise MeshwrightError(
                 Message(
-                    "rank {rank} lost another rank while all measured ({error}): nothing is saved; see which rank "
-                    "ended, and start the probe again on the devices that are left",
+                    "rank {rank} lost the connection to another rank during the measurement ({error}): nothing is "
+                    "saved; see which rank ended, and start the probe again on the devices that are left",
                     rank=rank,
                     error=str(error).strip().splitlines()[0][:160],
                 )
@@ -206,7 +206,7 @@ def measurement_text(result: CalibratedCluster, found: ClusterProfile) -> Iterat
             bandwidth=show_rate(device.bandwidth),
         )
         yield Message(
-            "      attention {share:.0f} % of its products; storage {storage}",
+            "      attention {share:.0f} % of the matrix product rate; storage {storage}",
             share=100 * device.attention,
             storage=show_rate(group.storage_bandwidth),
         )
@@ -237,4 +237,4 @@ def _link_line(link: Link) -> str:
     line = f"{show_rate(link.bandwidth)}, {show_seconds(link.latency)}"
     if not link.meeting:
         return line
-    return Message("{link}, {seconds} to meet after computing", link=line, seconds=show_seconds(link.meeting))
+    return Message("{link}, {seconds} to synchronize after computing", link=line, seconds=show_seconds(link.meeting))

@@ -125,7 +125,7 @@ def simulate(
         given = [name for name in FleetOptions.__dataclass_fields__ if getattr(long, name) not in (None, False)]
         _refuse_options(
             [name for name in given if not (wrong.kill and name in RECOVERY_OPTIONS)],
-            Message("a fleet: say for how long with --days"),
+            Message("a fleet: set its duration with --days"),
         )
         return _simulate_step(file, wrong, long, trace, json, language)
     step_only = {
@@ -139,7 +139,7 @@ def simulate(
 
 def _refuse_options(names: list[str], what: str) -> None:
     if names:
-        raise InputError(Message("--{names} is about {what}", names=names[0].replace("_", "-"), what=what))
+        raise InputError(Message("--{names} applies to {what}", names=names[0].replace("_", "-"), what=what))
 
 
 def _simulate_step(
@@ -171,7 +171,10 @@ def _simulate_step(
         from meshwright.report.trace import write_trace
 
         write_trace(played, trace)
-        print_note(Message("the step is in {trace}; open it in https://ui.perfetto.dev", trace=trace), language)
+        print_note(
+            Message("the trace of the step is saved in {trace}; open it in https://ui.perfetto.dev", trace=trace),
+            language,
+        )
     if json:
         print_json(simulation_data(played))
     else:

@@ -37,14 +37,13 @@ def trace_job_model(file: JobFile) -> JobFile:
     rules = file.model.rules
     if not file.model.module and not needs_tracing(name) and not (rules and Path(name).expanduser().is_dir()):
         if rules:
-            raise InputError(Message("$.model.rules: {name!r} is understood without rules: leave them out", name=name))
+            raise InputError(Message("$.model.rules: model {name!r} needs no rules: leave them out", name=name))
         return file
     if file.model.sizes:
         first = next(iter(file.model.sizes))
         raise InputError(
             Message(
-                "$.model.sizes: {first!r} cannot be changed in {name!r}, which has no sizes but what it builds; "
-                "change it there",
+                "$.model.sizes: {first!r} cannot be set for {name!r}, which defines its own sizes; change it there",
                 first=first,
                 name=name,
             )

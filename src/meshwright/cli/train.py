@@ -261,7 +261,7 @@ def _options_after_trials(
     known = file.given_plan() is not None or is_present(before)
     if connection.tell("known" if known else "") if connection is not None else known:
         if connection is None or connection.rank == 0:
-            print_note(Message("no trials: the plan is given, or the run has begun with one"), wanted.language)
+            print_note(Message("trials are skipped: the plan is given, or the run already has one"), wanted.language)
         return shared
     question = resolve_job(file)
     pins = {**question.pins, **parse_pins(wanted.pin)} if wanted.pin else question.pins

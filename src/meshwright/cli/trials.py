@@ -170,13 +170,15 @@ def job_from_trials(
         return None
     again = refit_job(question, trials)
     if max((trial.busy for trial in trials), default=0.0) > MAX_BUSY_PROCESSORS:
-        remark(Message("other programs were busy meanwhile: what was measured is not kept"))
+        remark(Message("other programs used the processors during the trials: the measurements are not saved"))
     elif again.cluster.name.startswith("local") and best_trial(trials) is not None:
         saved = save_local_cluster(again.cluster)
         remark(
-            Message("the cluster that explains them is kept in {path}: --cluster local is this from now on", path=saved)
+            Message(
+                "the cluster fitted to the trials is saved in {path}: --cluster local uses it from now on", path=saved
+            )
             if saved
-            else Message("not kept: no cache")
+            else Message("not saved: there is no cache")
         )
     return again, best_trial(trials)
 

@@ -100,9 +100,9 @@ class VerifyJob(NamedTuple):
 
 
 COMPRESSION_ERROR_TEXTS = {
-    "bf16": Message("each element of a host's sum by 2^-9 of itself"),
-    "int8": Message("each element of a host's sum by 1/254 of the largest of its block of 256"),
-    "low-rank": Message("what the factors do not span, without a bound for one step"),
+    "bf16": Message("each element of a host's sum by up to 2^-9 of its value"),
+    "int8": Message("each element of a host's sum by up to 1/254 of the largest value in its block of 256"),
+    "low-rank": Message("by the part outside the low-rank factors, without a bound for one step"),
 }
 
 
@@ -114,8 +114,8 @@ def _lossy_notes(workload: Workload) -> tuple[str, ...]:
         kind = workload.compression.kind
         found.append(
             Message(
-                "workload.compression {kind} changes gradients between hosts, {compression_error_texts}, sent later: "
-                "verified is the plan without it",
+                "workload.compression {kind} changes gradients between hosts, {compression_error_texts}, with error "
+                "feedback: the plan is verified without it",
                 kind=kind,
                 compression_error_texts=COMPRESSION_ERROR_TEXTS[kind],
             )
@@ -123,8 +123,8 @@ def _lossy_notes(workload: Workload) -> tuple[str, ...]:
     if workload.local is not None:
         found.append(
             Message(
-                "workload.local: replicas that meet every {steps} steps are no one device: verified is the plan "
-                "without it",
+                "workload.local: replicas that synchronize every {steps} steps differ from one device: the plan is "
+                "verified without it",
                 steps=workload.local.steps,
             )
         )

@@ -78,7 +78,7 @@ def parse_text(text: str, where: str) -> Any:
 
 def _nesting_error() -> str:
     return Message(
-        "more than {max_text_depth} lists or objects inside of each other, too deep to be read",
+        "lists or objects are nested more than {max_text_depth} levels deep",
         max_text_depth=MAX_TEXT_DEPTH,
     )
 
@@ -175,7 +175,7 @@ class _YamlReader:
                 mark.line + 1 if mark else 0,
             )
         except (ValueError, OverflowError):  # an escape or a version number out of range
-            self._fail(Message("not valid YAML: an escape or a number that does not exist"), self._loader.line + 1)
+            self._fail(Message("not valid YAML: an invalid escape or number"), self._loader.line + 1)
 
     def _whole(self) -> Any:
         yaml, loader, data = self._yaml, self._loader, None
@@ -185,7 +185,9 @@ class _YamlReader:
             data, _ = self._value(1)
             loader.get_event()
         if not loader.check_event(yaml.StreamEndEvent):
-            self._fail(Message("a second document; write one"), loader.get_event().start_mark.line + 1)
+            self._fail(
+                Message("the file has a second YAML document; write only one"), loader.get_event().start_mark.line + 1
+            )
         return data
 
     def _fail(self, what: str, line: int) -> NoReturn:
@@ -197,12 +199,18 @@ class _YamlReader:
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
             found, size = self._named.get(event.anchor) or self._fail(
-                Message("alias {anchor!r} stands before what it names has ended", anchor=event.anchor), line
+                Message(
+                    "alias {anchor!r} refers to a value that has not ended or does not exist",
+                    anchor=event.anchor,
+                ),
+                line,
             )
             self._counted(size, line)
             return found, size
         if event.tag is not None:
-            self._fail(Message("the tag {tag!r} is not read; write the value alone", tag=event.tag), line)
+            self._fail(
+                Message("YAML tag {tag!r} is not supported; write the value without the tag", tag=event.tag), line
+            )
         if depth > MAX_TEXT_DEPTH:
             self._fail(_nesting_error(), line)
         self._counted(1, line)

@@ -74,11 +74,11 @@ DISK_ERROR_REMEDIES = {
     errno.ENOSPC: Message("make room"),
     errno.EDQUOT: Message("remove files of this user, or ask for a larger quota"),
     errno.EROFS: Message("mount the disk for writing, or choose another folder"),
-    errno.EIO: Message("the disk or the way to it fails: the kernel's log says more"),
+    errno.EIO: Message("the disk or the connection to it fails: see the kernel log"),
     errno.ESTALE: Message("the network file system has lost the file: mount it anew"),
     errno.ENOTEMPTY: Message("another program still writes into the folder"),
-    errno.EACCES: Message("give this user the right to it"),
-    errno.EPERM: Message("give this user the right to it"),
+    errno.EACCES: Message("give this user permission"),
+    errno.EPERM: Message("give this user permission"),
     errno.EISDIR: Message("move it away, then start again"),
     errno.ELOOP: Message("move it away, then start again"),
     errno.EINVAL: Message("move it away, then start again"),
@@ -91,7 +91,7 @@ def describe_disk_error(error: OSError, path: str) -> str:
     """Returns one line with `path`, the system's message, the name of the errno and the remedy.
 
     >>> describe_disk_error(OSError(5, "Input/output error"), "runs/a/records.jsonl")
-    "runs/a/records.jsonl: Input/output error (EIO); the disk or the way to it fails: the kernel's log says more"
+    'runs/a/records.jsonl: Input/output error (EIO); the disk or the connection to it fails: see the kernel log'
     """
     remedy = DISK_ERROR_REMEDIES.get(error.errno or 0)
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)

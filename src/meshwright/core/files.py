@@ -29,7 +29,9 @@ def path_from_text(text: str) -> Path:
     Raises: InputError if no file can have that name, so that a later existence check cannot fail.
     """
     if "\0" in text or any(len(part.encode("utf-8", "replace")) > MAX_FILE_NAME_BYTES for part in text.split("/")):
-        raise InputError(Message("{text!r}: neither a file nor anything else has such a name", text=text))
+        raise InputError(
+            Message("{text!r} is not a valid name: it has a NUL character or a part of more than 255 bytes", text=text)
+        )
     try:
         return Path(text).expanduser()
     except RuntimeError:

@@ -76,7 +76,7 @@ def parse_quantity(value: Any, kind: str) -> float:
     if factor is None:
         raise ValueError(
             Message(
-                "unit {unit!r} is not one of this quantity; write it like '{example}'",
+                "unit {unit!r} does not fit this quantity; write it like '{example}'",
                 unit=match.group(2),
                 example=_EXAMPLE_QUANTITIES[kind],
             )

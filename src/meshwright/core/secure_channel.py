@@ -215,7 +215,7 @@ def open_channel(host: str, port: int, token: str, me: IpcMessage) -> tuple[sock
                 Message("{host}:{port} has another token", host=host, port=port), wrong_token=True
             )
         if not _is_valid_mac(answer.pop("proof", ""), token, "admits", challenge):
-            raise AuthenticationError(Message("{host}:{port} is none of this job", host=host, port=port))
+            raise AuthenticationError(Message("{host}:{port} does not belong to this job", host=host, port=port))
     except (OSError, ValueError, AuthenticationError):
         end.close()
         raise

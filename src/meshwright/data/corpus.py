@@ -80,7 +80,9 @@ def find_files(sources: tuple[str, ...]) -> list[Path]:
                 )
             ) from None
         if not found:
-            raise InputError(Message("data source {source!r} holds no file that is not empty", source=source))
+            raise InputError(
+                Message("data source {source!r} has no non-empty file; name another source", source=source)
+            )
         files += found
     return files
 
@@ -266,7 +268,9 @@ def _parquet_chunks(path: Path, field: str) -> Iterator[DocumentChunk]:
         except pyarrow.ArrowInvalid as error:
             raise InputError(
                 Message(
-                    "data file {path!r} is not whole Parquet: {error}", path=str(path), error=str(error).splitlines()[0]
+                    "data file {path!r} is not a complete Parquet file: {error}",
+                    path=str(path),
+                    error=str(error).splitlines()[0],
                 )
             ) from None
 

@@ -220,12 +220,12 @@ def _missing_mask_token(source: str, tokenizer: Tokenizer | None) -> InputError:
     what = (
         Message("tokenizer {tokenizer!r} has none", tokenizer=tokenizer.name)
         if tokenizer
-        else Message("token arrays name none")
+        else Message("token arrays have no tokenizer")
     )
     return InputError(
         Message(
-            "data source {source}: a masked-language model needs a mask token, {what}; set data.tokenizer to one that "
-            "has",
+            "data source {source}: a masked-language model needs a mask token, but {what}; set data.tokenizer to a "
+            "tokenizer with a mask token",
             source=source,
             what=what,
         )
@@ -277,9 +277,9 @@ def open_dataset(
     separate_documents = data.documents == "apart"
     if separate_documents and (objective != "causal" or tokens.tokenizer is None):
         what = (
-            Message("the model's objective is {objective}", objective=objective)
+            Message("it needs a causal language model, but the model's objective is {objective}", objective=objective)
             if objective != "causal"
-            else Message("token arrays name no tokenizer, whose end-of-text token tells")
+            else Message("token arrays have no tokenizer, so the end-of-text token between documents is unknown")
         )
         raise InputError(
             Message("data.documents=apart: {what}; leave documents joined", what=what)
@@ -307,7 +307,8 @@ def _open_instruction_dataset(
     if objective != "causal":
         raise InputError(
             Message(
-                "data source {name}: instructions are for models that write text, this one's objective is {objective}",
+                "data source {name}: instruction data needs a causal language model, but this model's objective is "
+                "{objective}",
                 name=name,
                 objective=objective,
             )
@@ -425,7 +426,7 @@ def _choose_tokenizer(
     if size < ByteTokenizer.vocabulary:
         raise InputError(
             Message(
-                "a BPE has {vocabulary} tokens before its first merge, the model's vocabulary is {size}",
+                "a BPE tokenizer has at least {vocabulary} tokens, but the model's vocabulary is {size}: enlarge it",
                 vocabulary=ByteTokenizer.vocabulary,
                 size=size,
             )

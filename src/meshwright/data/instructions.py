@@ -84,7 +84,7 @@ class ChatTemplate:
         if not self._tokenizer.is_fast:
             raise InputError(
                 Message(
-                    "data.tokenizer {folder!r} does not say where its tokens come from: it has no tokenizer.json",
+                    "data.tokenizer {folder!r} has no tokenizer.json, which maps tokens to their place in the text",
                     folder=folder,
                 )
             )
@@ -115,9 +115,9 @@ class ChatTemplate:
                 if not (behind.startswith(before) and whole.startswith(behind)):
                     raise InputError(
                         Message(
-                            "{place}: the chat template rewrites earlier turns, so that message {index} is not found "
-                            "in the whole; mark what is learned by {{% generation %}} in the template, or keep one "
-                            "answer a conversation",
+                            "{place}: the chat template rewrites earlier turns, so message {index} cannot be found in "
+                            "the rendered conversation; mark the text to train on with {{% generation %}} in the "
+                            "template, or keep one answer per conversation",
                             place=record.place,
                             index=index + 1,
                         )
@@ -166,9 +166,7 @@ def _parse_messages(record: SourceRecord) -> list[dict[str, Any]]:
                 )
             )
     if not any(message["role"] == "assistant" for message in messages):
-        raise InputError(
-            Message("{place}: no message of the assistant: nothing would be learned from it", place=record.place)
-        )
+        raise InputError(Message("{place}: the conversation has no assistant message to train on", place=record.place))
     return messages
 
 
@@ -220,8 +218,8 @@ class InstructionDataset:
         if not fits.any():
             raise InputError(
                 Message(
-                    "data source {name}: no conversation has anything to learn within {sequence:,} tokens: lengthen "
-                    "workload.sequence",
+                    "data source {name}: no conversation has a token to train on within its first {sequence:,} "
+                    "tokens: increase workload.sequence",
                     name=name,
                     sequence=sequence,
                 )
@@ -344,7 +342,8 @@ def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place:
             if form not in record.fields:
                 raise InputError(
                     Message(
-                        "{place}: no field {form!r}, which the first record has; one form a source",
+                        "{place}: no field {form!r}, which the first record has; all records of a source must have "
+                        "the same form",
                         place=record.place,
                         form=form,
                     )

@@ -268,9 +268,13 @@ class PackedRows:
                 if str(damaged) not in self._damaged:
                     self._damaged.add(str(damaged))
                     self._report_corruption(
-                        Message("{damaged}; rows that touch them are replaced by the next whole one", damaged=damaged)
+                        Message(
+                            "{damaged}; rows that contain them are replaced by the next undamaged row", damaged=damaged
+                        )
                     )
-        raise InputError(Message("no row of {count} is whole: {damaged}", count=len(self), damaged=min(self._damaged)))
+        raise InputError(
+            Message("all {count} rows contain damaged tokens: {damaged}", count=len(self), damaged=min(self._damaged))
+        )
 
     def _fill(self, target: Int64Array, position: int) -> None:
         """Fills `target` with the tokens from `position` of the concatenated segments."""

@@ -215,7 +215,8 @@ class LongJsonLine:
             if len(self._text) - self._at >= _MAX_ESCAPE_CHARS or not self._fill():
                 raise InputError(
                     Message(
-                        "{place}: not a line of JSON: a text does not end, or holds half a character or a wrong escape",
+                        "{place}: not a line of JSON: a string does not end, or has a lone surrogate or an invalid "
+                        "escape",
                         place=self._place,
                     )
                 )
@@ -344,7 +345,7 @@ def parse_json_object(line: bytes, place: str, field: str = "text") -> dict[str,
     if not isinstance(found, dict):
         raise InputError(
             Message(
-                "{place}: a line holds an object with field {field!r}, this one holds a {type}",
+                "{place}: a line must hold an object with field {field!r}, but this one holds a {type}",
                 place=place,
                 field=field,
                 type=type(found).__name__,
@@ -379,7 +380,7 @@ def iter_table_rows(path: Path) -> Iterator[SourceRecord]:
     except pyarrow.ArrowInvalid as error:
         raise InputError(
             Message(
-                "data file {path!r} is not a whole table: {error}", path=str(path), error=str(error).splitlines()[0]
+                "data file {path!r} is not a complete table: {error}", path=str(path), error=str(error).splitlines()[0]
             )
         ) from None
 
@@ -392,7 +393,7 @@ def saved_dataset_files(folder: Path) -> list[Path] | None:
         if not (folder / "train" / "state.json").is_file():
             raise InputError(
                 Message(
-                    "data source {folder!r}: a set of splits without 'train'; name the folder of one split",
+                    "data source {folder!r}: the data set has no split 'train'; name the folder of one split",
                     folder=str(folder),
                 )
             )

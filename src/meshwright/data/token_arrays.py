@@ -74,7 +74,7 @@ def open_token_array(path: Path, vocabulary: int) -> TokenArray:
     except (OSError, ValueError, EOFError) as error:
         raise InputError(
             Message(
-                "data file {path!r} is not a whole array: {error}", path=str(path), error=str(error).splitlines()[0]
+                "data file {path!r} is not a complete array: {error}", path=str(path), error=str(error).splitlines()[0]
             )
         ) from None
 

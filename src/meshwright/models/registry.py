@@ -131,7 +131,8 @@ def _check_supported(given: Mapping[str, Any], kind: str) -> None:
     if unsupported is not None:
         raise InputError(
             Message(
-                "{unsupported} ({given}): no reference model has them; name a Hugging Face folder or a module instead",
+                "{unsupported} ({given}): the built-in reference models do not support it; name a Hugging Face folder "
+                "or a module instead",
                 unsupported=unsupported,
                 given=given[unsupported],
             )
@@ -143,8 +144,8 @@ def _check_supported(given: Mapping[str, Any], kind: str) -> None:
     ):
         raise InputError(
             Message(
-                "kind 'decoder': the reference model has experts, norm rms and mlp swiglu; name a Hugging Face folder "
-                "or a module instead"
+                "kind 'decoder': the reference model needs experts, norm rms and mlp swiglu; set them, or name a "
+                "Hugging Face folder or a module instead"
             )
         )
     _check_layers(given)
@@ -158,12 +159,15 @@ def _check_layers(given: Mapping[str, Any]) -> None:
     """
     if given.get("mla") not in (None, 0, "0"):
         raise InputError(
-            Message("mla: no reference model has latent attention; name a Hugging Face folder or a module instead")
+            Message(
+                "mla: the built-in reference models have no latent attention; name a Hugging Face folder or a module "
+                "instead"
+            )
         )
     if given.get("qk_norm") not in (None, 0, "0"):
         raise InputError(
             Message(
-                "qk_norm: no reference model norms queries and keys; name a Hugging Face folder or a module instead"
+                "qk_norm: the built-in reference models have no QK-norm; name a Hugging Face folder or a module instead"
             )
         )
     if given.get("pos") not in (None, "rope", "learned"):

@@ -109,7 +109,7 @@ def sample_balance_text(found: SampleBalance) -> str:
     >>> sample_balance_text(SampleBalance(steps=10, proven=10, samples=80, problems=problems))
     'DOES NOT BALANCE: step 4 read batch 2 again, not batch 3'
     >>> sample_balance_text(SampleBalance(steps=25, proven=25, samples=200, missing=35))
-    '200 samples in 25 steps, each once; 35 steps more have no record of what they read'
+    '200 samples in 25 steps, each once; 35 more steps have no record of the samples that they read'
     """
     if found.problems:
         more = len(found.problems) - 1
@@ -126,9 +126,9 @@ def sample_balance_text(found: SampleBalance) -> str:
     if found.missing:
         parts.append(
             Message(
-                "{missing} steps more have no record of what they read"
+                "{missing} more steps have no record of the samples that they read"
                 if found.missing > 1
-                else "{missing} step more has no record of what they read",
+                else "{missing} more step has no record of the samples that it read",
                 missing=found.missing,
             )
         )

@@ -183,7 +183,7 @@ def rank_table(simulation: SimulationResult, language: str = "en") -> str:
             )
         )
     omitted = len(simulation.ranks) - len(shown)
-    lines = [say(Message("{unit} that ranks compute and wait, by what for", unit=unit)), align_columns(rows)]
+    lines = [say(Message("{unit} that ranks compute and wait, by cause", unit=unit)), align_columns(rows)]
     if any(time.faulty for time in shown):
         lines.append(say(Message("* has a fault")))
     if omitted:

@@ -291,7 +291,7 @@ def find_network_tiers(pairs: Sequence[LinkSample], ranks: int, odd: float = SLO
     >>> find_network_tiers(flat, 4)
     NetworkTiers(span=2, odd=())
     >>> find_network_tiers([pair(a, b, 5e7 if b == 2 else 1e8) for a in range(3) for b in range(a + 1, 3)], 3).odd
-    ('all links of rank 2 carry 50 % of what the others do (50.0 MB/s of 100.0 MB/s)',)
+    ('all links of rank 2 reach 50 % of the bandwidth of the others (50.0 MB/s of 100.0 MB/s)',)
     """
     span = _tier_span(pairs, ranks)
     near = [pair for pair in pairs if span and pair.first // span == pair.second // span]
@@ -336,7 +336,7 @@ def _describe_slow_links(pairs: Sequence[LinkSample], odd: float) -> list[str]:
             rate = median(pair.bandwidth for pair in own)
             said.append(
                 Message(
-                    "all links of rank {rank} carry {rate:.0f} % of what the others do ({rate_2} of {middle})",
+                    "all links of rank {rank} reach {rate:.0f} % of the bandwidth of the others ({rate_2} of {middle})",
                     rank=rank,
                     rate=100 * rate / middle,
                     rate_2=show_rate(rate),
@@ -349,7 +349,7 @@ def _describe_slow_links(pairs: Sequence[LinkSample], odd: float) -> list[str]:
             share = 100 * pair.bandwidth / middle
             said.append(
                 Message(
-                    "the link between ranks {first} and {second} carries {share:.0f} % of what the others do "
+                    "the link between ranks {first} and {second} reaches {share:.0f} % of the bandwidth of the others "
                     "({bandwidth})",
                     first=pair.first,
                     second=pair.second,

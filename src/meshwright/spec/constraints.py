@@ -178,8 +178,8 @@ def offload_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
             yield Violation(
                 "no link to the host",
                 Message(
-                    "off-{what}: the cluster names no host_bandwidth between its devices and their hosts (a core's "
-                    "memory is the host's); off-optimizer-disk needs none",
+                    "off-{what}: the cluster names no host_bandwidth between its devices and their hosts (CPU ranks "
+                    "already use host memory); off-optimizer-disk needs none",
                     what=what,
                 ),
             )
@@ -192,7 +192,7 @@ def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Vio
         yield Violation(
             "the model cannot be cut between its blocks",
             Message(
-                "pp({pp}): {against}, and stages are left and entered between blocks: use pp1",
+                "pp({pp}): {against}, but pipeline stages can only be split between blocks: use pp1",
                 pp=plan.pp,
                 against=against,
             ),
@@ -212,7 +212,8 @@ def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Vio
         yield Violation(
             "more stages than blocks",
             Message(
-                "pp({pp}) * virtual({virtual_stages}) = {stages} stages need as many blocks, the model has {blocks}",
+                "pp({pp}) * virtual({virtual_stages}) = {stages} stages need at least one block each, the model has "
+                "{blocks} blocks",
                 pp=plan.pp,
                 virtual_stages=plan.virtual_stages,
                 stages=plan.stages,
@@ -270,8 +271,8 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
         yield Violation(
             "interleaving does not divide",
             Message(
-                "{rules}: {count} micro-batches are not a multiple of {named}; a batch of {rows} sequences or a "
-                "multiple of it would be",
+                "{rules}: {count} micro-batches are not a multiple of {named}; use a batch of {rows} sequences or a "
+                "multiple of it",
                 rules=rules.name,
                 count=count,
                 named=named,

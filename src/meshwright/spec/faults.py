@@ -110,7 +110,7 @@ class Faults(StrictModel):
             if fault.share == 0 and fault.seconds is None:
                 raise InputError(
                     Message(
-                        "link: rank {rank} has no bandwidth left for good, so no step ends; say for how long, such as "
+                        "link: rank {rank} has no bandwidth until the end, so no step ends; give a duration, such as "
                         "{rank}:0:2s, or kill the rank",
                         rank=fault.rank,
                     )

@@ -195,7 +195,10 @@ def job_difference(mine: LaunchSpec, theirs: LaunchSpec) -> str:
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
             return Message(
-                "{name} is {there!r} there and {here!r} here", name=name, there=there.get(name), here=here.get(name)
+                "{name} is {there!r} there and {here!r} here",
+                name=name,
+                there=there.get(name),
+                here=here.get(name),
             )
     return ""
 
@@ -221,7 +224,7 @@ def describe_extension(mine: LaunchSpec, theirs: LaunchSpec) -> str:
         steps=steps,
     )
     return Message(
-        "goes on to step {steps} instead of {before}: {rate}, the steps so far followed that over {before}",
+        "goes on to step {steps} instead of {before}: {rate}; the steps so far used the schedule over {before} steps",
         steps=steps,
         before=before,
         rate=rate,

@@ -261,8 +261,8 @@ class Plan(StrictModel):
         if blocks < self.stages and self.stages > 1:
             raise InputError(
                 Message(
-                    "pp({pp}) * virtual({virtual_stages}) = {stages} stages need as many blocks, the model has "
-                    "{blocks}",
+                    "pp({pp}) * virtual({virtual_stages}) = {stages} stages need at least one block each, the model "
+                    "has {blocks} blocks",
                     pp=self.pp,
                     virtual_stages=self.virtual_stages,
                     stages=self.stages,

@@ -28,8 +28,8 @@ def _check_micro_batch_sizes(plan: Any) -> None:
     if len(sizes) != plan.dp or plan.dp < 2 or min(sizes) < 1:
         raise ValueError(
             Message(
-                "micro-batch sizes {list} give each of dp({dp}) replicas at least one sequence, of two replicas or "
-                "more",
+                "micro-batch sizes {list} must give each of dp({dp}) replicas at least one sequence, and need two "
+                "replicas or more",
                 list=list(sizes),
                 dp=plan.dp,
             )
@@ -77,7 +77,7 @@ def _check_offload(plan: Any) -> None:
     if list(plan.offload) != sorted(set(plan.offload), key=list(Offload).index):
         raise ValueError(
             Message(
-                "offload {offload} names each of {offload_2} at most once, in this order",
+                "offload {offload} must name each of {offload_2} at most once, in this order",
                 offload=[str(what) for what in plan.offload],
                 offload_2=", ".join(Offload),
             )
@@ -169,7 +169,8 @@ def _check_stages(plan: Any) -> None:
     if rules.listed != bool(plan.actions) or (plan.actions and len(plan.actions) != plan.pp):
         raise ValueError(
             Message(
-                "schedule {schedule} with the actions of {count} of pp({pp}) ranks: schedule actions lists all",
+                "schedule {schedule} has actions for {count} of pp({pp}) ranks: only schedule actions takes them, for "
+                "all ranks",
                 schedule=plan.schedule,
                 count=len(plan.actions),
                 pp=plan.pp,
@@ -192,7 +193,7 @@ def _check_stages(plan: Any) -> None:
 def _check_axes(plan: Any) -> None:
     """Checks context parallelism, the placement on groups of nodes, and the order of axes."""
     if plan.context == ContextParallelMethod.ulysses and plan.cp == 1:
-        raise ValueError(Message("ulysses says how context ranks attend and needs cp > 1"))
+        raise ValueError(Message("ulysses is a method of context parallelism and needs cp > 1"))
     if plan.ulysses and (
         plan.context == ContextParallelMethod.ring
         or plan.ulysses < 2
@@ -201,7 +202,8 @@ def _check_axes(plan: Any) -> None:
     ):
         raise ValueError(
             Message(
-                "ulysses{ulysses}: ranks that exchange heads are a part of cp({cp}), 2 or more that divide it",
+                "ulysses{ulysses}: the number of ranks that exchange heads must be at least 2, smaller than cp({cp}), "
+                "and divide it",
                 ulysses=plan.ulysses,
                 cp=plan.cp,
             )
@@ -210,7 +212,8 @@ def _check_axes(plan: Any) -> None:
         allowed = " or ".join(rules.name for rules in offered_schedules() if rules.heterogeneous)
         raise ValueError(
             Message(
-                "placement names {count} ranks of pp({pp}); each has its group, in {allowed}",
+                "placement names the groups of {count} of pp({pp}) ranks; it must name one for each rank, and needs "
+                "schedule {allowed}",
                 count=len(plan.placement),
                 pp=plan.pp,
                 allowed=allowed,
@@ -239,7 +242,8 @@ def _check_uneven_micro_batches(plan: Any) -> None:
     if len(plan.shares) != plan.dp or plan.dp < 2 or min(plan.shares) < 1:
         raise ValueError(
             Message(
-                "shares {list} give each of dp({dp}) replicas at least one micro-batch, of two replicas or more",
+                "shares {list} must give each of dp({dp}) replicas at least one micro-batch, and need two replicas or "
+                "more",
                 list=list(plan.shares),
                 dp=plan.dp,
             )
@@ -255,8 +259,8 @@ def _check_uneven_micro_batches(plan: Any) -> None:
         *first, last = (rules.name for rules in offered_schedules() if rules.accepts_any)
         raise ValueError(
             Message(
-                "shares: schedule {schedule} needs equal numbers of micro-batches; {first} and {last}"
-                " support different numbers",
+                "shares: schedule {schedule} needs the same number of micro-batches in every replica; use {first} or "
+                "{last}, or leave shares out",
                 schedule=plan.schedule,
                 first=", ".join(first),
                 last=last,
@@ -270,8 +274,8 @@ def _check_shard_weights(plan: Any) -> None:
     if weights and (len(weights) != plan.shards or plan.shards < 2 or min(weights) < 1):
         raise ValueError(
             Message(
-                "shard weights {list} give each of the {shards} ranks of a shard group at least 1, of two ranks or "
-                "more at z1 to z3",
+                "shard weights {list} must give each of the {shards} ranks of a shard group at least 1, and need two "
+                "ranks or more at z1 to z3",
                 list=list(weights),
                 shards=plan.shards,
             )

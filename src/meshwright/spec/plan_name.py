@@ -153,7 +153,7 @@ def parse_plan_name(name: str) -> dict[str, Any]:
     def put(field: str, value: object, part: str) -> None:
         if field in fields:
             raise InputError(
-                Message("plan {name!r}: {part!r} says {field} a second time", name=name, part=part, field=field)
+                Message("plan {name!r}: {part!r} sets {field} a second time", name=name, part=part, field=field)
             )
         fields[field] = value
 

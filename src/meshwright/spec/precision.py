@@ -158,8 +158,8 @@ def recipe(name: str, reduce: str | None = None, state: str | None = None) -> Re
         if state != "8bit" or found.rounds or name == "fp64":
             raise InputError(
                 Message(
-                    "states of {state} do not go with precision {name}: '8bit' goes with fp32, tf32, bf16, fp16 and "
-                    "fp8",
+                    "optimizer state {state} cannot be combined with precision {name}: '8bit' works with fp32, tf32, "
+                    "bf16, fp16 and fp8",
                     state=state,
                     name=name,
                 )
@@ -179,7 +179,9 @@ def recipe(name: str, reduce: str | None = None, state: str | None = None) -> Re
     if name == "fp64" or (name == "fp16" and reduce == "bf16"):
         raise InputError(
             Message(
-                "reduce {reduce} would lose what precision {name} keeps: leave reduce out", reduce=reduce, name=name
+                "reduce {reduce} is less precise than the gradients of precision {name}: leave reduce out",
+                reduce=reduce,
+                name=name,
             )
         )
     return found.but(reduced=0 if REDUCE_DTYPE_BYTES[reduce] == found.size else REDUCE_DTYPE_BYTES[reduce])

@@ -98,7 +98,8 @@ class OptimizerConfig(StrictModel):
         if self.state is not None and self.name not in ("adamw", "adam", "sgd-momentum"):
             raise ValueError(
                 Message(
-                    "{name} has no states of 8 bits; adamw, adam and sgd-momentum have: leave state out", name=self.name
+                    "{name} has no 8-bit states; adamw, adam and sgd-momentum have them: leave state out",
+                    name=self.name,
                 )
             )
         requested = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
@@ -106,7 +107,7 @@ class OptimizerConfig(StrictModel):
             if name in requested and self.name not in rules:
                 raise ValueError(
                     Message(
-                        "{name} is of {rules}; {value} has none: leave it out",
+                        "{name} is an option of {rules}, not of {value}: leave it out",
                         name=name,
                         rules=", ".join(rules),
                         value=self.name,
@@ -230,9 +231,9 @@ class Workload(StrictModel):
         chosen = self.recipe
         if self.compression is not None and (self.exact or self.precision == "fp16"):
             what = (
-                Message("exact sums lose nothing")
+                Message("exact sums allow no loss")
                 if self.exact
-                else Message("what fp16 keeps back for the next step has another loss scale there")
+                else Message("the error carried to the next step would have another loss scale with fp16")
             )
             raise ValueError(
                 Message(
@@ -244,28 +245,29 @@ class Workload(StrictModel):
         if chosen.exact and chosen.loss_scaling:
             raise ValueError(
                 Message(
-                    "exact: {chosen} scales its loss, so that gradients are not of their own size: use bf16 or fp32",
+                    "exact: precision {chosen} scales the loss and with it the gradients: use bf16 or fp32",
                     chosen=chosen.name,
                 )
             )
         if chosen.exact and self.reduce is not None:
             raise ValueError(
                 Message(
-                    "exact adds gradients as integers, reduce {reduce} as numbers: leave one out", reduce=self.reduce
+                    "exact sums gradients as integers, reduce {reduce} as floating-point numbers: leave one out",
+                    reduce=self.reduce,
                 )
             )
         if chosen.rounds and self.optimizer.whole:
             raise ValueError(
                 Message(
-                    "precision {chosen} rounds states of an element for each weight, which {optimizer} has not: use "
-                    "bf16",
+                    "precision {chosen} needs an optimizer that updates each element separately; {optimizer} updates "
+                    "whole tensors: use precision bf16",
                     chosen=chosen.name,
                     optimizer=self.optimizer.name,
                 )
             )
         if self.local is not None and (self.exact or self.batch % self.local.replicas):
             what = (
-                Message("sums of replicas that meet rarely are not exact")
+                Message("replicas that do not synchronize in every step have no exact sums")
                 if self.exact
                 else Message("batch {batch} is not a multiple of its replicas", batch=self.batch)
             )

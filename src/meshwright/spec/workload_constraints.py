@@ -147,16 +147,16 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
         )
     if offloaded and (update.whole or recipe.rounds or recipe.eight):
         what = (
-            Message("an optimizer of whole tensors")
+            Message("an optimizer that updates whole tensors")
             if update.whole
             else Message("precision {recipe}", recipe=recipe.name)
             if recipe.rounds
-            else Message("states of 8 bits")
+            else Message("the 8-bit optimizer state")
         )
         yield Violation(
-            "such states cannot be offloaded",
+            "the optimizer or precision does not support offload",
             Message(
-                "{what} cannot be offloaded: remove off-{offloaded}, or use AdamW with bf16",
+                "{what} does not support offload: remove off-{offloaded}, or use AdamW with bf16",
                 what=what,
                 offloaded=offloaded[0],
             ),
@@ -165,8 +165,8 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
         yield Violation(
             "no rank has all experts",
             Message(
-                "the optimizer needs the full tensor {experts}, whose experts expert parallelism distributes over "
-                "ranks: use ep1, or AdamW",
+                "the optimizer updates whole tensors, but expert parallelism shards {experts} over ranks: use ep1, or "
+                "AdamW",
                 experts=update.experts[0],
             ),
         )

@@ -146,7 +146,7 @@ TERMS: dict[str, dict[str, str]] = {
         "schedule needs more micro-batches": "schedule needs more micro-batches",
         "sequence parallelism would be wrong": "sequence parallelism would be wrong",
         "shares do not sum to the batch": "shares do not sum to the batch",
-        "such states cannot be offloaded": "such states cannot be offloaded",
+        "the optimizer or precision does not support offload": "the optimizer or precision does not support offload",
         "the actions are for another batch": "the actions are for another batch",
         "the model cannot be cut between its blocks": "the model cannot be cut between its blocks",
         "the model has no experts": "the model has no experts",

@@ -151,7 +151,7 @@ def _description_mismatches(measured: ClusterProfile, known: Cluster) -> Iterabl
         )
     elif nodes != hosts and known.name != UNDESCRIBED_CLUSTER:
         yield Message(
-            "the description {known!r} has {nodes} nodes, the ranks found {hosts}: what was found counts",
+            "the description {known!r} has {nodes} nodes, the ranks found {hosts}: the number that was found is used",
             known=known.name,
             nodes=nodes,
             hosts=hosts,
@@ -160,7 +160,8 @@ def _description_mismatches(measured: ClusterProfile, known: Cluster) -> Iterabl
     if devices == known.devices and any(cores) != (measured.devices[0].name == "cpu"):
         said = " and ".join(dict.fromkeys(group.device.name for group in known.groups))
         yield Message(
-            "the description {known!r} says {said}, the ranks found {devices}: its memory is not theirs",
+            "the description {known!r} says {said}, the ranks found {devices}: the memory of the description does not "
+            "apply",
             known=known.name,
             said=said,
             devices=measured.devices[0].name,
@@ -170,14 +171,14 @@ def _description_mismatches(measured: ClusterProfile, known: Cluster) -> Iterabl
 def _disturbance_notes(measured: ClusterProfile, devices: Sequence[DeviceProfile]) -> Iterable[str]:
     if measured.busy > MAX_BUSY_PROCESSORS:
         yield Message(
-            "other programs kept {busy:.1f} processors busy meanwhile: links are measured slower than they are; "
-            "measure again when it is quiet",
+            "other programs kept {busy:.1f} processors busy during the measurement: links appear slower than they "
+            "are; measure again when the machine is idle",
             busy=measured.busy,
         )
     for device in devices:
         if measured.busy <= MAX_BUSY_PROCESSORS and device.own and device.share < STRAGGLER_SPEED_FRACTION * device.own:
             yield Message(
-                "rank {rank} got {share:.0f} % of a processor where {own:.0f} % are its own",
+                "rank {rank} got {share:.0f} % of a processor instead of its share of {own:.0f} %",
                 rank=device.rank,
                 share=100 * device.share,
                 own=100 * device.own,
@@ -220,7 +221,7 @@ def _straggler_notes(ranks: Sequence[DeviceProfile]) -> list[str]:
     middle = median(map(_device_speed, ranks))
     return [
         Message(
-            "the device of rank {rank} reaches {device_speed:.0f} % of its neighbours'",
+            "the device of rank {rank} reaches {device_speed:.0f} % of the speed of its neighbours",
             rank=rank.rank,
             device_speed=100 * _device_speed(rank) / middle,
         )
@@ -330,7 +331,7 @@ def _misfit_notes(measured: ClusterProfile, links: LinkModel) -> Iterable[str]:
     ]
     if off and (middle := sqrt(sum(each**2 for each in off) / len(off))) > MAX_FIT_LOG_ERROR:
         yield Message(
-            "collectives of 64 KiB and more are a factor of {exp:.2f} from one bandwidth and latency (root mean "
-            "square)",
+            "collectives of 64 KiB and more differ from the fitted bandwidth and latency by a factor of {exp:.2f} "
+            "(root mean square)",
             exp=exp(middle),
         )

@@ -167,7 +167,7 @@ def _host_deficit_notes(rank: RankMemory | None) -> tuple[str, ...]:
         return ()
     has, box = rank.pricer.setting.host_memory, rank.box
     said = Message(
-        "{host} of each rank are offloaded to its host, which has {has} for each device",
+        "each rank offloads {host} to its host, but the host has only {has} for each device",
         host=show_bytes(rank.host),
         has=show_bytes(has),
     )

@@ -251,7 +251,7 @@ def read_hf_config(folder: Path) -> ArchitectureSizes:
         raise InputError(Message("model folder {folder!r} has no config.json", folder=str(folder)))
     config = parse_text(read_text_file(path, "model configuration"), str(path))
     if not isinstance(config, dict):
-        raise InputError(Message("{path}: expected an object of a model's configuration", path=path))
+        raise InputError(Message("{path}: expected a JSON object with the configuration of a model", path=path))
     return sizes_from_hf_config(config, str(path))
 
 
@@ -276,7 +276,7 @@ def _unsupported_moe(config: Mapping[str, Any]) -> str:
     wide, each = (config.get(name) for name in ("shared_expert_intermediate_size", "moe_intermediate_size"))
     if wide and not (isinstance(wide, int) and isinstance(each, int) and each > 0 and wide % each == 0):
         return Message(
-            "shared_expert_intermediate_size({wide}) is no multiple of moe_intermediate_size({each})",
+            "shared_expert_intermediate_size({wide}) is not a multiple of moe_intermediate_size({each})",
             wide=wide,
             each=each,
         )
@@ -310,8 +310,8 @@ def sizes_from_hf_config(config: Mapping[str, Any], where: str) -> ArchitectureS
     if kind not in HF_FAMILIES:
         raise InputError(
             Message(
-                "{where}: model_type {kind!r} is not one of {hf_families}{hint}; an architecture file with its sizes "
-                "says the same",
+                "{where}: model_type {kind!r} is not one of {hf_families}{hint}; or give an architecture file with "
+                "its sizes",
                 where=where,
                 kind=kind,
                 hf_families=", ".join(HF_FAMILIES),
@@ -321,7 +321,7 @@ def sizes_from_hf_config(config: Mapping[str, Any], where: str) -> ArchitectureS
     if odd := _unsupported_moe(config):
         raise InputError(
             Message(
-                "{where}: {odd}, which no formula counts; meshwright.analysis.profile.describe reads such a model, or "
+                "{where}: {odd}, which the cost formulas do not support; use meshwright.analysis.profile.describe, or "
                 "give an architecture file",
                 where=where,
                 odd=odd,

@@ -93,8 +93,8 @@ def local_cluster(word: str) -> Cluster:
     if count is not None and count > len(cards):
         raise InputError(
             Message(
-                "cluster {word!r}: this machine shows {count} CUDA devices ({cards}); CUDA_VISIBLE_DEVICES= (empty) "
-                "makes it {count_2} ranks on cores",
+                "cluster {word!r}: this machine has only {count} CUDA devices ({cards}); set CUDA_VISIBLE_DEVICES= "
+                "(empty) for {count_2} ranks on CPU cores",
                 word=word,
                 count=len(cards),
                 cards=cards[0],

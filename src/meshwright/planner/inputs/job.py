@@ -217,7 +217,7 @@ def resolve_pins(file: JobFile) -> dict[str, Any]:
     if plan is not None and others:
         raise InputError(
             Message(
-                "$.plan: a name and pins ({others}) at once; the name {name!r} fixes everything",
+                "$.plan: has both a name and pins ({others}); the name {name!r} sets every field: leave the pins out",
                 others=", ".join(others),
                 name=file.plan["name"],
             )
@@ -328,7 +328,7 @@ def add_lora(model: ModelSpec, lora: LoraConfig) -> ModelSpec:
         )
         raise InputError(
             Message(
-                "lora.target {target} is no layer of {model}; its blocks have {known}",
+                "lora.target {target} is not a layer of {model}; its blocks have {known}",
                 target=", ".join(lora.target),
                 model=model.name,
                 known=", ".join(known) or "none",

@@ -73,8 +73,8 @@ def read_sizes(name: str) -> ArchitectureSizes:
     if is_user_code(name):
         raise InputError(
             Message(
-                "model {name!r} is Python code, which planning from Python does not run: "
-                "meshwright.analysis.profile.describe reads it, or give an architecture file",
+                "model {name!r} is Python code, which this function does not run: use "
+                "meshwright.analysis.profile.describe, or give an architecture file",
                 name=name,
             )
         )
@@ -162,7 +162,7 @@ def sizes_for_parameters(parameters: float, known: SizesByName | None = None) ->
     if not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS:
         raise InputError(
             Message(
-                "a model of {parameters} parameters: a size lies between {min_parameters} and {max_parameters}",
+                "a model of {parameters} parameters: the number must be between {min_parameters} and {max_parameters}",
                 parameters=show_count(parameters),
                 min_parameters=show_count(MIN_PARAMETERS),
                 max_parameters=show_count(MAX_PARAMETERS),

@@ -115,7 +115,7 @@ def read_schedule_pins(path: Path) -> dict[str, Any]:
     if stages % len(rows):
         raise InputError(
             Message(
-                "{path}: {stages} stages on {count} pipeline ranks; every rank holds as many",
+                "{path}: {stages} stages on {count} pipeline ranks; every rank must hold the same number of stages",
                 path=path,
                 stages=stages,
                 count=len(rows),

@@ -33,10 +33,10 @@ WHAT_IF_NAMES = {
     "links": Message("links inside nodes twice as fast"),
     "network": Message("a network twice as fast"),
     "batch": Message("twice the batch"),
-    "bf16": Message("gradients in bf16 between nodes (another result)"),
-    "int8": Message("gradients in int8 between nodes (another result)"),
-    "low-rank": Message("low-rank gradients between nodes (another result)"),
-    "local": Message("nodes that synchronize every 50 steps (another result)"),
+    "bf16": Message("gradients in bf16 between nodes (changes the result)"),
+    "int8": Message("gradients in int8 between nodes (changes the result)"),
+    "low-rank": Message("low-rank gradients between nodes (changes the result)"),
+    "local": Message("nodes that synchronize every 50 steps (changes the result)"),
 }
 """The description of each change by its name."""
 

@@ -53,7 +53,7 @@ def check_pins(job: Job) -> None:
         if name not in known:
             raise InputError(
                 Message(
-                    "pin {name!r} is no field of a plan{hint}; pins are {known}",
+                    "pin {name!r} is not a field of a plan{hint}; pins are {known}",
                     name=name,
                     hint=did_you_mean(name, known),
                     known=", ".join(known),

@@ -65,7 +65,7 @@ def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
         return InputError(
             Message(
                 "no plan is legal: {illegal_reasons}",
-                illegal_reasons="; ".join(illegal_reasons(found)) or Message("the pins leave none"),
+                illegal_reasons="; ".join(illegal_reasons(found)) or Message("the pins exclude every plan"),
             )
         )
     job = found.pricer.setting.job

@@ -131,14 +131,10 @@ def save_interval(policy: RecoveryPolicy, mean: float) -> float:
     """Returns the interval of the policy, or Daly's optimum if the policy has none."""
     if policy.interval is not None:
         if policy.interval == 0.0:
-            raise InputError(
-                Message("interval 0 s: something must be done between two saves; leave it out for Daly's optimum")
-            )
+            raise InputError(Message("interval 0 s: must be above 0; leave it out for Daly's optimum"))
         return policy.interval
     if policy.save == 0.0:
-        raise InputError(
-            Message("save 0 s: a save that takes no time would be made all the time; say how often with --interval")
-        )
+        raise InputError(Message("save 0 s: Daly's optimum is undefined for a save that takes no time; set --interval"))
     return optimal_save_interval(policy.save, mean)
 
 
@@ -350,7 +346,8 @@ def parse_failure_rate(text: str) -> FailureRate:
     if row is not None:
         return FailureRate(row["per_device_hour"], f"{row['name']}: {row['source']}")
     ways = Message(
-        "one of {rows}, failures per device hour such as 2e-5, or the time between two of one device such as '5 y'",
+        "one of {rows}, failures per device hour such as 2e-5, or the mean time between failures of a device such as "
+        "'5 y'",
         rows=", ".join(rows),
     )
     try:

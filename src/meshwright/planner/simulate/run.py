@@ -100,7 +100,7 @@ def simulate_failures(
         last_kill = next(kill for kill in kills if kill.step == last)
         raise InputError(
             Message(
-                "kill: rank {rank} dies in step {step}, but only {steps} steps are played",
+                "kill: rank {rank} dies in step {step}, but only {steps} steps are simulated",
                 rank=last_kill.rank,
                 step=last_kill.step,
                 steps=steps,

@@ -180,7 +180,9 @@ def case_cluster(row: MeasurementRow) -> Cluster:
     if rest:
         raise InputError(
             Message(
-                "{count} devices are no whole number of nodes of {per_node}", count=row.count("gpus"), per_node=per_node
+                "{count} devices are not a multiple of {per_node} devices per node",
+                count=row.count("gpus"),
+                per_node=per_node,
             )
         )
     return _build_cluster(nodes, per_node, device_name(row), case_network(row))

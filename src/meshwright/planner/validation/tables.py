@@ -79,8 +79,7 @@ def _read_rows(path: Path) -> Iterator[MeasurementRow]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(
             Message(
-                "table {path!r} cannot be read: {error}; it is a CSV file with the columns of `meshwright validate "
-                "--json`",
+                "table {path!r} cannot be read: {error}; expected a CSV file with the columns of the built-in table",
                 path=str(path),
                 error=error,
             )

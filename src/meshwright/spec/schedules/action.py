@@ -70,7 +70,9 @@ def parse_action(text: str) -> Action:
     match = re.fullmatch(r"(\d+)([FBW])(\d+)", text)
     if match is None:
         raise InputError(
-            Message("pipeline action {text!r} is not stage, F, B or W, and micro-batch, such as '2F5'", text=text)
+            Message(
+                "pipeline action {text!r} is not a stage, then F, B or W, then a micro-batch, such as '2F5'", text=text
+            )
         )
     return Action(ActionKind(match[2]), int(match[1]), int(match[3]))
 

@@ -57,7 +57,9 @@ def parse_table(text: str, where: str) -> tuple[str, ...]:
     ]
     if not any(table):
         raise InputError(
-            Message("{where}: no actions; a row for each pipeline rank, such as '0F0,0F1,0B0,0B1'", where=where)
+            Message(
+                "{where}: no actions found; write a row for each pipeline rank, such as '0F0,0F1,0B0,0B1'", where=where
+            )
         )
     split = {stage for row in table for stage, kind, _ in row if kind in "IW"}
     with_w = {(stage, count) for row in table for stage, kind, count in row if kind == "W"}
@@ -96,8 +98,8 @@ def parse_orders(rows: Sequence[str], stages: int, micro_batches: int) -> list[l
         )
         raise InputError(
             Message(
-                "stage {stage} is on pipeline rank {owner}; stages lie round after round (this one on rank {places}), "
-                "or all of them as a V (this one on rank {folded})",
+                "stage {stage} is on pipeline rank {owner}; assign stages to ranks in a loop (this one to rank "
+                "{places}), or in a V (this one to rank {folded})",
                 stage=stage,
                 owner=owner[stage],
                 places=places[0][stage],
@@ -136,7 +138,7 @@ def _parse_cell(text: str, where: str) -> tuple[int, str, int]:
     if match is None:
         raise InputError(
             Message(
-                "{where}: action {text!r} is not stage, F, B, I or W, and micro-batch, such as '2F5'",
+                "{where}: action {text!r} is not a stage, then F, B, I or W, then a micro-batch, such as '2F5'",
                 where=where,
                 text=text.strip(),
             )
