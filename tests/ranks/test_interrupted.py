@@ -224,7 +224,7 @@ def test_a_request_to_stop_while_a_page_is_computed_ends_its_processes_too(
 ) -> None:
     """A terminal sends it to all of them."""
     process = start(place, *PAGE)
-    wait_for_line("page: a search", process)
+    wait_for_line("page: searching", process)
     wait_until(lambda: len(children(process.pid)) > 1 or os.cpu_count() == 1, process)
     (os.killpg if request_ == signal.SIGINT else os.kill)(process.pid, request_)
     code, lines = ended(place, process)

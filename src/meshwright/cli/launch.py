@@ -146,7 +146,7 @@ def launch(
         print_output(text.rstrip("\n"))
         remark(
             Message(
-                "not saved: with --save FOLDER it is written there, and the job file beside it as {job_file}",
+                "the script is not saved: --save FOLDER writes it to the folder, with the job file {job_file}",
                 job_file=JOB_FILE,
             )
         )

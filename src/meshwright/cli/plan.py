@@ -226,7 +226,9 @@ def _report_page(
     workers = min(os.cpu_count() or 1, 8)
     axes = page_axes(question, grid_shape_for(answer.seconds / workers))
     print_note(
-        Message("page: a search for each of {size} settings of devices, batch, sequence and memory", size=axes.size),
+        Message(
+            "page: searching a plan for each of {size} settings of devices, batch, sequence and memory", size=axes.size
+        ),
         language,
     )
     found = search_page_grid(

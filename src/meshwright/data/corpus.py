@@ -134,9 +134,7 @@ def _stdlib_files() -> list[Path]:
         ]
     if not files:
         raise InputError(
-            Message(
-                "data source 'stdlib': no Python sources under {root!r}; name files of text instead", root=str(root)
-            )
+            Message("data source 'stdlib': no Python sources under {root!r}; name text files instead", root=str(root))
         )
     return _nonempty_files(sorted(files, key=lambda path: path.relative_to(root).as_posix()))
 

@@ -162,7 +162,7 @@ class LongJsonLine:
         if not sign or sign not in signs:
             raise InputError(
                 Message(
-                    "{place}: not a line of JSON: {signs} is missing; such files hold one object a line",
+                    "{place}: not a line of JSON: {signs} is missing; write one JSON object on each line",
                     place=self._place,
                     signs=" or ".join(signs),
                 )
@@ -195,7 +195,7 @@ class LongJsonLine:
         if self._peek():
             raise InputError(
                 Message(
-                    "{place}: not a line of JSON: something follows the object; such files hold one object a line",
+                    "{place}: not a line of JSON: something follows the object; write one JSON object on each line",
                     place=self._place,
                 )
             )
@@ -237,7 +237,7 @@ class LongJsonLine:
             elif not sign or (sign in ",]}" and not depth):
                 raise InputError(
                     Message(
-                        "{place}: not a line of JSON: a value is missing; such files hold one object a line",
+                        "{place}: not a line of JSON: a value is missing; write one JSON object on each line",
                         place=self._place,
                     )
                 )

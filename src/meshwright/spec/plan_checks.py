@@ -97,8 +97,8 @@ def _check_offload(plan: Any) -> None:
     if Offload.gradients in plan.offload and (plan.zero < 2 or not offloads_states(plan.offload)):
         raise ValueError(
             Message(
-                "off-gradients: the host accumulates gradient shards and updates them: add z2 or z3, "
-                "and off-optimizer (dp1.z2.off-optimizer.off-gradients)"
+                "off-gradients: the host accumulates gradient shards for its optimizer update: add z2 or z3, and "
+                "off-optimizer (dp1.z2.off-optimizer.off-gradients)"
             )
         )
     sent = next((what for what in plan.offload if what in ACTIVATION_OFFLOADS), None)
