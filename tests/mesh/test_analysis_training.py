@@ -82,7 +82,7 @@ def test_a_forward_that_fails_to_read_is_refused_with_its_line_and_a_remedy(kind
     with pytest.raises(InputError, match=rf"fails to read .* in {Path(__file__).name}, line \d+ \({error}") as said:
         record_dataflow(Net(kind), BLOCKS)
     assert "\n" not in str(said.value)
-    assert "let every rank reach what its forward reads" in str(said.value) and "example" not in str(said.value)
+    assert "make what the forward reads available on every rank" in str(said.value) and "example" not in str(said.value)
 
 
 def test_blocks_called_differently_by_seed_are_noted_and_generators_are_unchanged() -> None:

@@ -128,7 +128,7 @@ def test_a_folder_is_for_its_owner_alone(tmp_path):
         ),
         (
             (ShardMetadata("model/w", (4,), "float64", None, (), 0, 4), torch.zeros(4, dtype=torch.float64)),
-            "is float32, this job's is float64",
+            "is float32, but this job uses float64",
         ),
     ],
 )
@@ -216,7 +216,7 @@ def test_pruning_keeps_the_newest_and_never_removes_the_last_valid_one(tmp_path)
     assert prune_checkpoints(tmp_path, 1) == [tmp_path / "step-00000003"]
     said = []
     assert newest_checkpoint(tmp_path, say=said.append).name == "step-00000002"
-    assert len(said) == 1 and "step-00000004 is passed over" in said[0] and "model/w" in said[0]
+    assert len(said) == 1 and "step-00000004 is skipped" in said[0] and "model/w" in said[0]
     with pytest.raises(InputError, match="at least one"):
         prune_checkpoints(tmp_path, 0)
 

@@ -348,7 +348,7 @@ def test_a_save_that_writes_an_old_buffer_is_caught_when_it_saves(tmp_path, monk
 
     monkeypatch.setattr(saving, "_copy_to_host", cached)
     save_checkpoint(tmp_path, 1, [(_piece(100), torch.ones(100))], {})
-    with pytest.raises(SaveFailed, match="model/w reads back otherwise than it is in memory"):
+    with pytest.raises(SaveFailed, match="model/w differs from memory when it is read back"):
         save_checkpoint(tmp_path, 2, [(_piece(100), torch.full((100,), 2.0))], {})
     assert newest_checkpoint(tmp_path).name == "step-00000001" and sorted(os.listdir(tmp_path)) == [
         "latest",
@@ -366,7 +366,7 @@ def test_a_disk_that_flips_a_bit_on_the_way_is_caught_when_it_saves(tmp_path, mo
         return real(handle, data)
 
     monkeypatch.setattr(os, "write", lying)
-    with pytest.raises(SaveFailed, match="reads back otherwise"):
+    with pytest.raises(SaveFailed, match="differs when it is read back"):
         save_checkpoint(tmp_path, 2, [(_piece(100), torch.full((100,), 2.0))], {})
     assert os.listdir(tmp_path) == []
 

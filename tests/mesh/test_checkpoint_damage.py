@@ -160,7 +160,7 @@ def test_1000_more_damages_are_all_found_named_and_passed_over(saved):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (_stale, "is stale: it is of step 100, this checkpoint of step 200; it holds "),
+        (_stale, "is stale: it belongs to step 100, but this checkpoint is of step 200; it holds "),
         (_swap, "holds the pieces of rank "),
         (_missing, "is missing"),
     ],
@@ -255,14 +255,14 @@ def _shift(part, by):
         ),
         (lambda tree: _entry(tree)["pieces"][0].update(tree["tensors"][NAMES[1]]["pieces"][0]), "embedding.weight: "),
         (lambda tree: tree["tensors"].update(copy=_entry(tree)), "share bytes"),
-        (lambda tree: _shift(_entry(tree)["pieces"][0], 2**40), "outside a part of"),
-        (lambda tree: _entry(tree).update(shape=[2**40, 2**40]), "beyond any memory"),
+        (lambda tree: _shift(_entry(tree)["pieces"][0], 2**40), "outside a shard of"),
+        (lambda tree: _entry(tree).update(shape=[2**40, 2**40]), "too large for any memory"),
         (lambda tree: _entry(tree).update(shape=[2**30, 2**30]), "embedding.weight: "),
         (lambda tree: _entry(tree).update(dtype="object"), "dtype 'object' is not one of"),
         (lambda tree: _entry(tree).update(split=7), "split along dimension 7"),
         (
             lambda tree: tree["files"].update({"../up.safetensors": tree["files"]["rank-00000.safetensors"]}),
-            "is not one of a checkpoint",
+            "is not the name of a checkpoint file",
         ),
         (lambda tree: _entry(tree)["pieces"][0].update(file="/etc/passwd"), "is not in the list of files"),
         (lambda tree: tree.update(version=2), "version"),

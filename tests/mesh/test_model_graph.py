@@ -241,9 +241,9 @@ def test_a_norm_over_shared_features_keeps_its_region_whole_and_the_rest_is_shar
     found = analysis.analyze_model(OddModel(Odd))
     assert in_block(found, 2) == (TpRegion("up", ("up",), ("down",)),)
     assert block_splits(found, 2) == {"up.weight": TpSplit(0), "up.bias": TpSplit(0), "down.weight": TpSplit(1)}
-    assert found.against_sequence == "parts.0.wide.weight stays whole"
+    assert found.against_sequence == "parts.0.wide.weight is not sharded"
     assert any(
-        line.startswith("wide stay whole: ") and "all features for layer_norm" in line for line in found.findings
+        line.startswith("wide are not sharded: ") and "all features for layer_norm" in line for line in found.findings
     )
 
 
@@ -273,7 +273,7 @@ def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() ->
     ]
     vocabulary = {"model.embed_tokens.weight", "lm_head.weight"}
     assert found.splits == {name: split for name, split in wanted.splits.items() if name not in vocabulary}
-    assert "lm_head stays whole: it was not seen to run" in found.findings
+    assert "lm_head is not sharded: it was not seen to run" in found.findings
     assert found.divisible == wanted.divisible
     assert analysis.params_by_layer(model, found) == analysis.params_by_layer(model, wanted)
 
@@ -329,8 +329,8 @@ def test_a_region_whose_shards_do_not_sum_up_stays_whole(
         assert found.splits["parts.0.qkv.weight"] == TpSplit(0, (32, 32, 32), (4, 4, 4))
         return
     assert [region.columns for region in in_block(found)] == [("feed",)]
-    assert any(line.startswith("qkv stay whole") for line in found.findings)
-    assert found.against_sequence == "parts.0.qkv.weight stays whole"
+    assert any(line.startswith("qkv are not sharded") for line in found.findings)
+    assert found.against_sequence == "parts.0.qkv.weight is not sharded"
 
 
 class Turned(nn.Linear):
@@ -365,7 +365,7 @@ def test_a_parameter_that_reaches_shares_by_way_of_another_tensor_is_partial() -
 def test_a_layer_whose_weight_is_read_without_a_call_stays_whole() -> None:
     found = analysis.analyze_model(OddModel(lambda: Scaled(called=False)))
     assert not found.regions
-    assert "up stay whole: up is read without being called" in found.findings
+    assert "up are not sharded: the weight of up is read outside of its forward" in found.findings
 
 
 class Asking(OddModel):

@@ -292,7 +292,7 @@ def broken() -> nn.Module:
         (broken, r"cannot be built \(RuntimeError: weights.bin is missing\): run its function by itself"),
         (
             lambda: nn.Bilinear(4, 3, 2),
-            r"cannot be traced with input .*; give it an attribute dummy_inputs with what it reads",
+            r"cannot be traced with input .*; give it an attribute dummy_inputs with its inputs",
         ),
         (nn.ReLU, r"has no parameters"),
     ],
@@ -319,9 +319,9 @@ def test_rows_that_see_each_other_are_found() -> None:
     normed = ConvNet(ConvNetConfig(layers=2, hidden=8, classes=4, batch_norm=True))
     assert (
         describe(normed, batch={"images": torch.zeros(1, 3, 8, 8)}).against_division
-        == "norm is a norm with statistics of the batch"
+        == "norm is a norm with batch statistics"
     )
-    assert describe(Pairs).against_division == "what it returns grows with the square of the rows"
+    assert describe(Pairs).against_division == "its output grows with the square of the number of rows"
     assert describe(Own).against_division == ""
 
 
@@ -343,5 +343,5 @@ class Looped(nn.Module):
 def test_blocks_that_stages_cannot_be_cut_between_are_found() -> None:
     found = describe(Looped)
     assert found.against_stages == "blocks.0 runs more than once in a pass"
-    assert "stages cannot be cut between its blocks: blocks.0 runs more than once in a pass" in found.notes
+    assert "the model cannot be divided into pipeline stages: blocks.0 runs more than once in a pass" in found.notes
     assert describe(Own).against_stages == ""

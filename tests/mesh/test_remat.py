@@ -120,7 +120,7 @@ def test_what_is_written_after_the_block_ends_the_backward_in_one_line() -> None
     hidden, made, _ = taped(normed_twice)
     with torch.no_grad():
         hidden.add_(1.0)
-    with pytest.raises(RuntimeError, match="written in place after it was kept") as caught:
+    with pytest.raises(RuntimeError, match="modified in place after it was saved") as caught:
         made.sum().backward()
     assert "\n" not in str(caught.value)
 

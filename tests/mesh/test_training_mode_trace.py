@@ -76,7 +76,7 @@ def test_layers_are_shared_as_training_uses_them(way: str, shared: set[str], tra
 def test_the_reason_why_layers_stay_whole_is_that_of_training() -> None:
     found = analyze_model(Net("training norm").eval())
     assert any(
-        line.startswith("up stay whole: ") and "all features for layer_norm" in line for line in found.findings
+        line.startswith("up are not sharded: ") and "all features for layer_norm" in line for line in found.findings
     ), found.findings
 
 

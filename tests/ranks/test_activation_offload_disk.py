@@ -240,7 +240,7 @@ def test_what_was_written_after_it_was_kept_is_refused_as_autograd_does(tmp_path
     with rank.collect_block(0):
         output = weight * given
     given += 1
-    with pytest.raises(RuntimeError, match="written in place after it was kept"):
+    with pytest.raises(RuntimeError, match="modified in place after it was saved"):
         output.sum().backward()
 
 
@@ -306,5 +306,5 @@ def lost(folder: str, checkpoints: str) -> tuple[str, float, float]:
 
 def test_a_file_that_is_lost_ends_the_run_in_one_line_and_its_checkpoint_is_good(ranks: Any, tmp_path: Any) -> None:
     words, loss, again = ranks.run(1, lost, str(tmp_path / "away"), str(tmp_path / "kept"))[0]
-    assert words.startswith("1 offload folder") and "goes on from its last checkpoint" in words and "\n" not in words
+    assert words.startswith("1 offload folder") and "continues from its last checkpoint" in words and "\n" not in words
     assert loss == again

@@ -119,7 +119,7 @@ def sized() -> None:
 def test_a_balance_loss_over_micro_batches_of_unlike_sizes_is_refused_in_one_line(ranks: Any) -> None:
     with pytest.raises(
         Exception,
-        match="is a mean over micro-batches, which are of one size: use mb1, or set output_router_logits to false",
+        match="mean over micro-batches, which must have equal sizes: use mb1, or set output_router_logits to false",
     ):
         ranks.run(2, sized)
 
@@ -192,5 +192,5 @@ def test_routers_biases_move_as_on_one_device_and_stand_in_checkpoints(ranks: An
 def test_a_bias_rate_without_biases_is_refused() -> None:
     model: Any = make_model("mixtral")
     model.expert_bias_rate = RATE
-    with pytest.raises(InputError, match="has 0 buffers of one number an expert"):
+    with pytest.raises(InputError, match="has 0 buffers with one number for each expert"):
         parallelize(model, make_optimizer, "dp1")

@@ -207,8 +207,8 @@ RUN = (
 """What stands between blocks and runs under every plan."""
 
 REFUSED = {
-    "sum of all": "past the state that it is sent", "list of all": "past the state that it is sent",
-    "unet": "past the state that it is sent", "again": "layers.1 runs more than once",
+    "sum of all": "compute but do not send", "list of all": "compute but do not send",
+    "unet": "compute but do not send", "again": "layers.1 runs more than once",
     "reversed": "runs after a later block", "left out": "layers.2 did not run",
     "random": "runs in some passes and not in others", "random of torch": "runs in some passes and not in others",
     "checkpoint": "inside a checkpoint of the model's own", "twice, with numbers": "layers.1 runs more than once",

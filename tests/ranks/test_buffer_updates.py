@@ -120,7 +120,7 @@ def test_blocks_that_run_twice_or_are_called_again_in_backward_are_cut_by_no_sta
     """The second time through was left out, without a word."""
     for said in ranks.run(2, gradients, "moved", "pp2.mb2", 2):
         assert (
-            said == "plan pp2.mb2: layers.0 runs more than once in a pass, but pipeline stages can only be split "
+            said == "plan pp2.mb2: layers.0 runs more than once in a pass, but pipeline stages must begin and end "
             "between blocks: use pp1"
         )
     for said in ranks.run(2, gradients, "around", "pp2.mb2"):
@@ -157,13 +157,15 @@ def test_gradients_taken_in_a_forward_are_not_deferred_weight_gradients(ranks: A
     plain = ranks.once(1, gradients, kind, "dp1.mb4")[0]
     found = ranks.run(2, gradients, kind, "pp2.mb4")[0]
     assert all(torch.allclose(plain[name], found[name], atol=1e-6) for name in plain if not name.endswith("mean"))
-    assert "takes gradients inside of its forward" in ranks.run(2, said_in_training, kind, "pp2.mb4.zbh1")[0]
+    assert "computes gradients inside its forward" in ranks.run(2, said_in_training, kind, "pp2.mb4.zbh1")[0]
 
 
 @pytest.mark.parametrize("way", ["rc-full", "rc-sac", "off-activations"])
 def test_torch_func_gradients_in_a_block_are_refused_under_recompute_and_offload(ranks: Any, way: str) -> None:
     assert isinstance(ranks.once(1, gradients, "func", "dp1.mb4")[0], dict)
-    assert ranks.run(1, gradients, "func", f"dp1.mb4.{way}")[0].startswith("this block takes gradients by torch.func")
+    assert ranks.run(1, gradients, "func", f"dp1.mb4.{way}")[0].startswith(
+        "this block computes gradients with torch.func"
+    )
 
 
 class Frozen(nn.Module):
@@ -197,7 +199,7 @@ def modes() -> list[bool]:
 def test_context_ranks_attend_inside_no_checkpoint_of_the_models_own(ranks: Any, kind: str) -> None:
     """It computed attention again of one rank's piece alone: another one's gradients, without a word."""
     for said in ranks.run(2, gradients, kind, "cp2.mb4"):
-        assert said.startswith("cp: attention runs inside a checkpoint of the model's own")
+        assert said.startswith("cp: the model's own activation checkpointing would recompute attention")
 
 
 def test_a_buffer_that_begins_to_move_later_is_refused() -> None:
@@ -215,6 +217,6 @@ def test_a_buffer_that_begins_to_move_later_is_refused() -> None:
     assert next(found) == []
     with pytest.raises(
         InputError,
-        match="the buffer num_batches_tracked of a block is moved on in some passes and was not in the first one",
+        match="the buffer num_batches_tracked of a block changes in some passes but did not change in the first one",
     ):
         next(found)

@@ -30,9 +30,7 @@ def test_a_loss_in_chunks_is_the_loss_of_one_device(ranks: Any, name: str, plan:
 
 def test_a_model_that_caps_its_logits_is_refused_in_one_line(ranks: Any) -> None:
     said = ranks.run(1, under_plan, "gemma2", "mb8.lc4")[0]
-    assert (
-        said == "lc4: the model goes on computing with what its head gives (a cap or a scale of logits): leave lc out"
-    )
+    assert said == "lc4: the model changes the logits after its head (a soft cap or a scale): leave lc out"
 
 
 class Largest(TorchDispatchMode):

@@ -253,15 +253,15 @@ def test_windows_documents_and_padding_are_seen_across_pieces(ranks: Any, name: 
 @pytest.mark.parametrize(
     ("name", "plan", "length", "said"),
     [
-        ("plain", "cp2", 16, "do not attend by torch's scaled_dot_product_attention"),
+        ("plain", "cp2", 16, "do not call torch's scaled_dot_product_attention"),
         ("mixes", "cp2", 16, "the queries of attention 0 differ"),
         ("counts", "cp2", 16, "the queries of attention 0 differ"),
-        ("learnt", "cp2", 16, "cannot cut Small: attention with a learnt bias"),
-        ("drops", "cp2", 16, "draws of dropout inside attention (0.1)"),
+        ("learnt", "cp2", 16, "cannot split the sequence of Small: attention with a learnt bias"),
+        ("drops", "cp2", 16, "does not support dropout inside attention (0.1)"),
         ("grouped", "cp2", 18, "2 * cp(2) = 4 does not divide sequence(18): pad to 20"),
         ("grouped", "cp3.ulysses", 24, "cp(3) does not divide the 4 heads"),
-        ("hf-bloom", "cp2", 16, "do not attend by torch's scaled_dot_product_attention"),
-        ("hf-gemma2", "cp2", 16, "soft caps"),
+        ("hf-bloom", "cp2", 16, "do not call torch's scaled_dot_product_attention"),
+        ("hf-gemma2", "cp2", 16, "soft-capped"),
     ],
 )
 def test_what_would_be_wrong_on_a_piece_is_refused_in_one_line_by_every_rank(
@@ -276,7 +276,7 @@ def test_what_would_be_wrong_on_a_piece_is_refused_in_one_line_by_every_rank(
 
 
 def test_a_loss_of_ones_own_is_refused_with_context_ranks(ranks: Any) -> None:
-    assert all("a loss of one's own" in said for said in ranks.run(2, own_loss))
+    assert all("a user-defined loss" in said for said in ranks.run(2, own_loss))
 
 
 def own_loss() -> str:

@@ -198,7 +198,7 @@ def refused(plan: str, change: Change, given: dict[str, Any] | None, **known: An
         ("dp2", plain, {**batch(0), "input_idx": batch(0)["input_ids"]},
             "the batch has 'input_idx', which Model.forward does not take"),
         ("dp2", plain, {"input_ids": batch(0)["input_ids"]}, "the loss is not known: the batch has ['input_ids']"),
-        ("dp2", plain, [batch(0)], "a batch is a dict of tensors"),
+        ("dp2", plain, [batch(0)], "a batch must be a dict of tensors"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_said_in_one_line(

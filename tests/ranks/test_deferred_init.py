@@ -172,7 +172,7 @@ def test_operations_on_parameters_are_recorded_in_the_context_and_refused_after_
         with deferred_init():
             model = Small()
         change(model)
-        with pytest.raises(InputError, match=f"{says} behind `with deferred_init"):
+        with pytest.raises(InputError, match=f"{says} after `with deferred_init"):
             parallelize(model, make_optimizer, "dp1", precision="fp64", loss=square)
 
 

@@ -146,7 +146,7 @@ def test_ranks_store_the_estimated_bytes_with_experts_on_data_and_tensor_ranks(r
     ("model", "plan", "message"),
     [
         ("mixture", "dp3.ep3.z1", "ep(3) does not divide experts(8)"),
-        ("llama", "dp2.ep2.z1", "ep(2) needs experts"),
+        ("llama", "dp2.ep2.z1", "ep(2) needs routed experts"),
         ("mixture", "dp2.ep2", "ep(2) does not divide dp_shard(1) * cp(1) * tp(1) = 1"),
     ],
 )
@@ -183,7 +183,12 @@ def load_of(plan: str) -> float:
     return float(load)
 
 
-REFUSED = ("stays whole", "reads batch and sequence as one", "writes its attention out itself", "known only whole")
+REFUSED = (
+    "is not sharded",
+    "reads batch and sequence as one",
+    "does not call scaled_dot_product_attention",
+    "how to shard these experts is not known",
+)
 """What refusals of these plans may say."""
 
 
@@ -378,4 +383,4 @@ def test_a_number_beyond_all_experts_is_a_pair_of_none(ranks: Any, kind: type[Mo
 
 def test_experts_beside_one_that_gives_what_it_is_given_are_not_dealt(ranks: Any) -> None:
     for said in ranks.run(2, gradients_beyond, Passing, "dp2.ep2.z1"):
-        assert "ep(2) needs experts" in said and "\n" not in said
+        assert "ep(2) needs routed experts" in said and "\n" not in said

@@ -118,7 +118,8 @@ def test_a_run_whose_weights_drift_ends_in_one_line(agent: LocalAgent, tmp_path:
     sentinel has not come to yet."""
     work = launch(text, tmp_path / "run", "dp2.mb4", replica_check_every=0)
     with pytest.raises(
-        MeshwrightError, match=r"^step 7: weights that are held alike differ: rank 0 has [0-9]+, rank 1 has [0-9]+: "
+        MeshwrightError,
+        match=r"^step 7: weights that must be equal on several ranks differ: rank 0 has [0-9]+, rank 1 has [0-9]+: ",
     ) as caught:
         train(agent, work, [{"rank": 1, "step": 7, "phase": "backward", "how": "flip"}])
     assert caught.value.exit_code == 1 and "\n" not in str(caught.value)

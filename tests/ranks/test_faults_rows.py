@@ -95,7 +95,7 @@ def test_an_oom_rank_is_named_with_the_reason_and_a_lasting_oom_ends_the_run(
     fault, recovery = events(tmp_path / "run")
     assert fault.rank == 3 and recovery.lost == 0
     assert fault.cause.startswith(
-        "OutOfMemory: rank 3 is out of memory in step 5: 512.0 GiB more were asked for beside parameters "
+        "OutOfMemory: rank 3 is out of memory in step 5: it requested 512.0 GiB in addition to parameters "
     )
     assert state(tmp_path / "run") == whole != {}
     with pytest.raises(MeshwrightError, match=r"rank 0 is out of memory in step 5: .*; something else than dp1$"):
@@ -113,7 +113,7 @@ def test_want_of_memory_that_lasts_changes_the_plan_to_one_that_takes_less(
     first, second, changed, recovery = events(tmp_path / "run")
     assert (first.decision, second.decision) == (
         "ranks start again",
-        "in the same step again: a plan that takes less memory",
+        "out of memory in the same step again: goes on with a plan that takes less memory",
     )
     assert (
         (changed.kind, changed.cause) == ("resize", "less memory")
@@ -159,7 +159,7 @@ def test_a_failing_disk_or_a_killed_writer_costs_only_checkpoints(
     assert [(event.kind, event.step) for event in events(tmp_path / "run")] == [
         ("unsaved", step) for step in (2, 4, 6, 8, 10, 12)
     ]
-    assert "6 saves in a row have failed, none since the start of this command is on disk" in said
+    assert "6 saves in a row have failed, and no checkpoint since the start of this command is on disk" in said
     assert state(tmp_path / "run") == whole != {}
 
 
@@ -228,7 +228,7 @@ def test_a_run_that_had_saved_does_not_begin_anew_in_silence(
         for path in checkpoints.glob("step-*"):
             shutil.rmtree(path)
     with pytest.raises(
-        InputError, match=r"has reported 4 steps and has no checkpoint any more: .* --set run\.restart=true"
+        InputError, match=r"has reported 4 steps but no longer has a checkpoint: .* --set run\.restart=true"
     ):
         train(agent, work, [])
     train(agent, work.but(run=work.run.but(restart=True)), [])

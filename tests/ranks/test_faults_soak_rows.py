@@ -368,7 +368,7 @@ def test_twenty_runs_that_lost_their_checkpoints_do_not_begin_anew_in_silence(
         else:
             for path in (folder / "checkpoints").iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        with pytest.raises(InputError, match=rf"has reported {last} steps and has no checkpoint any more"):
+        with pytest.raises(InputError, match=rf"has reported {last} steps but no longer has a checkpoint"):
             train(agent, whole.but(run=whole.run.but(folder=str(folder))), [])
         passed += 1
     settle("30 a fresh start in silence", "dp1", passed, tmp_path / "whole")

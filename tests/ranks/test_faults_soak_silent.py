@@ -94,7 +94,7 @@ def test_twenty_damaged_checkpoints_are_named_and_passed_over(
         assert last is not None
         name = damage(last, DAMAGES[number % len(DAMAGES)], chance)
         train(agent, launch(text, folder, PLAN, LONG, checkpoint_every=20, keep=9), [], hear=heard(notes))
-        said = [note for note in notes if note.startswith(f"checkpoint {last.name} is passed over: ")]
+        said = [note for note in notes if note.startswith(f"checkpoint {last.name} is skipped: ")]
         passed += len(said) == 1 and (name in said[0] or "more problems" in said[0]) and same(folder, whole)
     settle("16 a damaged checkpoint", PLAN, passed, tmp_path / "0", True)
 
@@ -116,8 +116,8 @@ def test_twenty_saves_of_an_old_buffer_are_caught_when_they_are_written(
     assert there == {f"step-{step:08d}" for step in (*saves, LONG) if str(step) not in stale}
     assert all(verify_checkpoint(folder / "checkpoints" / name) == [] for name in there) and events(folder) == []
     words = (
-        r"no checkpoint at step {0}: .* rank {1}: .*: (model|optimizer)/\S+ reads back otherwise than it is in "
-        r"memory: wrong data were written.*"
+        r"no checkpoint at step {0}: .* rank {1}: .*: (model|optimizer)/\S+ differs from "
+        r"memory when it is read back: wrong data were written.*"
     )
     passed = sum(any(re.fullmatch(words.format(step, rank), note) for note in notes) for step, rank in stale.items())
     settle("17 a save of wrong data", PLAN, passed, folder, same(folder, whole))

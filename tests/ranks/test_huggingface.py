@@ -168,12 +168,12 @@ def renamed(folder: Path, change: Any) -> None:
         (lambda folder: renamed(folder, lambda held: {k: v for k, v in held.items() if "o_proj" not in k}),
             r"has no tensor '.*o_proj.weight' and 1 more"),
         (lambda folder: renamed(folder, lambda held: {**held, "model.layers.2.mlp.up_proj.weight": torch.ones(4)}),
-            "holds a tensor that this model has not"),
+            "holds a tensor that this model does not have"),
         (lambda folder: renamed(folder, lambda held: {**held, "model.norm.weight": torch.ones(5)}), r"has shape \[5\]"),
         (lambda folder: renamed(folder, lambda held: {**held, "model.norm.weight": torch.ones(32, dtype=torch.int8)}),
             "holds I8, not floating-point"),
         (lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]),
-            "cut short"),
+            "truncated"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
             "pickle and is not read: convert it once"),
         (lambda folder: quantized(folder), "quantized and cannot be trained"),
@@ -459,7 +459,7 @@ def test_a_target_that_is_not_there_and_an_adapter_on_the_vocabulary_are_one_lin
     with pytest.raises(InputError, match=r"lora.target 'q_porj' is no layer of this model; did you mean 'q_proj'"):
         attach_lora(model, LoraConfig(target=("q_porj",)), seed=1)
     attach_lora(model, LoraConfig(target=("q_proj", "lm_head")), seed=1)
-    with pytest.raises(InputError, match=r"an adapter on the vocabulary \(lm_head\) is not trained here"):
+    with pytest.raises(InputError, match=r"adapters on the vocabulary \(lm_head\) are not supported"):
         parallelize(model, make_optimizer, "dp1")
 
 

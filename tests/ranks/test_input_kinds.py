@@ -173,7 +173,7 @@ def test_a_module_that_reads_what_only_its_person_knows_is_looked_at_with_an_exa
 def test_without_an_example_a_plan_that_needs_a_look_asks_for_one(ranks: Any) -> None:
     for said in ranks.run(2, own_trained, "tp2", ""):
         assert said.startswith("plan tp2: tp(2) needs") and said.endswith(
-            "give parallelize an example of its batch, or use tp1"
+            "give parallelize an example batch, or use tp1"
         )
 
 
@@ -235,8 +235,8 @@ def test_tensors_inside_a_value_of_the_batch_are_refused_by_name(ranks: Any, pla
     kind = "UserDict" if form == "own" else "dict"
     for said in ranks.run(2, nested_trained, plan, form):
         assert said == (
-            f"the batch's 'more' is a {kind} with tensors, whose rows plan {plan} cannot divide or check: give each of "
-            "them a name of its own in the batch"
+            f"the batch's 'more' is a {kind} with tensors, whose rows plan {plan} cannot divide or check: put each "
+            "tensor into the batch under its own name"
         )
 
 
@@ -354,6 +354,6 @@ def test_what_comes_of_weights_without_a_gradient_is_sent_from_stage_to_stage(ra
 def test_a_mask_that_comes_of_weights_of_another_stage_is_refused_and_not_guessed(ranks: Any) -> None:
     for said in ranks.run(2, fixed_trained, "pp2.mb2", True):
         assert (
-            said == "layers.0 is given a mask or numbers that are made of weights of another stage: use pp1, or give "
-            "them as floats"
+            said == "layers.0 gets a mask or integers computed from weights of another stage, but stages send only "
+            "floats: use pp1, or pass them as floats"
         )

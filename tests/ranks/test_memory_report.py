@@ -79,20 +79,20 @@ def test_an_oom_is_one_line_with_memory_by_kind_and_the_excess_over_the_predicti
 ) -> None:
     found = ranks.run(1, starved, where, (PREDICTED,))[0]
     assert found.startswith(f"rank 0 is out of memory {doing}: ") and "\n" not in found
-    rest = "all that it holds" if where == "states" else "activations and all else"
+    rest = "allocated memory" if where == "states" else "activations and all else"
     size = "([0-9.]+ [KMG]iB)"  # a rank that served other tests before may hold more than 1 GiB
-    sizes = re.search(f"that is {size} for {rest}, {size} more than the {size} that were predicted", found)
+    sizes = re.search(f"that is {size} for {rest}, {size} more than the predicted {size}", found)
     taken, more, said = (parse_quantity(shown, "B") for shown in sizes.groups())
     assert taken - more == pytest.approx(
         said, abs=0.15 * (1 << 20) if taken < 1 << 30 else 0.015 * (1 << 30)
     )  # tenths of MiB, hundredths of GiB
     assert said == pytest.approx(9e6 if where == "states" else 5e6, abs=0.01 * (1 << 20))
-    assert "more were asked for beside" in found and ("parameters" in found) == (where != "states")
+    assert "in addition to" in found and ("parameters" in found) == (where != "states")
 
 
 def test_a_want_of_memory_without_a_prediction_says_what_holds_less(ranks: Any) -> None:
     found = ranks.run(1, starved, "step", ())[0]
-    assert "more were asked for beside parameters" in found and "rc-full" in found
+    assert "in addition to parameters" in found and "rc-full" in found
 
 
 def holder(held: Callable[[], dict[str, float]], predicted: MemoryBreakdown | None = PREDICTED) -> MemoryReport:
@@ -106,7 +106,8 @@ def test_the_line_names_the_kind_that_is_the_most_beyond_its_part() -> None:
         "you tried to allocate 64 bytes",
     )
     assert (
-        "64 B more were asked for" in said and "that is 18.2 TiB for optimizer, 18.2 TiB more than the 1.91 MiB" in said
+        "it requested 64 B" in said
+        and "that is 18.2 TiB for optimizer, 18.2 TiB more than the predicted 1.91 MiB" in said
     )
 
 
@@ -115,8 +116,8 @@ def test_a_kind_within_what_was_predicted_is_not_said_to_take_more() -> None:
     said = oom_message(
         holder(lambda: {"parameters": 1e6}, ample), "in step 2", "CUDA out of memory. Tried to allocate 2.00 GiB."
     )
-    assert said.startswith("rank 3 is out of memory in step 2: 2.00 GiB more were asked for")
-    assert "no kind takes more than was predicted" in said
+    assert said.startswith("rank 3 is out of memory in step 2: it requested 2.00 GiB")
+    assert "no kind takes more memory than predicted" in said
 
 
 def test_what_fails_while_the_line_is_made_does_not_take_its_place() -> None:
@@ -124,7 +125,8 @@ def test_what_fails_while_the_line_is_made_does_not_take_its_place() -> None:
         raise MemoryError
 
     assert (
-        oom_message(holder(fails), "in step 2", "") == "rank 3 is out of memory in step 2, and for saying what holds it"
+        oom_message(holder(fails), "in step 2", "")
+        == "rank 3 is out of memory in step 2, and too little is left to report what uses it"
     )
 
 

@@ -318,7 +318,7 @@ def lost(folder: str, checkpoints: str) -> tuple[str, float, float]:
 
 def test_a_file_that_is_lost_ends_the_run_in_one_line_and_its_checkpoint_is_good(ranks: Any, tmp_path: Any) -> None:
     words, loss, again = ranks.run(1, lost, str(tmp_path / "away"), str(tmp_path / "kept"))[0]
-    assert "goes on from its last checkpoint" in words and "\n" not in words
+    assert "continues from its last checkpoint" in words and "\n" not in words
     assert loss == again
 
 

@@ -251,13 +251,13 @@ class Still(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda given: ALWAYS_THIS, r"a tensor of shape \(3, 3\) that is no parameter of the model"),
+        (lambda given: ALWAYS_THIS, r"a tensor of shape \(3, 3\) that is not a parameter of the model"),
         (
             lambda given: torch.optim.AdamW([each for each in given if each.ndim > 1]),
             "not given 2 of the 5 parameters that are trained",
         ),
-        (Still, "did not move a tensor of the group of blocks.0.a"),
-        (lambda given: Joined(given, lr=0.1), "depends on others"),
+        (Still, "did not change a tensor of the group of blocks.0.a"),
+        (lambda given: Joined(given, lr=0.1), "depends on other tensors"),
         (lambda given: torch.optim.LBFGS(given), "closure"),
         (lambda given: torch.optim.Muon(given), "Muon only supports 2D"),
         (lambda given: torch.optim.SparseAdam(list(given)), "dense gradients"),
@@ -274,9 +274,9 @@ def test_one_optimizer_for_every_call_and_one_that_starts_with_states_are_refuse
     names = {id(tensor): name for name, tensor in own.items()}
     in_block = {name: name.startswith("blocks") for name in SHAPES}
     made = torch.optim.AdamW(own.values())
-    with pytest.raises(InputError, match="is the same one each time"):
+    with pytest.raises(InputError, match="returns the same optimizer each time"):
         rule_probe.probe_update_rule(ParamGroups(lambda given: made, SHAPES, in_block, names))
-    with pytest.raises(InputError, match="Adagrad makes its states when it is made"):
+    with pytest.raises(InputError, match="Adagrad creates its states in its constructor"):
         rule_probe.probe_update_rule(
             ParamGroups(lambda given: torch.optim.Adagrad(own.values()), SHAPES, in_block, names)
         )

@@ -232,7 +232,7 @@ def test_changes_that_would_be_lost_or_differ_between_ranks_are_refused(ranks: A
     for said in ranks.run(2, misused, plan):
         assert said == [
             "full_parameters: head.bias was changed, and the change is lost: call full_parameters(write=True)",
-            "full_parameters: head.bias was changed in another way on rank 1 than on rank 0: make the same change on "
+            "full_parameters: head.bias was changed differently on rank 1 than on rank 0: make the same change on "
             "every rank",
-            "full_parameters: Linear is no module of this model",
+            "full_parameters: Linear is not a module of this model",
         ]

@@ -111,7 +111,7 @@ def test_a_tie_by_hand_between_stages_trains_as_on_one_device(ranks: Any) -> Non
 
 def test_a_model_that_demands_labels_is_told_to_bring_its_loss(ranks: Any) -> None:
     for said in ranks.run(2, under, "dp2", False, False):
-        assert said.startswith("Stack.forward demands labels, which are kept for the loss")
+        assert said.startswith("Stack.forward requires labels, but the trainer passes them only to the loss")
 
 
 class Remembering(nn.Module):

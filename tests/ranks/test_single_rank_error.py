@@ -179,7 +179,7 @@ def made(plan: str) -> Trainer:
 
 def test_ranks_go_on_after_what_all_refuse_and_not_after_what_one_refuses(ranks: Any) -> None:
     other, bad = ranks.run(2, gone_on, True, timeout=120.0)
-    refused = "a batch is a dict of tensors by the names that forward takes, but a list was given"
+    refused = "a batch must be a dict of tensors by the argument names of forward, but a list was given"
     assert (other[0], bad[0]) == (refused, refused)
     assert other[1] == bad[1] == other[4] == bad[4]
     assert (other[2], bad[2]) == (f"rank 1: {refused}", refused)

@@ -44,7 +44,7 @@ def test_context_ranks_refuse_what_mixes_positions_in_a_block(ranks: Any) -> Non
         ranks,
         "cp2",
         [*ways, "in: late", "first block: first token", "training: mean", "gated: mean"],
-        "plan cp2: cp(2) cannot cut Odd",
+        "plan cp2: cp(2) cannot split the sequence of Odd",
     )
 
 
@@ -52,7 +52,7 @@ def test_context_ranks_refuse_what_mixes_positions_between_and_behind_blocks(ran
     ways = [f"between: {name}" for name in MIXED] + [
         f"behind: {name}" for name in MIXED if name not in ("length", "positions")
     ]
-    check(ranks, "cp2", ways, "plan cp2: cp(2) cannot cut Odd")
+    check(ranks, "cp2", ways, "plan cp2: cp(2) cannot split the sequence of Odd")
 
 
 ALONE_CASES = [f"{place}: {name}" for place in ("in", "between", "behind") for name in ALONE]
@@ -71,7 +71,7 @@ def test_context_ranks_refuse_it_beside_other_axes(ranks: Any, plan: str) -> Non
         ranks,
         plan,
         ["in: first token", "in: length", "in: positions"],
-        f"plan {parse_plan(plan).name}: cp(2) cannot cut Odd",
+        f"plan {parse_plan(plan).name}: cp(2) cannot split the sequence of Odd",
     )
 
 
@@ -90,9 +90,10 @@ by what it writes."""
 
 
 SAID = {
-    "running mean": "plan tp2: the buffer blocks.0.seen keeps something of the rows of each pass",
+    "running mean": "plan tp2: the value of the buffer blocks.0.seen depends on the rows of each pass",
     **dict.fromkeys(
-        ("columns normed", "max norm"), "plan tp2: the model writes to its parameter blocks.0.up.weight in a pass"
+        ("columns normed", "max norm"),
+        "plan tp2: the model writes to its parameter blocks.0.up.weight in forward or backward",
     ),
 }
 """What tp2 refuses by another rule than that of sequence parallelism."""
@@ -117,7 +118,7 @@ def test_a_region_that_trains_otherwise_on_a_share_stays_whole_with_the_reason()
         columns = [path for region in found.regions for path in region.columns]
         assert "blocks.0.qkv" in columns
         assert "blocks.0.up" not in columns, way
-        assert any("up stay whole" in line for line in found.findings), way
+        assert any("up are not sharded" in line for line in found.findings), way
 
 
 @pytest.mark.parametrize("way", ["nothing", "zero gate", "masked"])
@@ -164,7 +165,8 @@ def test_hooks_after_the_gradient_is_accumulated_act_as_on_one_device(ranks: Any
         assert all(abs(one / other - 1) <= 1e-10 for one, other in zip(losses, expected, strict=True))
     found = ranks.run(2, hooked_after, plan, prove, True)
     assert all(
-        "norm.weight got a hook after its gradient is accumulated, " in line and "\n" not in line for line, _ in found
+        "norm.weight got a post-accumulate-grad hook after parallelize, " in line and "\n" not in line
+        for line, _ in found
     )
 
 
@@ -204,8 +206,7 @@ def test_a_gradient_hook_that_takes_no_random_gradient_is_refused_in_one_line(ra
     for line in ranks.run(2, refuses, "tp2"):
         assert (
             line.startswith(
-                "plan tp2: the gradient hook of norm.weight does not run with a random gradient (ValueError: not "
-                "mine), "
+                "plan tp2: the gradient hook of norm.weight fails with a random gradient (ValueError: not mine), "
             )
             and "\n" not in line
         )

@@ -105,7 +105,7 @@ def far_trained(far: dict[int, int], plan: str) -> list[float] | str:
 def test_a_skip_connection_into_a_later_stage_is_refused_by_every_rank(ranks: Any, plan: str) -> None:
     for far in ({7: 1}, {5: 2}):
         first, second = ranks.run(2, far_trained, far, plan)
-        assert first == second and "reads what layers of an earlier stage make past the state" in first, first
+        assert first == second and "reads values that layers of an earlier stage compute" in first, first
 
 
 def test_a_connection_over_blocks_within_a_stage_trains_as_on_one_device(ranks: Any) -> None:

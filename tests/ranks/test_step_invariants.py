@@ -59,11 +59,11 @@ def planted(trainer: Trainer, fault: str, batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("plan", "fault", "at", "said"),
     [
-        ("dp2.mb4", "weight", 7, "weights that are held alike differ: rank 0 has"),
-        ("dp2.z2.mb4", "weight", 7, "weights that are held alike differ: rank 0 has"),
+        ("dp2.mb4", "weight", 7, "weights that must be equal on several ranks differ: rank 0 has"),
+        ("dp2.z2.mb4", "weight", 7, "weights that must be equal on several ranks differ: rank 0 has"),
         ("dp2.mb1", "micro-batch", 5, "passes less than micro-batches"),
-        ("dp2.mb4", "gradient", 6, "gradients that are held alike differ: rank 0 has"),
-        ("dp2.mb4", "labels", 4, "valid labels and the loss is divided by"),
+        ("dp2.mb4", "gradient", 6, "gradients that must be equal on several ranks differ: rank 0 has"),
+        ("dp2.mb4", "labels", 4, "valid labels, but the loss is divided by"),
     ],
 )
 def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(
@@ -79,7 +79,9 @@ def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(
 @pytest.mark.covering(3)
 def test_a_bit_that_flips_before_a_step_is_noticed_at_that_step(ranks: Any, plan: str, at: int) -> None:
     for steps, line in ranks.run(2, drifting, plan, "weight", at):
-        assert steps == at - 1 and line.startswith(f"step {at}: weights that are held alike differ: rank 0 has"), (
+        assert steps == at - 1 and line.startswith(
+            f"step {at}: weights that must be equal on several ranks differ: rank 0 has"
+        ), (
             steps,
             line,
         )

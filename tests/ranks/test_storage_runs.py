@@ -72,7 +72,7 @@ def test_a_run_that_was_killed_before_its_first_durable_checkpoint_begins_again(
         train(agent, work, [killed], disk={"4": "raise"})
     assert names(folder) == [] and max(losses(folder)) == 6
     train(agent, work, [], notes, hear=lambda rank, message: notes.append(message.get("line", "")))
-    assert "begins at step 0 again: the 6 steps before were not saved yet" in notes
+    assert "the run begins at step 0 again: its earlier 6 steps were not saved" in notes
     assert state(folder) == whole != {}
     assert check(folder)["again"] > 0.0
 
@@ -85,7 +85,7 @@ def test_a_disk_without_room_for_the_last_checkpoint_gets_it_when_older_ones_wen
     train(agent, work, [], notes, hear=lambda rank, message: notes.append(message.get("line", "")), crowded=1)
     assert names(folder) == ["step-00000012", "step-00000016"] and state(folder) == whole != {}
     said = "\n".join(notes)
-    assert "no space left" in said and "so that the last checkpoint finds room" in said
+    assert "no space left" in said and "to make room for the last checkpoint" in said
     assert [event.step for event in events(folder) if event.kind == "unsaved"] == [STEPS]
     assert check(folder)["saves"] > 0.0
 

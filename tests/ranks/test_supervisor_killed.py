@@ -116,7 +116,7 @@ def test_another_plan_adopts_the_snapshots_and_another_job_is_refused(whole: Pat
     code, _, err = train(whole, "other", "--batch", "16")
     assert code == 2 and "holds another job: workload.batch is 8 there and 16 here" in err
     code, _, err = train(whole, "other", "--plan", "tp2")
-    assert code == 0 and "another one adopts its snapshots" in err and "0 steps lost" in err, err
+    assert code == 0 and "a new supervisor adopts its snapshots" in err and "0 steps lost" in err, err
     mine, all_ = losses(whole, "other"), losses(whole, "whole")
     assert {step: mine[step] for step in range(9)} == {step: all_[step] for step in range(9)}
     assert all(abs(mine[step] - all_[step]) < 1e-3 for step in all_)

@@ -484,7 +484,7 @@ def refusal(model: str, sequence_parallel: bool, length: int = 8, **sizes: objec
         (4, "llama", {"heads": 12, "kv_heads": 3, "hidden": 48}, "tp(4) must divide kv_heads (3)"),
         (4, "llama", {"heads": 2, "kv_heads": 2, "ffn": 50}, "tp(4) must divide heads (2), ffn (50)"),
         (2, "gpt2", {"ffn": 49}, "tp(2) must divide ffn (49)"),
-        (4, "gpt2", {"vocab": 6}, "leaves tensor rank 3 none of the vocabulary (6)"),
+        (4, "gpt2", {"vocab": 6}, "leaves tensor rank 3 without a part of the vocabulary (6)"),
     ],
 )
 def test_sizes_that_do_not_divide_are_one_line_on_every_rank_before_anything_changes(

@@ -75,14 +75,14 @@ def test_a_rule_that_is_wrong_is_one_line() -> None:
     for model, words in (
         (
             ruled("upp", "down"),
-            r"model.rules\[0\].columns: 'upp' is no layer of a block \(layers.0\); did you mean 'up'",
+            r"model.rules\[0\].columns: 'upp' is not a layer of the block layers.0; did you mean 'up'",
         ),
         (ruled("up", "norm"), "layers.0.norm is a LayerNorm, not a linear layer"),
         (ruled("down", "down"), "layers.0.down reads 32 features, but layers.0.down gives 16"),
         (
             ruled("up", "down", mixes=True),
-            r"model.rules\[0\]: layers.0.up cannot be cut so: on 2 tensor ranks the output of layers.0.down does not "
-            r"sum to the whole: it differs by 6.9e-02; leave",
+            r"model.rules\[0\]: layers.0.up cannot be sharded in this way: on 2 tensor ranks the output of "
+            r"layers.0.down does not sum to the whole: it differs by 6.9e-02; leave",
         ),
     ):
         with pytest.raises(InputError, match=words) as caught:

@@ -115,9 +115,9 @@ def test_records_are_a_line_a_step_and_a_lost_disk_is_said(tmp_path: Path) -> No
     full.write(record(4))
     full.close()
     waiting, lost = said
-    assert waiting.startswith("records wait in memory from step 3 on: ") and lost.startswith(
-        "2 records from step 3 on are lost: "
-    )
+    assert waiting.startswith(
+        "the records from step 3 on cannot be written and are kept in memory: "
+    ) and lost.startswith("2 records from step 3 on are lost: ")
 
 
 def test_records_go_on_behind_a_line_that_a_kill_cut(tmp_path: Path) -> None:

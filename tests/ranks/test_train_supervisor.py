@@ -114,7 +114,7 @@ def test_a_delayed_supervisor_reads_all_messages_before_it_names_a_rank(
 
 def test_a_crash_in_native_code_is_told_with_the_line_of_the_model_that_it_came_from(tmp_path: Path) -> None:
     with pytest.raises(
-        RankFailed, match=r"rank 1 of 3 on .*killed by SIGSEGV: .*under z3 such are weights read outside"
+        RankFailed, match=r"rank 1 of 3 on .*killed by SIGSEGV: .*under z3, weights that are read outside"
     ) as caught:
         supervise(tmp_path, "fail", 3, {"victim": 1, "how": "read"})
     lines = str(caught.value).splitlines()

@@ -246,6 +246,6 @@ def test_a_model_with_other_inputs_is_compared_in_the_form_of_its_example(
 def test_training_with_the_data_of_a_job_is_refused_in_one_line_for_such_a_model() -> None:
     with pytest.raises(
         InputError,
-        match=r"'sensors' reads places, kinds, and the data of a job are token ids or images: train it in a loop",
+        match=r"'sensors' reads places, kinds, but the data of a job are token ids or images: train it in your own",
     ):
         model_objective(ModelSource(name="sensors", module="here:Sensors"), Sensors())

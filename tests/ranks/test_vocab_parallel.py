@@ -140,7 +140,8 @@ def test_elementwise_operations_keep_the_vocabulary_split_and_others_do_not() ->
         found = analyze_model(Net(end))
         assert found.shards_vocabulary(found.head) == shared, end
         assert (
-            any(line.startswith(("head stays whole: ", "table stays whole: ")) for line in found.findings) != shared
+            any(line.startswith(("head is not sharded: ", "table is not sharded: ")) for line in found.findings)
+            != shared
         ), end
     assert "weights" in analyze_model(Net("by a parameter")).splits
 

@@ -145,8 +145,8 @@ def test_writes_in_bf16_leave_the_losses_of_one_rank(ranks: Any, plan: str) -> N
         ("tp2", "fp64", "clamp", "no rank holds the whole model"),
         ("tp2", "bf16", "clamp", "no rank holds the whole model"),
         ("pp2.mb2", "fp64", "clamp", "no rank holds the whole model"),
-        ("dp2", "fp64", "unlike", "in another way on rank 1 than on rank 0"),
-        ("dp2.z1", "bf16", "unlike", "in another way on rank 1 than on rank 0"),
+        ("dp2", "fp64", "unlike", "differently on rank 1 than on rank 0"),
+        ("dp2.z1", "bf16", "unlike", "differently on rank 1 than on rank 0"),
         ("dp2.z2", "bf16", "data", "written to through .data"),
     ],
 )

@@ -433,7 +433,7 @@ def test_the_doctor_tells_of_an_accelerator_that_training_leaves_idle() -> None:
     torch_of = {
         "backends": ["gloo"],
         "cuda_devices": [],
-        "idle": "this machine has an accelerator of the kind mps, which is not used: ...",
+        "idle": "this machine has an accelerator of type mps, which Meshwright does not support: ...",
     }
     facts = {
         "packages": {"torch": "2.13.0"},

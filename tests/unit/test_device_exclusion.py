@@ -101,7 +101,7 @@ def test_a_straggler_stays_where_excluding_it_saves_less_than_it_costs(
     case.slots.started("dp4.z2")
     case.steps(1, 10.0)
     case.slow((2,), 2.0, 1.0, last=case.step + 20)
-    assert case.events()[-1].decision == "stays: 20 steps more do not make up for starting again"
+    assert case.events()[-1].decision == "stays: the remaining 20 steps do not make up for a restart"
 
 
 def test_a_device_stays_where_the_others_have_no_plan(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ CHANGES = [
         at=0.0,
         step=90,
         slots=(2,),
-        cause=Message("it multiplies {first:.1f} times as fast as when it was left out", first=2.0),
+        cause=Message("it multiplies matrices {first:.1f} times as fast as when it was left out", first=2.0),
         predicted=1.2,
     ),
     RunEvent(
@@ -279,9 +279,9 @@ def test_what_breaks_in_a_run_and_what_is_done_about_it_is_said_in_chinese(tmp_p
         step=7,
         phase="backward",
         cause=Message("the supervisor was killed"),
-        decision=Message("another one adopts its snapshots"),
+        decision=Message("a new supervisor adopts its snapshots"),
     )
-    why = Message("are of another job")
+    why = Message("belong to another job")
     notes.append(Message("the snapshots of the killed supervisor {why}: not adopted", why=why))
     journal.resize(4, 3, "dp3.z2", 1)
     journal.resize(3, 3, "dp3.z3", 1)

@@ -144,12 +144,12 @@ def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
         (
             JobOptions(cluster="2x8:h100+2x4:a100-80gb", model="llama-7b"),
             {"nodes": NodeOptions(min_nodes=2)},
-            "only equal ones can stand in",
+            "only equal nodes can replace",
         ),
         (
             BIG,
             {"nodes": NodeOptions(interface="eth0 ens5")},
-            "--interface 'eth0 ens5': is the name of one network device",
+            "--interface 'eth0 ens5': is not the name of one network device",
         ),
         (BIG, {"on": "kubernetes"}, "--image"),
         (BIG, {"on": "slurm", "queue": SlurmOptions(hours=float("nan"))}, "--hours nan: must be at least 0"),

@@ -189,13 +189,13 @@ fp32: 60 TFLOP/s}}, link: {name: nv, bandwidth: 450 GB/s}}]
     ("cluster", "more", "words"),
     [
         *(
-            (f"2x8:{name}", {}, "can be planned for and not trained on")
+            (f"2x8:{name}", {}, "is supported by the planner but not for training")
             for name in ("gaudi3", "tpu-v5p", "ascend-910b", "trainium2")
         ),
         ("1x8:h100+1x8:mi300x", {}, "devices of several vendors"),
         ("1x8:h100+1x8:a100-80gb", {"on": "slurm"}, r"--select h100\+a100"),
         ("1x8:h100+1x8:a100-80gb", {"on": "slurm", "nodes": NodeOptions(select="h100")}, "2 sets of equal nodes"),
-        ("2x8:h100", {"on": "slurm", "nodes": NodeOptions(select="a=b")}, "Slurm knows types"),
+        ("2x8:h100", {"on": "slurm", "nodes": NodeOptions(select="a=b")}, "Slurm selects device types"),
         ("2x8:h100", {"on": "kubernetes", "nodes": NodeOptions(select="h100")}, "labels, KEY=VALUE"),
         ("2x8:h100", {"nodes": NodeOptions(select="$(x)")}, "neither a word nor a label"),
         ("2x8:h100", {"nodes": NodeOptions(memory="much")}, "--memory: expected a quantity"),

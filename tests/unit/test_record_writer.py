@@ -29,7 +29,9 @@ def test_a_record_that_found_no_room_is_said_once_and_written_when_there_is_some
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     records.close()
     waiting, written = said
-    assert waiting.startswith("records wait in memory from step 2 on: ") and waiting.endswith("; training goes on")
+    assert waiting.startswith(
+        "the records from step 2 on cannot be written and are kept in memory: "
+    ) and waiting.endswith("; training goes on")
     assert written == "the records from step 2 on are written"
     (tmp_path / RECORDS_FILE_NAME).write_bytes((tmp_path / RECORDS_FILE_NAME).read_bytes()[begins:])
     found, cut = read_records(tmp_path / RECORDS_FILE_NAME)
@@ -51,7 +53,7 @@ def test_a_run_resumes_where_a_full_disk_cannot_complete_a_cut_line(tmp_path: Pa
     records.close()
     found, cut = read_records(lines)
     assert [record.step for record in found] == [2, 3] and cut == 1
-    assert said[0].startswith("records wait in memory from step 2 on: ")
+    assert said[0].startswith("the records from step 2 on cannot be written and are kept in memory: ")
 
 
 def test_the_tokenizer_that_a_run_has_needs_no_room_when_it_goes_on(tmp_path: Path) -> None:

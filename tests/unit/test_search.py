@@ -253,13 +253,13 @@ def test_a_prime_batch_leaves_the_replicas_that_divide_it() -> None:
 
 def test_a_batch_whose_rows_see_each_other_passes_whole() -> None:
     job = small_job(on=cluster(1, 4), batch=8)
-    job = job.but(model=job.model.but(against_division="norm is a norm with statistics of the batch"))
+    job = job.but(model=job.model.but(against_division="norm is a norm with batch statistics"))
     answer = search_plans(job, top=100)
     assert answer.plans and {(entry.plan.dp, entry.plan.micro_batch) for entry in answer.plans} == {(1, 8)}
     rejected = next(
         rejection for rejection in answer.rejected if rejection.reason == "rows of a batch depend on each other"
     )
-    assert rejected.count > 0 and "norm is a norm with statistics of the batch; use dp1.mb8" in rejected.example
+    assert rejected.count > 0 and "norm is a norm with batch statistics; use dp1.mb8" in rejected.example
     assert "rows of a batch depend on each other" in {
         fault.reason for fault in plan_violations(job, Plan(pp=4, micro_batch=2))
     }

@@ -112,7 +112,7 @@ def test_snapshots_of_a_killed_supervisor_are_adopted_and_nothing_is_left_of_it(
     assert found is not None and (found.generation, found.same) == (6, True)
     assert texts(found) == [b"step 4 of rank 0", b"step 4 of rank 1"]
     assert found.holdings.pulse(1).read(HeartbeatField.snapshot_step) == 4
-    assert other.said == ["the supervisor was killed while it was in start: another one adopts its snapshots"]
+    assert other.said == ["the supervisor was killed while it was in start: a new supervisor adopts its snapshots"]
     [fault] = parse_events((tmp_path / EVENTS_FILE_NAME).read_text())
     assert (fault.generation, fault.rank) == (6, None) and fault.detection > 0
     assert holder.is_running()  # until the replacement itself holds them
@@ -146,9 +146,9 @@ def test_an_ordinary_end_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "adopts", "version", "why"),
     [
-        ("other", True, snapshot_adoption.__version__, "are of another job"),
-        ("job", False, snapshot_adoption.__version__, "are not wanted (run.restart)"),
-        ("job", True, "0.0.1", "are of version {}, this is 0.0.1"),
+        ("other", True, snapshot_adoption.__version__, "belong to another job"),
+        ("job", False, snapshot_adoption.__version__, "are not used, because of run.restart"),
+        ("job", True, "0.0.1", "are of version {}, but this is 0.0.1"),
     ],
 )
 def test_snapshots_of_another_job_or_version_are_refused_in_one_line_and_freed(
@@ -269,5 +269,5 @@ def test_a_disk_that_is_full_costs_the_adoption_and_not_the_run(
     holdings, own = SharedFileStore(2), Replacement(tmp_path)
     own.own.hold(0, own.work, None, holdings)
     own.own.hold(1, own.work, None, holdings)
-    assert len(own.said) == 1 and own.said[0].startswith("nothing holds the snapshots if this process is killed")
+    assert len(own.said) == 1 and own.said[0].startswith("if this process is killed, the snapshots are lost")
     holdings.close()

@@ -127,7 +127,7 @@ def with_set(**fields: Any) -> Any:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ({**GOOD, "job": "other"}, "are of another job or run"),
+        ({**GOOD, "job": "other"}, "belong to another job or run"),
         ({**GOOD, "version": "0.0.1"}, "are of version 0.0.1"),
         ({**GOOD, "version": {"a": "\x9b"}}, "are of version"),
         ("text", "cannot be read"),
@@ -205,7 +205,7 @@ def test_copies_that_are_not_those_of_all_ranks_are_a_line() -> None:
     retained = RetainedSnapshots({"ab": own}, "job", 0.0)
     adopted, reasons = snapshots.adopt(POLICY._replace(retained=retained), {"10.0.0.2:7": {"version": "0"}})
     assert adopted is None and [str(why).partition(" ")[0] for why in reasons] == ["are", "are"]
-    assert str(reasons[1]) == "are not those of all ranks" and not own.is_open
+    assert str(reasons[1]) == "are incomplete: those of some ranks are missing" and not own.is_open
 
 
 @pytest.mark.parametrize(

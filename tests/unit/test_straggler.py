@@ -123,7 +123,7 @@ def test_when_a_link_is_slow_hosts_are_asked_which_one_and_only_then() -> None:
     assert [line.split(": ", 1)[1] for line in said] == [
         "every rank waits 10.0 times as long for the others as before: a link is slow",
         "the link between the hosts of ranks 0 and 2 carries 1.00 MB/s",
-        "nobody holds the others up any more",
+        "no rank delays the others any more",
     ]
 
 
@@ -201,7 +201,7 @@ def test_the_gain_of_rebalancing_is_reported_and_a_rank_that_slows_further_gets_
             plan = watch.heed(PhaseSeconds(busy, (0.0,) * 4, tuple(end - each for each in busy)), step, balance=True)
             plans += [plan.shares] if plan is not None else []
     assert plans[0][3] == 4 and plans[1][3] < plans[0][3] and plans[-1] == ()
-    gains = [re.search(r"is ([0-9.]+) times as fast as before it, ([0-9.]+) predicted", line) for line in said]
+    gains = [re.search(r"made steps ([0-9.]+) times as fast, ([0-9.]+) predicted", line) for line in said]
     measured = [(float(match[1]), float(match[2])) for match in gains if match]
     assert len(measured) == len(plans) and all(
         found == pytest.approx(promised, rel=0.05) for found, promised in measured

@@ -84,7 +84,7 @@ def analyze_model(
         new = next((path for path, module in model.named_modules() if modules.get(path) != id(module)), None)
         if new is not None:
             state.candidates = {block: [] for block in state.candidates}
-            state.whole.append(f"all stay whole: it replaces parts of itself when it runs ({new})")
+            state.whole.append(f"no layer is sharded: the model replaces parts of itself when it runs ({new})")
             state.findings += state.whole
         state.stacks = block_stacks(lists, state.trace)
         blocks = main_block_list(model, state.stacks, state.trace)
@@ -299,12 +299,12 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
         if head
         else [Message("no vocabulary head")]
     )
-    outer_whole = [Message("{path} stays whole: {why}", path=path, why=why) for path, why in outer.unsharded.items()]
+    outer_whole = [Message("{path} is not sharded: {why}", path=path, why=why) for path, why in outer.unsharded.items()]
     findings += outer_whole
     if state.trace and state.trace.batch_coupling.found:
         findings.append(
-            f"{state.trace.batch_coupling.found} gives tokens a place among those of other rows: exact where it "
-            "leaves none out, or with the batch in one piece"
+            f"{state.trace.batch_coupling.found} numbers the tokens of all rows together: exact if it drops no "
+            "token, or with the batch in one piece"
         )
     return ModelGraph(
         blocks,
@@ -356,7 +356,7 @@ def _region_summary(state: AnalysisState) -> tuple[list[str], list[str]]:
         block = next((block for block in state.candidates if weight.startswith(block + ".")), "")
         left.setdefault(why, {})[weight.removeprefix(block + ".").rpartition(".")[0]] = None
     whole: list[str] = [
-        Message("{names} stay whole: {why}", names=", ".join(names), why=why) for why, names in left.items()
+        Message("{names} are not sharded: {why}", names=", ".join(names), why=why) for why, names in left.items()
     ]
     return list(findings), whole
 
@@ -365,7 +365,7 @@ def _unsupported_reasons(state: AnalysisState, matrix: str, whole: list[str]) ->
     """Returns the reasons of ModelGraph.unsupported. `matrix` stays whole inside the blocks, '' where none does."""
     against_sequence = _no_sequence_parallel_reason(state)
     found = {
-        "sequence": against_sequence or (f"{matrix} stays whole" if matrix else state.sequence_error),
+        "sequence": against_sequence or (f"{matrix} is not sharded" if matrix else state.sequence_error),
         "matrix": "" if against_sequence else matrix,
         "run": state.failed_run,
         "tensors": "; ".join((*state.whole, *whole)),
@@ -386,7 +386,7 @@ def _unsupported_reasons(state: AnalysisState, matrix: str, whole: list[str]) ->
 def _no_sequence_parallel_reason(state: AnalysisState) -> str:
     """Returns why the order of blocks or the shapes of regions rule out sequence parallelism, '' if they do not."""
     if len(state.lists) > 1:
-        return f"blocks stand in several lists ({', '.join(state.lists)})"
+        return f"the blocks are in several lists ({', '.join(state.lists)})"
     if state.trace and state.trace.repeated:
         return f"{state.trace.repeated[0]} runs more than once"
     found = [one for regions in state.candidates.values() for one in regions]

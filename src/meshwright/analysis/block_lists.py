@@ -99,8 +99,8 @@ def check_distinct_blocks(model: nn.Module, lists: list[str]) -> None:
             if first.setdefault(id(block), name) != name:
                 raise InputError(
                     Message(
-                        "{path}.{name} is {path}.{first} itself, and a block has one place: copy it (copy.deepcopy), "
-                        "or call it twice in one block",
+                        "{path}.{name} and {path}.{first} are the same module, but each entry of a list of blocks "
+                        "must be a separate module: copy it (copy.deepcopy), or call it twice in one block",
                         path=path,
                         name=name,
                         first=first[id(block)],

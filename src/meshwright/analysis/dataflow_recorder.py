@@ -284,15 +284,15 @@ def _describe_failed_run(error: Exception, example: ExampleInputs) -> Message:
     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
     if (external := external_failure(error)) is not None:
         return Message(
-            "the model was not analysed, for its forward fails to read a file or the network{where} ({reason}): "
+            "the model was not analysed, because its forward fails to read a file or the network{where} ({reason}): "
             "{advice}",
             where=external.where,
             reason=reason,
             advice=external.advice,
         )
     return Message(
-        "the model was not analysed, for it does not run with {inputs} ({reason}): give parallelize a batch "
-        "that it runs with (example=...), or use pp1 with z2 at most",
+        "the model was not analysed, because it does not run with {inputs} ({reason}): give parallelize a batch with "
+        "which it runs (example=...), or use pp1 with z2 at most",
         inputs=describe_inputs(example),
         reason=reason,
     )

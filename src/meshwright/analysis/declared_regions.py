@@ -117,7 +117,8 @@ def propose_user_regions(
             known = [path for path, module in model.get_submodule(blocks[0]).named_modules() if is_linear_like(module)]
             raise InputError(
                 Message(
-                    "model.rules[{number}].{kind}: {wrong!r} is no layer of a block ({blocks}){hint}; it has {known}",
+                    "model.rules[{number}].{kind}: {wrong!r} is not a layer of the block {blocks}{hint}; it has "
+                    "{known}",
                     number=number,
                     kind=kind,
                     wrong=wrong,
@@ -133,7 +134,7 @@ def propose_user_regions(
             if double is not None:
                 raise InputError(
                     Message(
-                        "model.rules[{number}]: {double} is shared by tensor ranks without a rule: leave it out",
+                        "model.rules[{number}]: {double} is already sharded without a rule: leave it out",
                         number=number,
                         double=double,
                     )
@@ -154,7 +155,7 @@ def check_user_rules(made: Mapping[str, int], whole: Mapping[str, str]) -> None:
         if weight in whole:
             raise InputError(
                 Message(
-                    "model.rules[{number}]: {weight} cannot be cut so: {whole}; leave the rule out",
+                    "model.rules[{number}]: {weight} cannot be sharded in this way: {whole}; leave the rule out",
                     number=number,
                     weight=weight.removesuffix(".weight"),
                     whole=whole[weight],
@@ -188,7 +189,8 @@ def _region_of_rule(model: nn.Module, block: str, rule: TpRule, where: str) -> R
         gives = ", ".join(f"{path} gives {size}" for path, size in given.items())
         raise InputError(
             Message(
-                "{where}: {layer} reads {features} features, but {gives}: a row layer reads what a column layer gives",
+                "{where}: {layer} reads {features} features, but {gives}: a row layer must read the output of a "
+                "column layer",
                 where=where,
                 layer=odd[0],
                 features=odd[1],

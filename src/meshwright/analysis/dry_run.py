@@ -371,9 +371,9 @@ def limit_analysis_time() -> Iterator[None]:
     except _AnalysisTimeout:
         raise InputError(
             Message(
-                "the analysis of the model was stopped after {seconds:g} s{where}: if its forward waits for a network "
-                "or a file, let it not; else give a small batch as example=..., or more seconds as "
-                "{time_limit_variable}",
+                "the analysis of the model was stopped after {seconds:g} s{where}: if its forward waits for a "
+                "network or a file, remove the wait; otherwise give a small batch as example=..., or set "
+                "{time_limit_variable} to more seconds",
                 seconds=seconds,
                 where=where,
                 time_limit_variable=TIME_LIMIT_VARIABLE,
@@ -453,5 +453,7 @@ def external_failure(error: BaseException) -> ExternalFailure | None:
     users.sort(key=lambda one: "site-packages" in one[0])  # an own file before a library such as requests
     return ExternalFailure(
         f" in {Path(users[0][0]).name}, line {users[0][1]}" if users else "",
-        Message("let every rank reach what its forward reads, or read it earlier, in __init__ or in the data loader"),
+        Message(
+            "make what the forward reads available on every rank, or read it earlier, in __init__ or in the data loader"
+        ),
     )

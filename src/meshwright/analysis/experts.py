@@ -67,7 +67,7 @@ def add_experts(
         around = tuple(f"{experts.path.rpartition('.')[0]}." for experts in found)  # the block check verifies this code
         names_left = (name for name in names if name.startswith(f"{graph.blocks}.") and not name.startswith(around))
         matrix = next((name for name in names_left if model.get_parameter(name).ndim > 1), "")
-        against = f"{matrix} stays whole" if matrix else graph.unsupported.get("slices", "")
+        against = f"{matrix} is not sharded" if matrix else graph.unsupported.get("slices", "")
     unsupported = {**graph.unsupported, "sequence": against, "matrix": matrix}
     if undivided:
         unsupported["experts"] = undivided[0]
@@ -150,11 +150,13 @@ def _analyze_experts(
         )
     except Exception as error:
         undivided.append(
-            f"{path} stays whole: it does not run by itself ({(str(error).splitlines() or [''])[0][:100]})"
+            f"{path} is not sharded: it does not run by itself ({(str(error).splitlines() or [''])[0][:100]})"
         )
         return None
     if why is not None:
-        undivided.append(f"{path}: {count} experts stay whole: what one computes is not its part of the sum ({why})")
+        undivided.append(
+            f"{path}: {count} experts are not sharded: what one computes is not its part of the sum ({why})"
+        )
         return None
     if way is None:
         known.append(f"{count} experts in {path}, each of them whole on a tensor rank")

@@ -50,7 +50,7 @@ def _set_module(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 VOCABULARY_ADAPTER_TEXT = mark_msgid(
-    "an adapter on the vocabulary ({layer}) is not trained here: leave it out of the targets"
+    "adapters on the vocabulary ({layer}) are not supported: leave it out of the targets"
 )
 
 

@@ -77,7 +77,7 @@ def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = No
     except Exception as error:
         raise InputError(
             Message(
-                "{type} cannot be copied ({reason_of}): let copy.deepcopy copy it",
+                "{type} cannot be copied ({reason_of}): make it work with copy.deepcopy",
                 type=type(model).__name__,
                 reason_of=reason_of(error),
             )
@@ -208,7 +208,7 @@ class ParamAccessGuard(TorchFunctionMode):
             if id(value) in self.live and isinstance(value, nn.Parameter):
                 self.refuse(
                     Message(
-                        "the copy of the model or the loss reads {live} of the model that is trained",
+                        "the copy of the model or the loss reads {live} of the original model",
                         live=self.live[id(value)],
                     )
                 )
@@ -237,7 +237,7 @@ def isolated_run(model: nn.Module) -> Iterator[ParamAccessGuard]:
         if id(module) in live:
             guard.refuse(
                 Message(
-                    "the copy of the model calls {live} of the model that is trained",
+                    "the copy of the model calls {live} of the original model",
                     live=live[id(module)] or Message("the forward"),
                 )
             )

@@ -116,7 +116,11 @@ def trace_ops(
         if inflow.rejected:
             watch.reject(
                 inflow.needed,
-                Message("what {layer} gives meets them, and {rejected}", layer=layer, rejected=inflow.rejected),
+                Message(
+                    "they are combined with the output of {layer}, and {rejected}",
+                    layer=layer,
+                    rejected=inflow.rejected,
+                ),
             )
         else:
             watch.trace.mla_inputs[layer] = inflow
@@ -149,7 +153,7 @@ def nested_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 ALL_FEATURES_TEXT = mark_msgid("{stack} uses {name} on all features")
-REPLICATED_TEXT = mark_msgid("{stack} meets something there that every rank has whole ({call})")
+REPLICATED_TEXT = mark_msgid("{stack} combines it with a replicated tensor ({call})")
 
 
 class OpTracer(TorchFunctionMode):
@@ -329,13 +333,13 @@ class OpTracer(TorchFunctionMode):
         self.trace.uses[id(read)].append((tuple(self.stack), weight))
         if weight in self.whole:
             if info is not None:
-                self.reject(info.columns, Message("{owner} stays whole and reads it", owner=owner))
+                self.reject(info.columns, Message("{owner} is not sharded and reads it", owner=owner))
             elif is_called and owner in self.plain:
                 self.mla_inputs.begin(owner, result)
             return
         if not is_called:
             read_columns = (info.columns if info else frozenset()) | {weight}
-            self.reject(read_columns, Message("{owner} is read without being called", owner=owner))
+            self.reject(read_columns, Message("the weight of {owner} is read outside of its forward", owner=owner))
         bias = self.plain.get(owner) if is_called else None
         bias = bias or next((other for other in weights if other != weight), None)
         dim = int((call.name == "linear" or is_conv) == (id(matrix) in self.transposed))

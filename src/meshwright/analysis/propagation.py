@@ -264,7 +264,7 @@ def _slice_of_product(
     steps = indices.diff().unique().tolist()
     if steps not in ([], [1]):
         if len(steps) > 1 or size % steps[0]:
-            raise NotShardable(Message("picks single features"))
+            raise NotShardable(Message("selects individual features"))
         # The slice takes, for example, every second feature. Each rank still has complete groups of features.
         return replace(share, dims=dims, product_slice=None)
     if share.product_slice is None:
@@ -325,15 +325,15 @@ def _propagate_broadcast(
     """
     shift = after.ndim - before.ndim
     if call.name in MATMUL_OPS and share.dims[0] >= before.ndim - 1:
-        raise NotShardable(Message("is summed over its features"))
+        raise NotShardable(Message("multiplies matrices along the sharded features"))
     if call.name in ("cat", "concat", "concatenate", "stack"):
         dim = call.argument(1, "dim", 0) % after.ndim
         if call.name == "stack":
             return replace(share, dims=tuple(place + (dim <= place) for place in share.dims), product_slice=None)
         if dim == share.dims[0]:
-            raise NotShardable(Message("joins features with others"))
+            raise NotShardable(Message("concatenates along the sharded features"))
     if call.name == "repeat" and before.shape[share.dims[0]] != after.shape[share.dims[0] + shift]:
-        raise NotShardable(Message("repeats its features as a whole"))
+        raise NotShardable(Message("repeats along the sharded features"))
     dims = tuple(dim + shift for dim in share.dims)
     if min(dims) < 0 or (call.name != "repeat_interleave" and after.shape[dims[0]] != before.shape[share.dims[0]]):
         return replace(share, dims=(), product_slice=None)

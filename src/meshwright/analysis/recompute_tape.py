@@ -285,9 +285,9 @@ class RematTape(TorchFunctionMode):
 def modified_in_place_error(dtype: torch.dtype, now: int, then: int) -> RuntimeError:
     """Returns the error for a saved tensor that was written to in place."""
     return RuntimeError(
-        f"a tensor of {dtype} that a block's backward needs was written in place after it was kept (version {now} "
+        f"a tensor of {dtype} that a block's backward needs was modified in place after it was saved (version {now} "
         f"for {then}; rc-sac): "
-        "let the model make a new tensor instead"
+        "let the model create a new tensor instead"
     )
 
 

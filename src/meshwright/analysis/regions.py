@@ -70,11 +70,11 @@ def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[li
             why = "a weight is used twice"
         inflows = {layer: inflow for layer, inflow in seen.mla_inputs.items() if inflow.consumers & weights}
         astray = next((layer for layer, inflow in inflows.items() if not inflow.consumers <= weights), None)
-        why = f"what {astray} gives goes elsewhere too" if astray and not why else why
+        why = f"the output of {astray} is also used elsewhere" if astray and not why else why
         odd = next(
             (row.owner for row in rows if row.bias and not rule_of(model.get_submodule(row.owner)).adds_bias_last), None
         )
-        why = f"{odd} has a forward of its own" if odd and not why else why
+        why = f"{odd} has a custom forward" if odd and not why else why
         if why or not rows or all(column.is_table for column in columns):
             why = (why or "no row layer follows").replace(block + ".", "").replace(block, "the block")
             time = min(

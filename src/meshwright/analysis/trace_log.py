@@ -107,19 +107,19 @@ class MlaInputTracker:
         whole = [tensor for tensor in outputs if id(tensor) not in shares and tensor.requires_grad]
         begun = frozenset().union(*(self.sources(tensor) for tensor in whole)) - layers
         if begun:
-            self.reject(layers, Message("{begun} stays whole and reads it", begun=min(begun)))
+            self.reject(layers, Message("{begun} is not sharded and reads it", begun=min(begun)))
         for tensor in whole if not begun else ():
             self.layers_by_tensor[id(tensor)] = layers
         if not whole:
             return
         if (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))) and not self.sources(given[0]):
-            self.reject(layers, Message("it is written into something else"))
+            self.reject(layers, Message("it is written into another tensor"))
         for tensor in given:
             if id(tensor) in made:
                 for layer in layers:
                     self.inputs[layer].parameters.update(dict.fromkeys(made[id(tensor)]))
             elif tensor.requires_grad and not self.sources(tensor):
-                self.reject(layers, Message("it meets what other ranks have whole"))
+                self.reject(layers, Message("it is combined with a replicated tensor"))
 
     def reject(self, layers: Iterable[str], why: str) -> None:
         """Records the reason `why` the output of `layers` cannot be a region entry."""

@@ -102,8 +102,8 @@ def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random
         else:
             if check.is_meta:
                 state.unverified_reason = (
-                    "regions are tried by their shapes alone: the model has no numbers here, a run proves them with "
-                    "numbers"
+                    "tensor-parallel regions were checked by their shapes only: the model has no values here, and a "
+                    "run verifies them with values"
                 )
                 state.findings.append(state.unverified_reason)
             answers = _verify_blocks(state, check, patterns, outer)

@@ -123,7 +123,7 @@ class HfWeights:
         ]
         for what, names, pool in (
             (Message("has no tensor"), missing, self.entries),
-            (Message("holds a tensor that this model has not:"), others, shapes),
+            (Message("holds a tensor that this model does not have:"), others, shapes),
         ):
             if names:
                 more = Message(" and {count} more", count=len(names) - 1) if len(names) > 1 else ""
@@ -155,7 +155,7 @@ class HfWeights:
         if not kind.startswith(("F", "BF")) or kind.startswith("F8"):
             raise InputError(
                 Message(
-                    "{path}: {keys} holds {kind}, not floating-point weights: undo its quantization first",
+                    "{path}: {keys} holds {kind}, not floating-point weights: dequantize it first",
                     path=self.path,
                     keys=source.keys[0][0],
                     kind=kind,
@@ -286,9 +286,7 @@ def weight_files(path: Path) -> list[Path]:
     return found
 
 
-CONVERT_HINT = Message(
-    "convert it once, where you trust it, by transformers' from_pretrained(...).save_pretrained(...)"
-)
+CONVERT_HINT = Message("convert it once, if you trust it, with transformers' from_pretrained(...).save_pretrained(...)")
 
 
 def has_weights(folder: Path) -> bool:
@@ -305,7 +303,8 @@ def has_weights(folder: Path) -> bool:
     if pickled:
         raise InputError(
             Message(
-                "model folder {folder!r}: {pickled} is pickle and is not read: {hint}; or remove it to begin anew",
+                "model folder {folder!r}: {pickled} is pickle and is not read: {hint}; or remove it to train from "
+                "random weights",
                 folder=str(folder),
                 pickled=pickled[0],
                 hint=CONVERT_HINT,
@@ -321,7 +320,7 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
             yield handle
     except (SafetensorError, OSError) as error:
         reason = str(error).partition(chr(10))[0]
-        short = Message(" (it is cut short: copy it again)") if "not fully covered" in reason else ""
+        short = Message(" (the file is truncated: copy it again)") if "not fully covered" in reason else ""
         raise InputError(
             Message("{file}: cannot be read: {reason}{short}", file=file, reason=reason, short=short)
         ) from None

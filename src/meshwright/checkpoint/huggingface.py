@@ -248,7 +248,7 @@ class MergedLora:
         if change.shape != weight.shape:
             raise InputError(
                 Message(
-                    "{path}: the adapter of {name} is {shape}, its weight {weight_shape}",
+                    "{path}: the adapter of {name} has shape {shape}, but its weight has shape {weight_shape}",
                     path=self.reader.path,
                     name=name,
                     shape=list(change.shape),
@@ -336,7 +336,7 @@ def export_weights(
     if dtype is not None and (dtype not in DTYPE_BY_NAME or not DTYPE_BY_NAME[dtype].is_floating_point):
         raise InputError(
             Message(
-                "dtype {dtype!r} is not a floating-point type{hint}; such are float32, bfloat16, float16",
+                "dtype {dtype!r} is not a floating-point type{hint}; use float32, bfloat16 or float16",
                 dtype=dtype,
                 hint=did_you_mean(dtype, DTYPE_BY_NAME),
             )

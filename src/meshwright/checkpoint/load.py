@@ -148,7 +148,8 @@ def _check_tensors(path: Path, manifest: CheckpointManifest, by_name: dict[str, 
             if not cast and dtype_name(tensor.dtype) != entry.dtype:
                 raise InputError(
                     Message(
-                        "{path}: {name} is {dtype}, this job's is {dtype_name}: keep workload.precision",
+                        "{path}: {name} is {dtype}, but this job uses {dtype_name}: use the workload.precision of "
+                        "the checkpoint",
                         path=path,
                         name=name,
                         dtype=entry.dtype,
@@ -158,7 +159,7 @@ def _check_tensors(path: Path, manifest: CheckpointManifest, by_name: dict[str, 
             if tensor.dim() != 1 or tensor.numel() != piece.stop - piece.start:
                 raise InputError(
                     Message(
-                        "{name}: the wanted piece has {stop} elements, its tensor {shape}",
+                        "{name}: the requested shard has {stop} elements, but its tensor has shape {shape}",
                         name=name,
                         stop=piece.stop - piece.start,
                         shape=list(tensor.shape),

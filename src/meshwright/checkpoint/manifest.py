@@ -164,7 +164,7 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
     if digest.encode() != head[1]:
         raise CorruptCheckpoint(
             Message(
-                "{where}: its xxh3 is {digest}, its first line says {recorded}: damaged",
+                "{where}: its xxh3 is {digest}, but its first line records {recorded}: damaged",
                 where=where,
                 digest=digest,
                 recorded=head[1].decode(),
@@ -179,7 +179,7 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
     if parse_step(folder) not in (None, manifest.step):
         raise CorruptCheckpoint(
             Message(
-                "{where}: is stale: it is of step {step}, its folder is {folder}",
+                "{where}: is stale: it belongs to step {step}, but its folder is {folder}",
                 where=where,
                 step=manifest.step,
                 folder=folder.name,
@@ -204,10 +204,13 @@ def _manifest_contradictions(manifest: CheckpointManifest) -> Iterator[str]:
     used: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for file, shard in manifest.files.items():
         if not SHARD_NAME_PATTERN.fullmatch(file):
-            yield Message("file name {file!r} is not one of a checkpoint", file=file[:80])
+            yield Message("{file!r} is not the name of a checkpoint file", file=file[:80])
         if shard.data > shard.bytes:
             yield Message(
-                "{file}: data begin at {data} of {bytes} bytes", file=file, data=shard.data, bytes=shard.bytes
+                "{file}: its data begin at byte {data}, but it has only {bytes} bytes",
+                file=file,
+                data=shard.data,
+                bytes=shard.bytes,
             )
     problem = first_contradiction(manifest.tensors)
     if problem:
@@ -246,13 +249,15 @@ def _shape_problem(entry: TensorEntry) -> str | None:
     if entry.dtype not in DTYPE_BY_NAME:
         return Message("dtype {dtype!r} is not one of {names}", dtype=entry.dtype[:40], names=", ".join(DTYPE_BY_NAME))
     if entry.numel > _MAX_COUNT:
-        return Message("shape {shape} is beyond any memory", shape=list(entry.shape))
+        return Message("shape {shape} is too large for any memory", shape=list(entry.shape))
     if entry.split is not None and entry.split >= len(entry.shape):
-        return Message("split along dimension {split} of shape {shape}", split=entry.split, shape=list(entry.shape))
+        return Message(
+            "is split along dimension {split}, but its shape is {shape}", split=entry.split, shape=list(entry.shape)
+        )
     for part in entry.pieces:
         size = 0 if entry.split is None else entry.shape[entry.split]
         if entry.split is None and part.intervals:
-            return Message("has intervals and no split")
+            return Message("has intervals but no split dimension")
         if any(not start <= stop <= size for start, stop in part.intervals):
             return Message(
                 "intervals {intervals} are outside dimension {split} of {size}",
@@ -263,7 +268,7 @@ def _shape_problem(entry: TensorEntry) -> str | None:
         local = math.prod(entry.piece("", part).local_shape)
         if not part.start <= part.stop <= local:
             return Message(
-                "run [{start}, {stop}) is outside a part of {local} elements",
+                "elements [{start}, {stop}) are outside a shard of {local} elements",
                 start=part.start,
                 stop=part.stop,
                 local=local,

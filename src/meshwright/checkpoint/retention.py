@@ -105,7 +105,7 @@ def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[st
                 break  # without a serial, the age of this checkpoint is unknown: the next checkpoint may be newer
         else:
             first = first or problem
-            say(Message("checkpoint {path} is passed over: {problem}", path=path.name, problem=problem))
+            say(Message("checkpoint {path} is skipped: {problem}", path=path.name, problem=problem))
     if valid:
         return max(valid, key=lambda path: _read_serial(path) or 0)
     if found:

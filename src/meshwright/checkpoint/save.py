@@ -265,15 +265,13 @@ class _SaveOperation:
         handle = storage.open_regular_file(path)
         try:
             if storage.digest_range(handle, 0, written.data) != written.header_xxh3:
-                text = mark_msgid(
-                    "{path}: its header reads back otherwise than written; the disk or its driver is at fault"
-                )
+                text = mark_msgid("{path}: its header differs when it is read back; the disk or its driver is faulty")
                 raise _SaveRefused(Message(text, path=path.name))
             for key, piece in mine.items():
                 at = written.offsets[key]
                 if storage.digest_range(handle, at, at + _shard_bytes(piece)) != live[key]:
                     text = mark_msgid(
-                        "{path}: {piece} reads back otherwise than it is in memory: wrong data were written"
+                        "{path}: {piece} differs from memory when it is read back: wrong data were written"
                     )
                     raise _SaveRefused(Message(text, path=path.name, piece=piece.name))
         finally:
@@ -421,12 +419,12 @@ def shard_key(piece: ShardMetadata) -> str:
 
 def _check_shard(piece: ShardMetadata, tensor: torch.Tensor) -> None:
     if not re.fullmatch(TENSOR_NAME_PATTERN, piece.name):
-        raise _SaveRefused(Message("{piece!r} cannot name a tensor", piece=piece.name[:80]))
+        raise _SaveRefused(Message("{piece!r} is not a valid tensor name", piece=piece.name[:80]))
     if piece.dtype not in DTYPE_BY_NAME:
         text = mark_msgid("{piece}: dtype {dtype!r} is not one of {names}")
         raise _SaveRefused(Message(text, piece=piece.name, dtype=piece.dtype, names=", ".join(DTYPE_BY_NAME)))
     if tensor.dim() != 1 or tensor.numel() != piece.stop - piece.start or dtype_name(tensor.dtype) != piece.dtype:
-        text = mark_msgid("{piece}: the piece says {count} elements of {dtype}, its tensor is {type}{shape}")
+        text = mark_msgid("{piece}: expected {count} elements of {dtype}, but its tensor is {type}{shape}")
         fields = {"piece": piece.name, "count": piece.stop - piece.start, "dtype": piece.dtype}
         raise _SaveRefused(Message(text, **fields, type=dtype_name(tensor.dtype), shape=list(tensor.shape)))
 
@@ -468,7 +466,7 @@ def _check_complete(pieces: Iterable[ShardMetadata]) -> None:
         parts[_tensor_key(piece)].append(part)
     problem = first_contradiction(_tensor_entries(parts))
     if problem:
-        raise _SaveRefused(Message("{problem}: the ranks together do not hold it", problem=problem))
+        raise _SaveRefused(Message("{problem}: the shards of all ranks together are incomplete", problem=problem))
 
 
 def _json_round_trip(value: Any, where: str = "$") -> Any:

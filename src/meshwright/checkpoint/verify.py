@@ -56,7 +56,7 @@ class CheckpointReader:
             except (OSError, EOFError) as error:
                 problem = Message(
                     "its header cannot be read: {reason}{lost}",
-                    reason=getattr(error, "strerror", None) or Message("the file ends in it"),
+                    reason=getattr(error, "strerror", None) or Message("the file ends inside the header"),
                     lost=self._lost_tensors(file, 0),
                 )
             if problem:
@@ -80,8 +80,7 @@ class CheckpointReader:
             )
         if size > MAX_INLINE_FILE_BYTES and storage.is_sparse(handle):
             return Message(
-                "has {size} bytes, of which the disk holds less than a hundredth: damaged, or never written "
-                "whole{lost}",
+                "has {size} bytes, but less than 1 % of them are on disk: damaged, or never completely written{lost}",
                 size=size,
                 lost=self._lost_tensors(file, 0),
             )
@@ -101,14 +100,14 @@ class CheckpointReader:
             return None
         if said["step"] != str(self.manifest.step):
             return Message(
-                "is stale: it is of step {step}, this checkpoint of step {expected}{lost}",
+                "is stale: it belongs to step {step}, but this checkpoint is of step {expected}{lost}",
                 step=said["step"][:20],
                 expected=self.manifest.step,
                 lost=self._lost_tensors(file, 0),
             )
         if said["id"] != self.manifest.id:
             return Message(
-                "is stale: it is of save {id}, this checkpoint of save {expected}{lost}",
+                "is stale: it belongs to save {id}, but this checkpoint is of save {expected}{lost}",
                 id=said["id"][:20],
                 expected=self.manifest.id,
                 lost=self._lost_tensors(file, 0),
@@ -132,7 +131,7 @@ class CheckpointReader:
         return (
             Message("; it holds {names}{more}", names=names[0], more=more)
             if names and not end
-            else Message("; lost are {names}{more}", names=names[0], more=more)
+            else Message("; it has lost {names}{more}", names=names[0], more=more)
             if names
             else ""
         )

@@ -115,7 +115,7 @@ class Attempt:
         if event["event"] == "started":
             self.living[rank] = event["pid"]
         elif event["event"] == "refused":
-            lives = Message("process {pid} of an earlier generation still lives in its place", pid=event.get("pid"))
+            lives = Message("process {pid} of an earlier generation is still alive", pid=event.get("pid"))
             words = Message("was not started: {why}", why=event.get("why") or lives)
             self.failures.setdefault(rank, RankExit(rank, now, -signal.SIGKILL, words=words))
         elif event["event"] == "said" and event["message"]["kind"] == "failed":

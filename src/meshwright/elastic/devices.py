@@ -339,7 +339,7 @@ class DeviceExclusion:
         if before < least * after:
             return Message("a step would take {after:.2f} times as long", after=after / before)
         if self.leaving is not None and (before - after) * left < self.leaving.starts * self._cost:
-            return Message("{left} steps more do not make up for starting again", left=left)
+            return Message("the remaining {left} steps do not make up for a restart", left=left)
         return ""
 
     def _change(self, words: str, before: float, predicted: float, world: int) -> None:
@@ -360,7 +360,7 @@ class DeviceExclusion:
             if out.times and now > out.since + self.leaving.rest * 2 ** (self._spells[slot] - 1)
         ]
         if rested:
-            self.come_back(rested, Message("it has rested: tried again"))
+            self.come_back(rested, Message("it was left out long enough: it is tried again"))
             return None
         requested = [slot for slot, out in there.items() if out.times]
         if not self.leaving.probe or not requested or self._measuring or now < self._measured + self.leaving.every:
@@ -385,7 +385,10 @@ class DeviceExclusion:
         if out.good >= READMISSION_PROBES:
             self.come_back(
                 [slot],
-                Message("it multiplies {first:.1f} times as fast as when it was left out", first=out.first / seconds),
+                Message(
+                    "it multiplies matrices {first:.1f} times as fast as when it was left out",
+                    first=out.first / seconds,
+                ),
             )
 
     def probed(self) -> None:

@@ -19,9 +19,9 @@ from meshwright.core.units import show_seconds
 from meshwright.spec.record import EVENTS_FILE_NAME, RunEvent
 
 NODE_EVENT_TEXTS = {
-    "node_joined": mark_msgid("node {name} has come, with room for {devices} ranks"),
+    "node_joined": mark_msgid("node {name} has joined, with room for {devices} ranks"),
     "node_lost": mark_msgid("node {name} {why}"),
-    "node_leaving": mark_msgid("node {name} is asked to go ({signal})"),
+    "node_leaving": mark_msgid("node {name} is asked to leave ({signal})"),
     "refusal": "{line}",
     "notice": "{line}",
 }
@@ -197,7 +197,7 @@ class EventLog:
         since = Message("step {saved}", saved=self._saved) if self._saved else Message("the start of this command")
         more = (
             Message(
-                "; {unsaved} saves in a row have failed, none since {since} is on disk",
+                "; {unsaved} saves in a row have failed, and no checkpoint since {since} is on disk",
                 unsaved=self._unsaved,
                 since=since,
             )

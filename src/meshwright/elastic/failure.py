@@ -27,14 +27,16 @@ LOG_TAIL_BYTES = 1 << 18
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 """The signals on which Python writes a stack trace."""
 SIGNAL_CAUSES = {
-    "SIGABRT": mark_msgid("killed by {signal}: a library gave up (gloo does so when ranks disagree on a size)"),
+    "SIGABRT": mark_msgid(
+        "killed by {signal}: a library aborted the process (gloo does so when ranks disagree on a size)"
+    ),
     "SIGSEGV": mark_msgid(
-        "killed by {signal}: a native library read or wrote where it must not (under z3 such are weights read outside "
-        "of the module that holds them)"
+        "killed by {signal}: a native library accessed invalid memory (under z3, weights that are read outside of "
+        "the module that holds them)"
     ),
     "SIGBUS": mark_msgid(
-        "killed by {signal}: a mapped file was cut, its disk (--offload-to) cannot be read any more, or that of "
-        "/dev/shm is full"
+        "killed by {signal}: a mapped file was truncated, its disk (--offload-to) can no longer be read, or /dev/shm "
+        "is full"
     ),
 }
 """The message ids of the likely cause, by signal."""

@@ -71,7 +71,7 @@ class StartupProgress:
             words = (
                 Message("rank {rank} builds the model and opens its data", rank=rank)
                 if phase == RankPhase.build
-                else Message("rank {rank} reads what it goes on from", rank=rank)
+                else Message("rank {rank} loads the state that it resumes from", rank=rank)
             )
         self.note(Message("starting, {now}: {words}", now=show_seconds(now - self._began), words=words))
 

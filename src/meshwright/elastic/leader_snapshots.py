@@ -71,10 +71,10 @@ class LeaderSnapshots:
             else:
                 reasons.append(why)
         if found and not policy.adopts:
-            found, reasons = {}, [Message("are not wanted (run.restart)")]
+            found, reasons = {}, [Message("are not used, because of run.restart")]
         newest = newest_complete_version(found)
         if newest is None and any(found.values()):
-            reasons.append(Message("are not those of all ranks"))
+            reasons.append(Message("are incomplete: those of some ranks are missing"))
         own = retained.sets.pop(newest.key, None) if retained is not None and newest is not None else None
         if retained is not None:
             retained.close()

@@ -88,9 +88,9 @@ def plan_for_devices(
 
 def _planning_expired(fewest: int, most: int) -> NothingFits:
     if fewest == most:
-        template = mark_msgid("no plan for {most} ranks was found in {seconds:.0f} s: ask for fewer")
+        template = mark_msgid("no plan for {most} ranks was found in {seconds:.0f} s: request fewer ranks")
     else:
-        template = mark_msgid("no plan for {fewest} to {most} ranks was found in {seconds:.0f} s: ask for fewer")
+        template = mark_msgid("no plan for {fewest} to {most} ranks was found in {seconds:.0f} s: request fewer ranks")
     return NothingFits(Message(template, fewest=fewest, most=most, seconds=PLANNING_SECONDS))
 
 
@@ -210,7 +210,7 @@ class RankCountRequest:
         except OSError as error:
             self._say(
                 Message(
-                    "the number of ranks that is asked for cannot be read: {failure}",
+                    "the requested number of ranks cannot be read: {failure}",
                     failure=storage.describe_failure(error),
                 )
             )
@@ -220,7 +220,8 @@ class RankCountRequest:
         if not 1 <= wanted <= most:
             self._say(
                 Message(
-                    "{path} asks for {text!r} ranks: a number from 1 to {most} is wanted here; goes on as before",
+                    "{path} requests {text!r} ranks, but expected is a number from 1 to {most}; the run goes on as "
+                    "before",
                     path=path,
                     text=text,
                     most=most,

@@ -67,7 +67,9 @@ class RestartPolicy:
                 if same
                 else Message("{in_row} failures without a step between them", in_row=self.in_row)
             )
-            return Message("gave up after {again}: going on would not help; the last checkpoint stays", again=again)
+            return Message(
+                "gave up after {again}: another restart would not help; the last checkpoint is kept", again=again
+            )
         return ""
 
     @property

@@ -127,7 +127,9 @@ class SnapshotAdoption:
         self._before, journal.last = end, last_step_of_run(self.folder)
         place = {**found.holdings.place(0), "rank": None, "generation": found.generation, "detection": found.seconds}
         journal.fault(
-            cause=Message("the supervisor was killed"), decision=Message("another one adopts its snapshots"), **place
+            cause=Message("the supervisor was killed"),
+            decision=Message("a new supervisor adopts its snapshots"),
+            **place,
         )
         return found
 
@@ -148,9 +150,9 @@ class SnapshotAdoption:
     def _read(self, end: socket.socket, work: RankJob, hold: AdoptionPolicy) -> tuple[AdoptedSnapshots | None, str]:
         """Returns the adopted snapshots and '', or None and the reason."""
         if not is_same_user(end):
-            return None, Message("are those of another user")
+            return None, Message("belong to another user")
         if not hold.adopts:
-            return None, Message("are not wanted (run.restart)")
+            return None, Message("are not used, because of run.restart")
         try:
             with end.makefile("rb") as lines:
                 line = lines.readline(MAX_STATE_BYTES)
@@ -166,10 +168,12 @@ class SnapshotAdoption:
         state = parse_message(line)
         if state["version"] != __version__:
             return None, Message(
-                "are of version {version}, this is {version_2}", version=state["version"], version_2=__version__
+                "are of version {version}, but this is version {version_2}",
+                version=state["version"],
+                version_2=__version__,
             )
         if state["job"] != hold.job:
-            return None, Message("are of another job")
+            return None, Message("belong to another job")
         process = peer_credentials(end)[0]
         holdings = None
         for each in reversed(state["sets"]):  # a newer set is usable only if all ranks have written a snapshot to it
@@ -216,7 +220,7 @@ class SnapshotAdoption:
             self._is_reported = True
             self.note(
                 Message(
-                    "nothing holds the snapshots if this process is killed, which would cost the steps since the last "
+                    "if this process is killed, the snapshots are lost, and with them the steps since the last "
                     "checkpoint: {error}",
                     error=error,
                 )

@@ -115,10 +115,10 @@ def read_inventory(message: Any, job: str) -> tuple[SnapshotInventory | None, st
         if message["version"] != __version__:
             version = escape_unprintable(str(message["version"])[:MAX_KEY_LENGTH])
             return None, Message(
-                "are of version {version}, this is {version_2}", version=version, version_2=__version__
+                "are of version {version}, but this is version {version_2}", version=version, version_2=__version__
             )
         if message["job"] != job:
-            return None, Message("are of another job or run")
+            return None, Message("belong to another job or run")
         return {_text(each["key"]): _retained_set(each) for each in message["sets"][:MAX_SETS]}, ""
     except (ValueError, KeyError, TypeError, IndexError) as error:
         return None, Message("cannot be read ({name}: {error})", name=type(error).__name__, error=error)

@@ -292,13 +292,13 @@ class Supervisor:
             Message("ranks start again")
             if change.world is None
             else Message(
-                "it was the last {bad_rank_faults} times too: goes on with {world} ranks",
+                "this rank also failed the last {bad_rank_faults} times: goes on with {world} ranks",
                 bad_rank_faults=BAD_RANK_FAULTS,
                 world=change.world,
             )
         )
         if change.leaner is not None:
-            decision = Message("in the same step again: a plan that takes less memory")
+            decision = Message("out of memory in the same step again: goes on with a plan that takes less memory")
         self._journal.fault(decision=decision, **place)
         return True
 
@@ -328,7 +328,7 @@ class Supervisor:
             return
         self.note(
             Message(
-                "room for {places} of {world} ranks: waiting {seconds:.0f} s for a node",
+                "the nodes have room for {places} of {world} ranks: waiting {seconds:.0f} s for another node",
                 places=places,
                 world=self.work.world,
                 seconds=self.care.rejoin_timeout,
@@ -377,7 +377,8 @@ def _request_stop(run: Supervisor, now: Attempt) -> None:
     run._stop.deadline = run._agent.outside.clock() + run.grace_period
     run.note(
         Message(
-            "{reason}: the step ends, then everything is saved (at most {seconds:.0f} s); once more to stop at once",
+            "{reason}: the run ends after this step and saves everything (at most {seconds:.0f} s); send the signal "
+            "again to stop at once",
             reason=reason,
             seconds=run.grace_period,
         )
@@ -427,7 +428,7 @@ def _lower_memory_job(run: Supervisor) -> RankJob | None:
     if run.care.leaner is None:
         return None
     try:
-        with report_if_overdue(lambda: run.note(Message("still planning for less memory"))):
+        with report_if_overdue(lambda: run.note(Message("still searching for a plan that takes less memory"))):
             return run.care.leaner(run.work)
     except MeshwrightError as error:
         run.note(Message("cannot go on with less memory: {error}", error=error))

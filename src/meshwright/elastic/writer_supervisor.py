@@ -114,7 +114,7 @@ class WriterSupervisor:
             self._process, self._moved = event["pid"], self.clock()
         elif kind == "refused":
             lives = Message(
-                "process {pid}, which wrote one before, still waits for its disk and cannot be ended",
+                "process {pid}, which wrote an earlier checkpoint, still waits for its disk and cannot be killed",
                 pid=event.get("pid"),
             )
             why = event.get("why")

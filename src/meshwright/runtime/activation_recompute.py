@@ -109,8 +109,8 @@ class MutatedBuffers:
         if delayed is not None:
             raise InputError(
                 Message(
-                    "the buffer {delayed} of a block is moved on in some passes and was not in the first one, so that "
-                    "what is recomputed would read another value: leave recompute out",
+                    "the buffer {delayed} of a block changes in some passes but did not change in the first one, so "
+                    "recompute would read a wrong value: leave recompute out",
                     delayed=delayed,
                 )
             )
@@ -196,7 +196,7 @@ class RecomputePolicy:
                 raise
             raise InputError(
                 Message(
-                    "this block takes gradients by torch.func, which lets nobody else keep what it needs: leave "
+                    "this block computes gradients with torch.func, which does not allow saved-tensor hooks: leave "
                     "recompute and off-activations out"
                 )
             ) from None
@@ -288,8 +288,8 @@ def _recompute_attention(forward: BlockForward) -> BlockForward:
         if not core.met:
             raise InputError(
                 Message(
-                    "recompute selective: this block calls no scaled_dot_product_attention whose inside could be "
-                    'computed again; build the model with attn_implementation="sdpa", or take rc-full'
+                    "recompute selective: this block does not call scaled_dot_product_attention, so its attention "
+                    'cannot be recomputed; build the model with attn_implementation="sdpa", or use rc-full'
                 )
             )
         return output

@@ -376,7 +376,7 @@ def unused_accelerator_warning(found: torch.device | None) -> str:
     """Returns the warning about the accelerator `found`, which has no backend; '' if `found` is None.
 
     >>> unused_accelerator_warning(torch.device("mps"))
-    'this machine has an accelerator of the kind mps, which is not used: training runs on its cores'
+    'this machine has an accelerator of type mps, which Meshwright does not support: training runs on the CPU'
     >>> unused_accelerator_warning(None)
     ''
     """
@@ -384,7 +384,8 @@ def unused_accelerator_warning(found: torch.device | None) -> str:
         ""
         if found is None
         else Message(
-            "this machine has an accelerator of the kind {type}, which is not used: training runs on its cores",
+            "this machine has an accelerator of type {type}, which Meshwright does not support: training runs on the "
+            "CPU",
             type=found.type,
         )
     )

@@ -144,7 +144,7 @@ def compile_seconds() -> float:
 def first_step_message(took: float) -> str:
     """Returns the message after a run's first step, which took `took` seconds."""
     return Message(
-        "compiled blocks: {compiler:.1f} s for the compiler up to the end of the first step, which took {step:.1f} s",
+        "compiled blocks: the compiler took {compiler:.1f} s until the end of the first step, which took {step:.1f} s",
         compiler=compile_seconds(),
         step=took,
     )

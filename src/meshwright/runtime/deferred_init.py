@@ -269,7 +269,7 @@ class DeferredInit(TorchDispatchMode):
         drawn = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             if not written and not func._schema.name.endswith("_like"):
-                raise InputError(Message("{func} draws numbers that depend on a parameter", func=func))
+                raise InputError(Message("{func} draws random numbers that depend on a parameter", func=func))
             drawn = self._draw(func, args, kwargs)
         own = {_storage_key(tensor) for tensor in written}
         if len(own) > 1:
@@ -294,7 +294,12 @@ class DeferredInit(TorchDispatchMode):
             self.notes.untouched.pop(_storage_key(tensor), None)
             known = self.notes.given.get(_storage_key(tensor))
             if known is not None and not known[2].expired():
-                raise InputError(Message("{func} writes to a parameter past the module that holds it", func=func))
+                raise InputError(
+                    Message(
+                        "{func} writes to the original tensor of a parameter, not to the parameter of its module",
+                        func=func,
+                    )
+                )
         result = func(*args, **kwargs)
         if func._schema.name in EMPTY_OPS:
             self.notes.untouched[_storage_key(result)] = StorageWeakRef(result.untyped_storage())
@@ -306,7 +311,7 @@ class DeferredInit(TorchDispatchMode):
         chosen = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Generator)]
         generator = chosen[0] if chosen else torch.default_generator
         if not backend_of(generator.device).memory_is_host:
-            raise InputError(Message("{func} draws numbers on {device}", func=func, device=generator.device))
+            raise InputError(Message("{func} draws random numbers on {device}", func=func, device=generator.device))
         state = generator.get_state()
         self.notes.digest.update(state.numpy().tobytes())
 
@@ -334,7 +339,7 @@ class DeferredInit(TorchDispatchMode):
         if before.dtype != tensor.dtype:
             raise InputError(
                 Message(
-                    "{operation} writes {dtype} to a parameter of {parameter_dtype}",
+                    "{operation} writes {dtype} to a parameter of dtype {parameter_dtype}",
                     operation=step.operation,
                     dtype=tensor.dtype,
                     parameter_dtype=before.dtype,
@@ -491,8 +496,9 @@ def check_unchanged_after_recording(model: nn.Module, later: DeferredInit) -> No
             what = f"became {str(parameter.dtype).removeprefix('torch.')}" if lost else "was written to"
             raise InputError(
                 Message(
-                    "{name} {what} behind `with deferred_init()`, where nothing is followed any more: do that inside "
-                    "the block (model.double() too), or leave it to parallelize, whose `precision` says the type",
+                    "{name} {what} after `with deferred_init()`, where operations are no longer recorded: do that "
+                    "inside the block (model.double() too), or leave it to parallelize, whose `precision` sets the "
+                    "dtype",
                     name=name,
                     what=what,
                 )

@@ -63,9 +63,10 @@ def check_batch_norm(path: str, plan: Plan, passes: int) -> None:
     if path and plan.dp * passes > 1:
         raise InputError(
             Message(
-                "plan {plan}: {path} is a norm with statistics of the batch, and {dp} x {passes} parts of the batch "
-                "have other statistics than the whole: use dp1 with the batch as one micro-batch (tp stays exact), a "
-                "norm without them (GroupNorm), or put it in eval mode, where its statistics are fixed",
+                "plan {plan}: {path} is a norm with batch statistics, and {dp} x {passes} parts of the batch have "
+                "other statistics than the whole batch: use dp1 with the batch as one micro-batch (tp stays exact), "
+                "use a norm without batch statistics (GroupNorm), or put it in eval mode, where its statistics are "
+                "fixed",
                 plan=plan.name,
                 path=path,
                 dp=plan.dp,
@@ -259,8 +260,8 @@ class StageExecutor:
         if any(unit.wgrad_queue is not None and unit.wgrad_queue.is_open for unit in self.reducer.units):
             raise InputError(
                 Message(
-                    "plan {plan}: a block takes gradients inside of its forward, where zero-bubble schedules put "
-                    "those of weights off: use 1f1b or interleaved",
+                    "plan {plan}: a block computes gradients inside its forward, but zero-bubble schedules delay the "
+                    "weight gradients: use 1f1b or interleaved",
                     plan=plan.name,
                 )
             )
@@ -268,9 +269,9 @@ class StageExecutor:
         if block is not None and (plan.zero == 3 or plan.stages > 1):
             raise InputError(
                 Message(
-                    "plan {plan}: {block} runs in some passes and not in others (layers dropped at random?): ZeRO 3 "
-                    "and pipelines need every block of a stage in every pass: turn it off (layerdrop 0) or use z2 at "
-                    "most on pp1",
+                    "plan {plan}: {block} runs in some passes and not in others (layers dropped at random?), but "
+                    "ZeRO 3 and pipelines need every block of a stage in every pass: turn layer dropping off "
+                    "(layerdrop 0) or use z2 at most on pp1",
                     plan=plan.name,
                     block=self.anatomy.block(block),
                 )

@@ -177,7 +177,7 @@ class ChunkedHead:
         if self.labels.numel() != x.shape[:-1].numel():
             raise InputError(
                 Message(
-                    "lc{chunks}: the head is given {shape} places for {labels} labels: leave lc out",
+                    "lc{chunks}: the head gets {shape} positions, but there are {labels} labels: leave lc out",
                     chunks=self.chunks,
                     shape=x.shape[:-1].numel(),
                     labels=self.labels.numel(),
@@ -198,8 +198,7 @@ class ChunkedHead:
         if made is None or made[0] is not logits:
             raise InputError(
                 Message(
-                    "lc{chunks}: the model goes on computing with what its head gives (a cap or a scale of logits): "
-                    "leave lc out",
+                    "lc{chunks}: the model changes the logits after its head (a soft cap or a scale): leave lc out",
                     chunks=self.chunks,
                 )
             )
@@ -213,7 +212,7 @@ def check_chunked_head(anatomy: ModelGraph, plan: Plan, own_loss: bool) -> None:
         InputError: The loss is the user's, or the model has no vocabulary head.
     """
     if plan.loss_chunks > 1 and (own_loss or anatomy.head is None):
-        why = "a loss of one's own needs the logits" if own_loss else "this model has no vocabulary head"
+        why = "a user-defined loss needs the logits" if own_loss else "this model has no vocabulary head"
         raise InputError(
             Message(
                 "plan {plan}: lc{loss_chunks}: {why}: leave lc out",
@@ -333,17 +332,17 @@ class LossHead:
         if loss is not None and piece is not None:
             raise InputError(
                 Message(
-                    "cp: a loss of one's own sees a piece of the output beside the whole batch: use cp1, or let the "
-                    "model return logits"
+                    "cp: a user-defined loss would get a piece of the output and the whole batch: use cp1, or let "
+                    "the model return logits"
                 )
             )
         name = type(model).__name__
         if loss is None and requires_input(model, "labels"):
             raise InputError(
                 Message(
-                    "{name}.forward demands labels, which are kept for the loss: give them a default and return "
-                    "logits, or let the model make its own loss with parallelize(..., loss=lambda output, batch: "
-                    "output['loss'])",
+                    "{name}.forward requires labels, but the trainer passes them only to the loss: give them a "
+                    "default and return logits, or let the model compute its own loss with parallelize(..., "
+                    "loss=lambda output, batch: output['loss'])",
                     name=name,
                 )
             )
@@ -426,8 +425,8 @@ def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.
         why = str(error).partition("\n")[0] if rule else "it says no rule"
         raise InputError(
             Message(
-                "the batch has no 'decoder_input_ids' and {type} cannot make them of 'labels' ({why}): put them in "
-                "the batch, or set decoder_start_token_id and pad_token_id in its config",
+                "the batch has no 'decoder_input_ids' and {type} cannot compute them from 'labels' ({why}): add them "
+                "to the batch, or set decoder_start_token_id and pad_token_id in its config",
                 type=type(model).__name__,
                 why=why,
             )
@@ -441,7 +440,7 @@ def num_rows(batch: Batch) -> int:
     if not sizes:
         raise InputError(Message("the batch holds no tensors"))
     if len(set(sizes.values())) > 1:
-        raise InputError(Message("the tensors of the batch differ in rows: {sizes}", sizes=sizes))
+        raise InputError(Message("the tensors of the batch have different numbers of rows: {sizes}", sizes=sizes))
     return next(iter(sizes.values()))
 
 

@@ -73,8 +73,8 @@ def describe_state(value: Any, name: str) -> StateDescription:
         return {type(value).__name__: [describe_state(part, name) for part in value]}
     raise InputError(
         Message(
-            "a checkpoint cannot hold the optimizer's state of {name}, which has a {type}: keep tensors, numbers, and "
-            "lists and dicts of them there",
+            "a checkpoint cannot store the optimizer state of {name}, which contains a {type}: use only tensors, "
+            "numbers, and lists and dicts of them",
             name=name,
             type=type(value).__name__,
         )
@@ -152,8 +152,8 @@ def serializable_extra_states(model: nn.Module, keys: Sequence[str]) -> dict[str
         if not same:
             raise InputError(
                 Message(
-                    "a checkpoint cannot hold {name}, which is a {type}: let get_extra_state give numbers, words, and "
-                    "lists and dicts of them, or keep tensors as buffers",
+                    "a checkpoint cannot store {name}, which is a {type}: let get_extra_state return numbers, "
+                    "strings, and lists and dicts of them, or keep tensors as buffers",
                     name=name,
                     type=type(value).__name__,
                 )

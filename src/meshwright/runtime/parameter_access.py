@@ -59,8 +59,8 @@ def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> It
     if engine.recipe.local is not None and write:
         raise InputError(
             Message(
-                "full_parameters: replicas that make local steps have weights of their own: read them, or write a "
-                "checkpoint and load it"
+                "full_parameters: replicas that take local steps have different weights, which cannot be written "
+                "together: only read them, or write a checkpoint and load it"
             )
         )
     engine.zero.external_writes.sync(engine)
@@ -92,7 +92,7 @@ def _parameter_names(engine: Engine, module: nn.Module | None) -> list[str]:
         path for path, each in engine.model.named_modules(remove_duplicate=False) if module is None or each is module
     ]
     if not paths:
-        raise InputError(Message("full_parameters: {type} is no module of this model", type=type(module).__name__))
+        raise InputError(Message("full_parameters: {type} is not a module of this model", type=type(module).__name__))
     names = [*engine.shapes, *engine.extra_state.shared_names]
     inside = [name for name in names if any(not path or name.startswith(f"{path}.") for path in paths)]
     return list(dict.fromkeys(engine.extra_state.shared_names.get(name, name) for name in inside))
@@ -175,7 +175,7 @@ def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int
             if (shape, bits) != found[0][name]:
                 raise InputError(
                     Message(
-                        "full_parameters: {name} was changed in another way on rank {rank} than on rank 0: make the "
+                        "full_parameters: {name} was changed differently on rank {rank} than on rank 0: make the "
                         "same change on every rank",
                         name=name,
                         rank=rank,
@@ -231,7 +231,7 @@ def _check_load(plan: str, module: nn.Module, given: dict[str, Any], prefix: str
         if isinstance(tensor, InaccessibleTensor):
             raise InputError(
                 Message(
-                    "plan {plan}: load_state_dict: this rank holds a shard of {name} {shape} alone: {way}",
+                    "plan {plan}: load_state_dict: this rank holds only a shard of {name} {shape}: {way}",
                     plan=plan,
                     name=name,
                     shape=tuple(tensor.shape),

@@ -320,8 +320,9 @@ def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: d
     if saved["groups"] and len(saved["groups"]) != len(optimizer.param_groups):
         raise InputError(
             Message(
-                "the checkpoint's optimizer has {stored} groups of parameters, this one has {count}, so that rates "
-                "and decays would be those of other parameters: make the groups that were saved",
+                "the optimizer of the checkpoint has {stored} parameter groups, but this one has {count}, so "
+                "learning rates and weight decays would apply to the wrong parameters: create the groups that were "
+                "saved",
                 stored=len(saved["groups"]),
                 count=len(optimizer.param_groups),
             )

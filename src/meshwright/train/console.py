@@ -55,7 +55,7 @@ class RunConsole:
         if kind in self._heeded:
             self._heeded[kind](message)
         elif kind not in SILENT_KINDS:
-            self.note(Message("a rank says {kind!r}, which this version does not know: passed over", kind=kind))
+            self.note(Message("a rank sent a message of the unknown kind {kind!r}, which is ignored", kind=kind))
 
     def note(self, line: str) -> None:
         """Prints a permanent line, translated."""
@@ -122,9 +122,8 @@ class RunConsole:
         if record.step == self.first + WARMUP_STEPS and waited > record.seconds / 2:
             self.note(
                 Message(
-                    "step {step} waited {waited} of {seconds} for offloaded data: a folder on a faster disk "
-                    "(--offload-to), or a smaller offload fraction (off-optimizer-disk50, off-activations-disk8), "
-                    "waits less",
+                    "step {step} waited {waited} of {seconds} for offloaded data: use a folder on a faster disk "
+                    "(--offload-to), or a smaller offload fraction (off-optimizer-disk50, off-activations-disk8)",
                     step=record.step,
                     waited=show_seconds(waited),
                     seconds=show_seconds(record.seconds),
@@ -168,7 +167,7 @@ class RunConsole:
             self.note(Message("no sample: {why}", why=message["why"]))
             return
         self.sample = message["text"]
-        self.note(Message("a sample of what it writes:"))
+        self.note(Message("a sample of generated text:"))
         for line in self.sample.splitlines():
             self.show(f"  | {line}")
 

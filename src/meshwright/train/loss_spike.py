@@ -101,16 +101,16 @@ class LossSpikeDetector:
         if self.back[to] > MAX_ROLLBACKS:
             raise MeshwrightError(
                 Message(
-                    "the loss has risen again after step {to}, and {max_rollbacks} times leaving out batches did not "
-                    "help: a smaller learning rate may; workload.spikes=keep trains on",
+                    "the loss has risen again after step {to}, although batches were left out {max_rollbacks} times: "
+                    "use a smaller learning rate, or workload.spikes=keep to train on",
                     to=to,
                     max_rollbacks=MAX_ROLLBACKS,
                 )
             )
         self._leave_out(left_out, batches)
         return Message(
-            "step {step}: the loss has risen: back to the checkpoint of step {to}, without batches {batches} to "
-            "{batches_2}",
+            "step {step}: the loss has risen: the run goes back to the checkpoint of step {to} and leaves out "
+            "batches {batches} to {batches_2}",
             step=step,
             to=to,
             batches=batches[0],

@@ -136,8 +136,8 @@ MAX_WAIT_FRACTION, MIN_MEASURED_STEPS = 0.1, 10
 fraction is measured over MIN_MEASURED_STEPS steps."""
 
 PEER_OUT_OF_MEMORY_TEXT = Message(
-    "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last "
-    "checkpoint"
+    "no in-memory checkpoints: another rank has too little memory for its own; if a rank fails, the run loses the "
+    "steps since the last checkpoint"
 )
 
 
@@ -234,8 +234,8 @@ class MemoryCheckpointer:
     def _refusal(self, layout: SnapshotLayout) -> str:
         if self.trainer.mesh.state_swapper is not None and self.trainer.mesh.state_swapper.swap_file is not None:
             return Message(
-                "no copies in memory of what the plan keeps in files; a rank that fails costs the steps since the "
-                "last checkpoint"
+                "no in-memory checkpoints of the states that the plan offloads to disk; if a rank fails, the run "
+                "loses the steps since the last checkpoint"
             )
         # With extra slots, the ranks of another node also store replicas of these checkpoints
         # (elastic/snapshot_replication.py).
@@ -245,8 +245,8 @@ class MemoryCheckpointer:
         if needs <= MAX_FREE_MEMORY_FRACTION * free:
             return ""
         return Message(
-            "no copies in memory: they would take {needs} of the {free} that this machine has left; a rank that fails "
-            "costs the steps since the last checkpoint",
+            "no in-memory checkpoints: they would take {needs} of the {free} that this machine has left; if a rank "
+            "fails, the run loses the steps since the last checkpoint",
             needs=show_bytes(needs),
             free=show_bytes(free),
         )
@@ -256,16 +256,16 @@ def overhead_warning(waited: float, seconds: float, steps: int) -> str:
     """Returns a warning where copies took longer than the steps that they overlap with, else ''.
 
     >>> overhead_warning(20.0, 32.0, 10)  # doctest: +NORMALIZE_WHITESPACE
-    'copies in memory make each step wait 2.00 s of its 3.20 s: --set run.memory_checkpoints=false trains without
-    them, and a rank that fails costs the steps since the last checkpoint'
+    'in-memory checkpoints make each step wait 2.00 s of its 3.20 s: --set run.memory_checkpoints=false trains without
+    them, but then a failed rank loses the steps since the last checkpoint'
     >>> overhead_warning(2.0, 32.0, 10), overhead_warning(9.0, 10.0, 9)
     ('', '')
     """
     if steps < MIN_MEASURED_STEPS or waited <= MAX_WAIT_FRACTION * seconds:
         return ""
     return Message(
-        "copies in memory make each step wait {waited} of its {seconds}: --set run.memory_checkpoints=false trains "
-        "without them, and a rank that fails costs the steps since the last checkpoint",
+        "in-memory checkpoints make each step wait {waited} of its {seconds}: --set run.memory_checkpoints=false "
+        "trains without them, but then a failed rank loses the steps since the last checkpoint",
         waited=show_seconds(waited / steps),
         seconds=show_seconds(seconds / steps),
     )

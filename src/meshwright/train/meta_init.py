@@ -113,7 +113,7 @@ def _build_source(weights: HfWeights, rule: Any, parts: dict[str, list[str]]) ->
     if not where or len(rule.target_patterns) > 1 or len({len(column) for column in columns}) > 1:
         raise InputError(
             Message(
-                "{path}: {first!r} is laid in a way that is not read here ({steps}); once, by transformers: "
+                "{path}: {first!r} has a layout that is not supported ({steps}); convert it once with transformers: "
                 "from_pretrained(...).save_pretrained(..., save_original_format=False)",
                 path=weights.path,
                 first=first,

@@ -157,7 +157,7 @@ def _append_proof(path: Path, proof: RecordedProof, say: Callable[[str], None]) 
     if error is not None:
         say(
             Message(
-                "a proof is not in {proofs_file}: {failure}; training goes on",
+                "a proof could not be written to {proofs_file}: {failure}; training goes on",
                 proofs_file=PROOFS_FILE,
                 failure=describe_failure(error),
             )
@@ -180,12 +180,12 @@ def launch_notes(launch: LaunchSpec, trainer: Trainer, parameters: int) -> Itera
     """Yields lines for the user about unexpected properties of a launch. `parameters`: the model's parameter count."""
     if (expected := launch.parameters) and expected != parameters:
         yield Message(
-            "the model has {parameters:,} parameters, the planner counted {expected:,}: its estimates are off",
+            "the model has {parameters:,} parameters, but the planner counted {expected:,}: its estimates are wrong",
             parameters=parameters,
             expected=expected,
         )
     if launch.run.sdc_check_every and (why := recompute_obstacle(trainer)):
-        yield Message("run.sdc_check_every: gradients are not computed twice: {why}", why=why)
+        yield Message("run.sdc_check_every: gradients are not checked by a second computation: {why}", why=why)
     requested, units = launch.workload.compression, trainer.engine.zero.trainable
     if requested is not None and not any(way is not None for unit in units for way in unit.compressors):
         yield Message(
@@ -264,7 +264,8 @@ class RecordWriter:
         if error is not None and not self._waits_since:
             self.say(
                 Message(
-                    "records wait in memory from step {step} on: {failure}; training goes on",
+                    "the records from step {step} on cannot be written and are kept in memory: {failure}; training "
+                    "goes on",
                     step=record.step,
                     failure=describe_failure(error),
                 )

@@ -225,7 +225,7 @@ def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
     if filled and getattr(config, "quantization_config", None):
         raise InputError(
             Message(
-                "{folder}: its weights are quantized and cannot be trained: undo the quantization first",
+                "{folder}: its weights are quantized and cannot be trained: dequantize them first",
                 folder=folder / "config.json",
             )
         )
@@ -250,8 +250,8 @@ def model_objective(source: ModelSource, model: nn.Module) -> DataObjective:
     if others:
         raise InputError(
             Message(
-                "model {source!r} reads {others}, and the data of a job are token ids or images: train it in a loop "
-                "of your own, with meshwright.parallelize and trainer.step",
+                "model {source!r} reads {others}, but the data of a job are token ids or images: train it in your "
+                "own loop, with meshwright.parallelize and trainer.step",
                 source=source.name,
                 others=", ".join(others),
             )
@@ -279,7 +279,7 @@ def open_training_data(
     if launch.data.documents == "apart" and not positions:
         raise InputError(
             Message(
-                "data.documents=apart: {type} has no position_ids that keep its attention inside of a document",
+                "data.documents=apart: {type} does not use position_ids to keep its attention inside a document",
                 type=type(model).__name__,
             )
         )

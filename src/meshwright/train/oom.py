@@ -57,8 +57,8 @@ def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
         if (overwritten := re.search(INPLACE_ERROR_PATTERN, str(error))) is not None:
             raise InputError(
                 Message(
-                    "plan {plan}: backward needs a tensor of shape {shape}, {output}, that the model's forward has "
-                    "overwritten in place since: use the operation that makes a new tensor (x + y for x.add_(y)); "
+                    "plan {plan}: backward needs a tensor of shape {shape}, {output}, which the model's forward has "
+                    "overwritten in place: use the out-of-place operation (x + y for x.add_(y)); "
                     "torch.autograd.set_detect_anomaly(True) shows the line",
                     plan=holder.plan.name,
                     shape=overwritten[1],
@@ -68,8 +68,8 @@ def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
         if holder.plan.zero == 3 and any(words in str(error) for words in RESHARDED_ERRORS):
             raise InputError(
                 Message(
-                    "plan {plan}: this model reads weights where ZeRO 3 has let them go, outside of the forward of "
-                    "the module or block that holds them (a backward of its own, say): use z2 at most",
+                    "plan {plan}: this model reads weights that ZeRO 3 has resharded, outside of the forward of the "
+                    "module or block that holds them (for example in a custom backward): use z2 at most",
                     plan=holder.plan.name,
                 )
             ) from None
@@ -82,7 +82,9 @@ def oom_message(holder: MemoryReport, doing: str, error: str) -> str:
         return _memory_breakdown(holder, doing, error)
     except Exception:  # the report itself can run out of memory
         return Message(
-            "rank {rank} is out of memory {doing}, and for saying what holds it", rank=holder.rank, doing=doing
+            "rank {rank} is out of memory {doing}, and too little is left to report what uses it",
+            rank=holder.rank,
+            doing=doing,
         )
 
 
@@ -94,7 +96,7 @@ def _memory_breakdown(holder: MemoryReport, doing: str, error: str) -> str:
         else float(requested[1] or float(requested[2]) * 1024.0 ** " KMGT".index(requested[3] or " "))
     )
     stored = dict(holder.resident())
-    rest = Message("activations and all else") if stored else Message("all that it holds")
+    rest = Message("activations and all else") if stored else Message("allocated memory")
     on_device = (
         allocated
         if (allocated := backend_of(holder.device).allocated_bytes(holder.device)) is not None
@@ -105,14 +107,14 @@ def _memory_breakdown(holder: MemoryReport, doing: str, error: str) -> str:
     excess = _largest_excess(holder, {**stored, rest: stored[rest] + more}, rest)
     if not more:
         return Message(
-            "rank {rank} is out of memory {doing}: more was asked for beside {kinds}; {excess}",
+            "rank {rank} is out of memory {doing}: it requested more in addition to {kinds}; {excess}",
             rank=holder.rank,
             doing=doing,
             kinds=kinds,
             excess=excess,
         )
     return Message(
-        "rank {rank} is out of memory {doing}: {more} more were asked for beside {kinds}; {excess}",
+        "rank {rank} is out of memory {doing}: it requested {more} in addition to {kinds}; {excess}",
         rank=holder.rank,
         doing=doing,
         more=show_bytes(more),
@@ -124,7 +126,9 @@ def _memory_breakdown(holder: MemoryReport, doing: str, error: str) -> str:
 def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str) -> str:
     """Describes the kind of memory in `wanted` whose bytes exceed the prediction the most."""
     if (predicted := holder.predicted) is None:
-        return Message("ZeRO (z1 to z3), rc-full and off-optimizer hold less, and `meshwright plan` finds what fits")
+        return Message(
+            "ZeRO (z1 to z3), rc-full and off-optimizer need less memory, and `meshwright plan` finds a plan that fits"
+        )
     # In host memory, the code and libraries of a process take space in addition to its allocations.
     whole = predicted.reserved if backend_of(holder.device).memory_is_host else predicted.total
     said = {kind: float(getattr(predicted, kind)) for kind in wanted if kind != rest}
@@ -133,12 +137,12 @@ def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str
     beyond = wanted[most] - said[most]
     if beyond <= 0:
         return Message(
-            "no kind takes more than was predicted ({whole} in all): less than that is free here",
+            "no kind takes more memory than predicted ({whole} in total), but less than that is free here",
             whole=show_bytes(whole),
         )
     had, were = show_bytes(wanted[most]), show_bytes(max(said[most], 0.0))
     return Message(
-        "that is {had} for {most}, {beyond} more than the {were} that were predicted",
+        "that is {had} for {most}, {beyond} more than the predicted {were}",
         had=had,
         most=most,
         beyond=show_bytes(beyond),

@@ -118,7 +118,8 @@ class RankControl:
             self.say(
                 "note",
                 line=Message(
-                    "{signals}: the step ends, then everything is saved; once more to stop at once",
+                    "{signals}: the run ends after this step and saves everything; send the signal again to stop at "
+                    "once",
                     signals=signal.Signals(number).name,
                 ),
             )

@@ -182,7 +182,9 @@ class Recovery:
             if first:
                 self._note(
                     Message(
-                        "step {step}: the loss has risen and no checkpoint is from before: training goes on", step=step
+                        "step {step}: the loss has risen, but there is no checkpoint from before the rise: training "
+                        "goes on",
+                        step=step,
                     )
                 )
             return step
@@ -350,14 +352,14 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
     if had_saved:
         raise InputError(
             Message(
-                "run {folder!r} has reported {reported} steps and has no checkpoint any more: restore its "
+                "run {folder!r} has reported {reported} steps but no longer has a checkpoint: restore its "
                 "checkpoints, choose another --run, or begin at step 0 with --set run.restart=true",
                 folder=launch.run.folder,
                 reported=reported,
             )
         )
     if reported > 0 and ranks.rank == 0:
-        say(Message("begins at step 0 again: the {reported} steps before were not saved yet", reported=reported))
+        say(Message("the run begins at step 0 again: its earlier {reported} steps were not saved", reported=reported))
 
 
 def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callable[[str], None]) -> None:
@@ -367,11 +369,11 @@ def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callab
     if removed:
         say(
             Message(
-                "removed {names}, so that the last checkpoint finds room",
+                "removed {names} to make room for the last checkpoint",
                 names=", ".join(path.name for path in removed),
             )
         )
-    say(Message("the last checkpoint is tried again in {pause:.0f} s", pause=pause))
+    say(Message("saving the last checkpoint is tried again in {pause:.0f} s", pause=pause))
     end = time.perf_counter() + pause
     while time.perf_counter() < end:
         pulse.at(RankPhase.save)

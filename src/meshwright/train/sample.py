@@ -101,15 +101,15 @@ def no_sample_reason(objective: DataObjective, tokenizer: Tokenizer | None, byte
     """Returns why this run ends without a sample, or ''."""
     if objective == "pairs":
         return Message(
-            "the model writes behind what its encoder reads: export the checkpoint and generate with transformers"
+            "samples of encoder-decoder models are not supported: export the checkpoint and generate with transformers"
         )
     if objective != "causal":
-        return Message("the model's objective is {objective}, it does not write text", objective=objective)
+        return Message("the model's objective is {objective}, so it does not generate text", objective=objective)
     if tokenizer is None:
         return Message("the data are token arrays and no tokenizer is named: set data.tokenizer")
     if bytes_of_weights > MAX_GATHERED_WEIGHT_BYTES:
         return Message(
-            "the weights ({bytes_of_weights}) are too large to meet on one rank; export the checkpoint instead",
+            "the weights ({bytes_of_weights}) are too large to gather on one rank; export the checkpoint instead",
             bytes_of_weights=show_bytes(bytes_of_weights),
         )
     return ""

@@ -67,7 +67,7 @@ class ReplicaRepair(NamedTuple):
         """Returns the line for the user."""
         who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         return Message(
-            "step {step}: the {what} differed: {who} held wrong ones and has right ones now",
+            "step {step}: the {what} differed: {who} had wrong values, which are now repaired",
             step=self.step,
             what=self.what,
             who=who,
@@ -108,8 +108,8 @@ def compare_replicas(state: TrainState) -> list[ReplicaRepair]:
         if 2 * count <= len(by_rank):
             raise ReplicaMismatch(
                 Message(
-                    "the {key} differ after step {steps} and there is no majority to say which is right: a bit has "
-                    "flipped; the same command goes on from the last checkpoint",
+                    "the {key} differ after step {steps} and no majority shows which are right: a bit has flipped; "
+                    "the same command goes on from the last checkpoint",
                     key=key,
                     steps=state.steps,
                 )
@@ -220,18 +220,18 @@ class SdcRecompute:
                 self.say(
                     step,
                     Message(
-                        "step {step}: the gradient came out differently three times: gradients are not compared any "
-                        "more",
+                        "step {step}: three computations of the gradient gave three results: gradients are no longer "
+                        "compared",
                         step=step,
                     ),
                 )
             if len(tries) == 3 and not self._off:
-                line = Message("step {step}: the gradient came out differently when it was computed again", step=step)
+                line = Message("step {step}: a second computation of the gradient gave another result", step=step)
                 self.say(
                     step,
                     Message(
-                        "{line} (norm {norm:.3g}, then {gradient_norm:.3g}): a bit had flipped; the step is made with "
-                        "what came out twice",
+                        "{line} (norm {norm:.3g}, then {gradient_norm:.3g}): a bit had flipped; the step uses the "
+                        "result that two computations gave",
                         line=line,
                         norm=norm,
                         gradient_norm=_gradient_norm(found, state),
@@ -256,11 +256,11 @@ def recompute_obstacle(state: TrainState) -> str:
     """Returns why gradients cannot be computed twice (the first pass changes some state), or '' where they can."""
     engine = state.engine
     if engine.statistics:
-        return Message("{statistics} has statistics over the batch", statistics=engine.statistics)
+        return Message("{statistics} is a norm with batch statistics", statistics=engine.statistics)
     if engine.preflight.once.names:
-        return Message("each pass moves the buffer {names}", names=min(engine.preflight.once.names))
+        return Message("each pass changes the buffer {names}", names=min(engine.preflight.once.names))
     if engine.mesh.state_swapper is not None:
-        return Message("the plan keeps states elsewhere")
+        return Message("the plan offloads states")
     if any(way is not None for unit in engine.zero.trainable for way in unit.compressors):
         return Message("gradients are compressed")
     return ""

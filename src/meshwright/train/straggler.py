@@ -69,9 +69,9 @@ EXCLUSION_DELAY_STEPS = 20
 WARMUP_STEPS = 2
 """The first steps of a launch, which are not measured: they set up new shapes and fill caches."""
 
-MEASURED_GAIN_TEXT = mark_msgid("step {step}: {plan} is {found:.2f} times as fast as before it, {times:.2f} predicted")
-CHANGED_PLAN_TEXT = mark_msgid("step {step}: {plan} from here on, {times:.2f} times as fast predicted")
-ALL_HEALTHY_TEXT = Message("nobody holds the others up any more")
+MEASURED_GAIN_TEXT = mark_msgid("step {step}: {plan} made steps {found:.2f} times as fast, {times:.2f} predicted")
+CHANGED_PLAN_TEXT = mark_msgid("step {step}: the run uses {plan} from here on, {times:.2f} times as fast predicted")
+ALL_HEALTHY_TEXT = Message("no rank delays the others any more")
 
 
 class SlowPhase(StrEnum):
@@ -104,7 +104,8 @@ class Straggler(NamedTuple):
         """Returns the diagnosis as one English sentence without a full stop."""
         if self.rank < 0 and self.phase == SlowPhase.data:
             return Message(
-                "every rank waits for its data, {share:.0f} % of a step: its readers are slow", share=100 * self.times
+                "every rank waits for its data for {share:.0f} % of a step: the data loaders are slow",
+                share=100 * self.times,
             )
         if self.rank < 0:
             return Message(

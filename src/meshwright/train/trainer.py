@@ -227,7 +227,7 @@ class Trainer(TrainState):
         reads its own shards."""
         from meshwright.train.meta_init import load_sharded_weights
 
-        with _explain_errors(self, Message("where weights are read")):
+        with _explain_errors(self, Message("while weights are loaded")):
             load_sharded_weights(self.engine, path)
 
     def evaluate(self, batch: Batch | LocalBatch) -> float:
@@ -327,7 +327,7 @@ class Trainer(TrainState):
         """Restores a checkpoint, written under any plan, and returns its `extra`. All ranks must call it."""
         from meshwright.train.trainer_checkpoint import load_trainer
 
-        with _explain_errors(self, Message("where a checkpoint is read")):
+        with _explain_errors(self, Message("while a checkpoint is loaded")):
             return load_trainer(self, Path(path) if isinstance(path, str) else path)
 
 

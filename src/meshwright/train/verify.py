@@ -245,8 +245,8 @@ def make_batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> 
     if logits is None or logits.ndim not in (2, 3):
         raise InputError(
             Message(
-                "{type} returns no logits of rows or places, which verify compares: compare its loss in a loop of "
-                "your own",
+                "{type} returns no logits per row or position, which verify compares: compare its loss in your own "
+                "loop",
                 type=type(model).__name__,
             )
         )

@@ -80,8 +80,8 @@ def describe(
     except Exception as error:
         raise InputError(
             Message(
-                "model {name!r} cannot be traced{tried} ({error_line}); give it an attribute dummy_inputs with what "
-                "it reads, or plan an architecture file with its sizes",
+                "model {name!r} cannot be traced{tried} ({error_line}); give it an attribute dummy_inputs with its "
+                "inputs, or plan from an architecture file with its sizes",
                 name=name,
                 tried=tried,
                 error_line=_error_line(error),
@@ -253,24 +253,27 @@ def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStep
     The first step of a training run checks this with values (runtime/preflight/batch_separability.py).
     """
     if path := find_batch_norm(model):
-        return Message("{path} is a norm with statistics of the batch", path=path)
+        return Message("{path} is a norm with batch statistics", path=path)
     pairs = many.logits * few.rows**2 == few.logits * many.rows**2  # all pairs of rows, as in a contrastive loss
-    return Message("what it returns grows with the square of the rows") if pairs else ""
+    return Message("its output grows with the square of the number of rows") if pairs else ""
 
 
 def _notes(graph: ModelGraph, tokens: int, together: str) -> list[str]:
     """Returns notes for the user who reads the spec."""
     notes: list[str] = []
     if tokens == 1:
-        notes.append(Message("a token is a whole sample: the sequence is 1"))
+        notes.append(Message("each sample is one token: the sequence length is 1"))
     if graph.blocks and not (graph.regions or graph.experts):
-        notes.append(Message("no layer is shared among tensor ranks: all of them stay whole"))
+        notes.append(Message("tensor parallelism shards no layer of this model"))
     if graph.against_sequence:
         notes.append(
-            Message("sequence parallelism would be wrong: {against_sequence}", against_sequence=graph.against_sequence)
+            Message(
+                "sequence parallelism would compute wrong results: {against_sequence}",
+                against_sequence=graph.against_sequence,
+            )
         )
     if together:
         notes.append(Message("a batch must not be divided: {together}", together=together))
     if stages := graph.unsupported.get("stages"):
-        notes.append(Message("stages cannot be cut between its blocks: {stages}", stages=stages))
+        notes.append(Message("the model cannot be divided into pipeline stages: {stages}", stages=stages))
     return notes

@@ -76,8 +76,7 @@ class PodTemplate:
         if not CLAIM_NAME_PATTERN.fullmatch(self.claim):
             raise InputError(
                 Message(
-                    "--claim {claim!r}: is not the name of a volume claim; it has small letters, digits, '-' and '.' "
-                    "alone",
+                    "--claim {claim!r}: is not the name of a volume claim; use only small letters, digits, '-' and '.'",
                     claim=self.claim,
                 )
             )

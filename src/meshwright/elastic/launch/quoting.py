@@ -60,8 +60,7 @@ def check_token(option: str, text: str, example: str) -> str:
     if text and not TOKEN_PATTERN.fullmatch(text):
         raise InputError(
             Message(
-                "{option} {text!r}: holds a character that is none of letters, digits and _.,:@+-; write it like "
-                "{example}",
+                "{option} {text!r}: holds a character other than letters, digits and _.,:@+-; write it like {example}",
                 option=option,
                 text=text,
                 example=example,

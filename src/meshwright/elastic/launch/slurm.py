@@ -112,7 +112,7 @@ def _sbatch_options(start: JobSubmission, each: NodeSet, queue: SlurmRequest) ->
     if "=" in kind or "/" in kind:
         raise InputError(
             Message(
-                "--select {select!r}: Slurm knows types of devices and features of nodes, which are words such as h100",
+                "--select {select!r}: Slurm selects device types and node features by words; write it like h100",
                 select=each.select,
             )
         )

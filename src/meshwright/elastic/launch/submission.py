@@ -89,8 +89,8 @@ def device_vendor(device: Device) -> str:
             if row["vendor"] not in DEVICE_PLUGIN_RESOURCES:
                 raise InputError(
                     Message(
-                        "device {device!r} can be planned for and not trained on: training runs on NVIDIA and AMD "
-                        "GPUs and on CPUs; name such a device in --cluster",
+                        "device {device!r} is supported by the planner but not for training: training runs on NVIDIA "
+                        "and AMD GPUs and on CPUs; name such a device in --cluster",
                         device=device.name,
                     )
                 )
@@ -163,7 +163,8 @@ def _node_selectors(text: str, sets: list[str]) -> list[str]:
     if len(found) != len(sets):
         raise InputError(
             Message(
-                "--select {text!r}: the cluster has {count} sets of equal nodes ({sets}); name as many, joined by +",
+                "--select {text!r}: the cluster has {count} sets of equal nodes ({sets}); give one name for each, "
+                "joined by +",
                 text=text,
                 count=len(sets),
                 sets=", ".join(sets),
@@ -253,8 +254,8 @@ def network_settings(cluster: Cluster, interface: str = "") -> tuple[Environment
     if interface and not _INTERFACE_PATTERN.fullmatch(interface):
         raise InputError(
             Message(
-                "--interface {interface!r}: is the name of one network device, such as eth0 (`ip route get ADDRESS` "
-                "says it)",
+                "--interface {interface!r}: is not the name of one network device; write it like eth0 (`ip route get "
+                "ADDRESS` shows it)",
                 interface=interface,
             )
         )
@@ -374,7 +375,7 @@ class JobSubmission:
             kinds = ", ".join(each.words for each in self.sets)
             raise InputError(
                 Message(
-                    "--min-nodes {min_nodes}: nodes of {kinds} are unlike; only equal ones can stand in for each other",
+                    "--min-nodes {min_nodes}: nodes of {kinds} differ, but only equal nodes can replace each other",
                     min_nodes=self.min_nodes,
                     kinds=kinds,
                 )

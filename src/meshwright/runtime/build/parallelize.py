@@ -72,8 +72,8 @@ def make_parallel_context(
     if started != ranks:
         raise InputError(
             Message(
-                "{started} ranks were started but are not joined: call torch.distributed.init_process_group() before "
-                "parallelize",
+                "{started} ranks were started but there is no process group: call "
+                "torch.distributed.init_process_group() before parallelize",
                 started=started,
             )
         )

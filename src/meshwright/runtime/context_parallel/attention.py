@@ -216,8 +216,8 @@ def ring_attention(call: SdpaCall, pieces: HeadTailSplit, travel: KVExchange) ->
     if call.dropout:
         raise InputError(
             Message(
-                "cp with a ring cannot repeat the draws of dropout inside attention ({dropout:g}): set it to 0, or "
-                "let the plan say ulysses",
+                "cp: ring attention does not support dropout inside attention ({dropout:g}): set it to 0, or use a "
+                "plan with ulysses",
                 dropout=call.dropout,
             )
         )
@@ -301,7 +301,8 @@ def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchang
         part = f"ulysses({ranks})" if way.cuts > ranks else f"cp({ranks})"
         raise InputError(
             Message(
-                "ulysses: {part} does not divide the {heads} heads of a tensor rank: choose another, or the ring",
+                "ulysses: {part} does not divide the {heads} heads of a tensor rank: choose another degree, or use "
+                "ring attention",
                 part=part,
                 heads=heads,
             )
@@ -357,7 +358,7 @@ def make_context_state(
     except CannotCutSequence as error:
         raise InputError(
             Message(
-                "plan {plan}: cp({cp}) cannot cut {type}: {error}; use cp1",
+                "plan {plan}: cp({cp}) cannot split the sequence of {type}: {error}; use cp1",
                 plan=plan.name,
                 cp=plan.cp,
                 type=type(model).__name__,
@@ -409,7 +410,7 @@ def use_torch_sdpa(model: nn.Module) -> None:
     except (ValueError, ImportError):
         raise CannotCutSequence(
             Message(
-                "it writes its attention out itself, and transformers has no other form of it (soft caps on scores "
-                "have none)"
+                "its attention does not call scaled_dot_product_attention, and transformers has no sdpa "
+                "implementation for it (models with soft-capped scores have none)"
             )
         ) from None

@@ -147,7 +147,7 @@ class ContextState:
         if labels.ndim < 2:
             raise InputError(
                 Message(
-                    "cp cuts labels (rows, sequence) along the sequence; these are {shape}: use cp1",
+                    "cp splits labels along the sequence and expects the shape (rows, sequence), not {shape}: use cp1",
                     shape=list(labels.shape),
                 )
             )
@@ -181,8 +181,8 @@ class ContextState:
         if dim == UNSEEN_DIM and length in tensor.shape and not is_attention_mask(tensor.shape, length):
             raise InputError(
                 Message(
-                    "cp: block {index} is given {argument_name} of {shape} with this batch, which was not there when "
-                    "the model was understood: leave it out of the batch, or use cp1",
+                    "cp: with this batch, block {index} gets {argument_name} of shape {shape}, which it did not get "
+                    "when the model was analysed: leave it out of the batch, or use cp1",
                     index=index,
                     argument_name=_argument_name(path),
                     shape=list(tensor.shape),

@@ -111,8 +111,8 @@ class SdpaInterceptor(TorchFunctionMode):
             if not torch.compiler.is_compiling() and saved_tensor_state() != self._began:
                 raise InputError(
                     Message(
-                        "cp: attention runs inside a checkpoint of the model's own, which would compute it again of "
-                        "this rank's piece alone: turn that off and let the plan recompute (rc-full), or use cp1"
+                        "cp: the model's own activation checkpointing would recompute attention from this rank's "
+                        "piece of the sequence alone: turn it off and let the plan recompute (rc-full), or use cp1"
                     )
                 )
             return self.attend(make_sdpa_call(*args, **(kwargs or {})))

@@ -254,7 +254,7 @@ def _sequence_dims(noted: CapturedRun, other: CapturedRun) -> SequenceDims:
         ):
             raise CannotCutSequence(
                 Message(
-                    "block {key} is given {shape} of {length} positions and {after} of {other_length}",
+                    "block {key} gets shape {shape} for {length} positions and {after} for {other_length}",
                     key=key[0],
                     shape=list(shape),
                     length=noted.length,
@@ -266,7 +266,7 @@ def _sequence_dims(noted: CapturedRun, other: CapturedRun) -> SequenceDims:
         if sum(along) > 1 and not mask:
             raise CannotCutSequence(
                 Message(
-                    "block {key} is given {shape}, along the sequence twice, which is no mask",
+                    "block {key} gets shape {shape}, with the sequence in two dimensions, but this is not a mask",
                     key=key[0],
                     shape=list(shape),
                 )
@@ -286,7 +286,7 @@ def _find_sequence_cut(
     works with the other inputs."""
     noted = texts[0]
     if not noted.calls:
-        raise CannotCutSequence(Message("its blocks do not attend by torch's scaled_dot_product_attention"))
+        raise CannotCutSequence(Message("its blocks do not call torch's scaled_dot_product_attention"))
     if noted.logits is None:
         raise CannotCutSequence(Message("it returns no logits"))
     if noted.logits.ndim < 3 or noted.logits.shape[SEQUENCE_DIM] != noted.length:
@@ -341,7 +341,9 @@ def _check_piece(
     def attend(call: SdpaCall) -> torch.Tensor:
         following = next(calls, None)
         if following is None:
-            raise CannotCutSequence(Message("it attends more often than on the whole"))
+            raise CannotCutSequence(
+                Message("it calls attention more often on a piece of the sequence than on the whole")
+            )
         number, (whole, result) = following
         if why := call.objection(noted.length):
             raise CannotCutSequence(why)
@@ -350,9 +352,16 @@ def _check_piece(
             _check_equal(f"the {what} of attention {number}", here, pieces.cut(there, -2))
             terms.append((here, pieces.cut(cotangent(there.shape, there, 3 * number + place + 1), -2)))
         if (call.causal, call.scale, call.mask is None) != (whole.causal, whole.scale, whole.mask is None):
-            raise CannotCutSequence(Message("attention {number} is another one", number=number))
+            raise CannotCutSequence(
+                Message("attention {number} differs between a piece of the sequence and the whole", number=number)
+            )
         if call.mask is not None and whole.mask is not None and not torch.equal(call.mask, whole.mask):
-            raise CannotCutSequence(Message("the mask of attention {number} is another one", number=number))
+            raise CannotCutSequence(
+                Message(
+                    "the mask of attention {number} differs between a piece of the sequence and the whole",
+                    number=number,
+                )
+            )
         leaves.append(leaf_copy(pieces.cut(result, -2)))
         return leaves[-1].clone()
 
@@ -368,7 +377,7 @@ def _check_piece(
             text = mark_msgid("it does not run on a piece of the sequence ({reason})")
             raise CannotCutSequence(Message(text, reason=error_summary(error))) from None
     if next(calls, None) is not None:
-        raise CannotCutSequence(Message("it attends less often than on the whole"))
+        raise CannotCutSequence(Message("it calls attention less often on a piece of the sequence than on the whole"))
     assert logits is not None and noted.logits is not None
     _check_equal("its logits", logits, pieces.cut(noted.logits, SEQUENCE_DIM))
     terms.append((logits, pieces.cut(cotangent(noted.logits.shape, noted.logits, 0), SEQUENCE_DIM)))
@@ -386,7 +395,7 @@ def _check_equal(what: str, here: torch.Tensor, there: torch.Tensor, scale: floa
     if here.shape != there.shape:
         raise CannotCutSequence(
             Message(
-                "on a piece of the sequence {what} are {shape} instead of {expected}",
+                "on a piece of the sequence {what} have shape {shape} instead of {expected}",
                 what=what,
                 shape=list(here.shape),
                 expected=list(there.shape),

@@ -140,7 +140,7 @@ def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -
     if mask is not None and len(mask) != len(logits):
         raise InputError(
             Message(
-                "balance loss: the attention mask holds {tokens} tokens and the routers see {seen}: leave the mask out",
+                "balance loss: the attention mask has {tokens} tokens, but the routers get {seen}: leave the mask out",
                 tokens=len(mask),
                 seen=len(logits),
             )
@@ -193,8 +193,8 @@ def check_aux_loss(model: nn.Module, loss: object | None, plan: Plan) -> RouterS
     if plan.micro_batch_sizes:
         raise InputError(
             Message(
-                "plan {plan}: the balance loss of {type} is a mean over micro-batches, which are of one size: use "
-                "mb{micro_batch_sizes}, or set {router_logits_flag} to false",
+                "plan {plan}: the balance loss of {type} is a mean over micro-batches, which must have equal sizes: "
+                "use mb{micro_batch_sizes}, or set {router_logits_flag} to false",
                 plan=plan.name,
                 type=type(model).__name__,
                 micro_batch_sizes=min(plan.micro_batch_sizes),
@@ -206,9 +206,9 @@ def check_aux_loss(model: nn.Module, loss: object | None, plan: Plan) -> RouterS
     if routing is None or not _is_same_formula(theirs, routing):
         raise InputError(
             Message(
-                "{router_logits_flag} is true, but the balance loss of {type} (router_aux_loss_coef {coefficient}) is "
-                "not understood; set {router_logits_flag} to false, or pass loss=function(output, batch) with one of "
-                "your own",
+                "{router_logits_flag} is true, but the balance loss of {type} (router_aux_loss_coef {coefficient}) "
+                "has an unknown formula; set {router_logits_flag} to false, or pass loss=function(output, batch) "
+                "with your own balance loss",
                 router_logits_flag=ROUTER_LOGITS_FLAG,
                 type=type(model).__name__,
                 coefficient=coefficient,
@@ -275,7 +275,7 @@ def check_expert_bias(model: nn.Module, anatomy: ModelGraph) -> None:
     if rate and not anatomy.experts:
         raise InputError(
             Message(
-                "{bias_rate_attribute} {rate:g} moves the biases of routers; no experts were found: leave it out",
+                "{bias_rate_attribute} {rate:g} updates router biases, but the model has no experts: leave it out",
                 bias_rate_attribute=BIAS_RATE_ATTRIBUTE,
                 rate=rate,
             )
@@ -285,8 +285,8 @@ def check_expert_bias(model: nn.Module, anatomy: ModelGraph) -> None:
         if there != 1:
             raise InputError(
                 Message(
-                    "{bias_rate_attribute} {rate:g}: the router of {path} has {there} buffers of one number an "
-                    "expert, not 1: leave it out",
+                    "{bias_rate_attribute} {rate:g}: the router of {path} has {there} buffers with one number for "
+                    "each expert, but must have exactly 1: leave it out",
                     bias_rate_attribute=BIAS_RATE_ATTRIBUTE,
                     rate=rate,
                     path=experts.path,
@@ -362,8 +362,8 @@ def make_capacity_limiter(model: nn.Module, mixtures: int, mesh: ParallelContext
     if not mixtures:
         raise InputError(
             Message(
-                "{capacity_attribute} {factor:g} limits experts that are given pairs of token and expert; none were "
-                "found: leave it out",
+                "{capacity_attribute} {factor:g} limits the tokens of routed experts, but the model has no such "
+                "experts: leave it out",
                 capacity_attribute=CAPACITY_ATTRIBUTE,
                 factor=factor,
             )
@@ -371,7 +371,8 @@ def make_capacity_limiter(model: nn.Module, mixtures: int, mesh: ParallelContext
     if not factor > 0:
         raise InputError(
             Message(
-                "{capacity_attribute} {factor:g} is the share of the mean that an expert takes at most: more than 0",
+                "{capacity_attribute} {factor:g} must be above 0: it is the largest load of an expert as a multiple "
+                "of the mean load",
                 capacity_attribute=CAPACITY_ATTRIBUTE,
                 factor=factor,
             )

@@ -76,10 +76,10 @@ def check_expert_plan(anatomy: ModelGraph, plan: Plan) -> None:
             )
         )
     if ep > 1 and not anatomy.experts:
-        why = anatomy.unsupported.get("experts", Message("none were found"))
+        why = anatomy.unsupported.get("experts", Message("the model has none"))
         raise InputError(
             Message(
-                "plan {plan}: ep({ep}) needs experts that are given pairs of token and expert; {why}: use ep1",
+                "plan {plan}: ep({ep}) needs routed experts (mixture of experts); {why}: use ep1",
                 plan=plan.name,
                 ep=ep,
                 why=why,
@@ -105,8 +105,8 @@ def _check_experts(experts: StackedExperts, plan: Plan) -> None:
     if ep > 1 and shares > 1 and not experts.splits:
         raise InputError(
             Message(
-                "plan {plan}: {shares} tensor ranks would share each expert of {path}, known only whole: use another "
-                "ep",
+                "plan {plan}: {shares} tensor ranks would shard each expert of {path}, but how to shard these "
+                "experts is not known: use another ep",
                 plan=plan.name,
                 shares=shares,
                 path=experts.path,
@@ -147,7 +147,8 @@ def shard_experts(
                 if short not in stored:
                     raise InputError(
                         Message(
-                            "{path} is wrapped by an adapter, which ep does not deal: adapt linear layers, or use ep1",
+                            "{path} is wrapped by an adapter, and ep cannot distribute adapted experts: put adapters "
+                            "on linear layers, or use ep1",
                             path=experts.path,
                         )
                     )
@@ -246,7 +247,7 @@ class ExpertDispatcher:
         if self.capacity is not None and len({num_rows(batch) for batch in batches}) > 1:
             raise InputError(
                 Message(
-                    "expert capacity: micro-batches of {batches} rows: give all of them as many",
+                    "expert capacity: the micro-batches have {batches} rows: give all of them the same number of rows",
                     batches=[num_rows(batch) for batch in batches],
                 )
             )

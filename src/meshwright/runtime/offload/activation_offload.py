@@ -268,8 +268,8 @@ class OffloadedTensor:
         self._look()
         if self._is_written:
             raise RuntimeError(
-                "a tensor that a block's backward needs was written in place after it was kept (off-activations): "
-                "let the model make a new tensor instead"
+                "a tensor that a block's backward needs was modified in place after it was saved (off-activations): "
+                "let the model create a new tensor instead"
             )
         self._landing.make_compute_wait()
         assert self.here is not None

@@ -108,7 +108,7 @@ class SwapFile:
             found = os.statvfs(self.handle)
             raise InputError(
                 Message(
-                    "offload folder {folder!r} is full: {size} are needed for this rank so far, {start} are there; "
+                    "offload folder {folder!r} is full: this rank needs {size} so far, but {start} are available; "
                     "make room, or give another folder (--offload-to)",
                     folder=str(self.folder),
                     size=show_bytes(self.size),
@@ -133,7 +133,7 @@ class SwapFile:
             except OSError as error:
                 raise self._failed(error, word) from None
             if not moved:
-                raise self._failed(OSError(errno.EIO, "it is shorter than it was"), word)
+                raise self._failed(OSError(errno.EIO, "the file was truncated"), word)
             done += moved
 
     def map(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -146,8 +146,8 @@ class SwapFile:
     def _failed(self, error: OSError, word: str) -> OffloadFailed:
         return OffloadFailed(
             Message(
-                "offload folder {folder!r} cannot be {word} any more: {reason}; mend the disk or give another folder "
-                "(--offload-to) and start again: the run goes on from its last checkpoint",
+                "offload folder {folder!r} can no longer be {word}: {reason}; repair the disk or give another folder "
+                "(--offload-to) and start again: the run continues from its last checkpoint",
                 folder=str(self.folder),
                 word=word,
                 reason=error.strerror,

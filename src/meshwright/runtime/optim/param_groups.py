@@ -75,8 +75,8 @@ class ParamGroups:
                 if name is None:
                     raise InputError(
                         Message(
-                            "the optimizer was made of a tensor of shape {shape} that is no parameter of the model: "
-                            "make its groups of `params`, each of which says its `path`, or of the parameters of the "
+                            "the optimizer has a tensor of shape {shape} that is not a parameter of the model: build "
+                            "its groups from `params`, each of which has a `path`, or from the parameters of the "
                             "model that parallelize is given",
                             shape=tuple(parameter.shape),
                         )
@@ -88,8 +88,8 @@ class ParamGroups:
         if missing:
             raise InputError(
                 Message(
-                    "the optimizer was not given {count} of the {total} parameters that are trained ({missing} is "
-                    "one): give it all, or freeze these (requires_grad_(False))",
+                    "the optimizer was not given {count} of the {total} trainable parameters ({missing} is one): "
+                    "give it all of them, or freeze these (requires_grad_(False))",
                     count=len(missing),
                     total=len(self.shapes),
                     missing=missing[0],
@@ -159,14 +159,15 @@ class ParamGroups:
         if made is self._template:
             raise InputError(
                 Message(
-                    "the optimizer that is made is the same one each time: make a new one, `lambda params: AdamW(...)`"
+                    "the optimizer function returns the same optimizer each time: return a new one, `lambda params: "
+                    "AdamW(...)`"
                 )
             )
         if made.state:
             raise InputError(
                 Message(
-                    "{type} makes its states when it is made, of whole tensors: make its groups of `params`, by their "
-                    "`path` and `is_matrix`",
+                    "{type} creates its states in its constructor, from full tensors: build its groups from "
+                    "`params`, by their `path` and `is_matrix`",
                     type=type(made).__name__,
                 )
             )

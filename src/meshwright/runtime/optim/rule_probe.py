@@ -128,8 +128,9 @@ def check_update_rule(device: str, rule: UpdateRule, recipe: Recipe, plan: Plan)
     if rule != ELEMENTWISE and (recipe.rounds or recipe.eight):
         raise InputError(
             Message(
-                "precision {recipe}: states of {what} bits are of an element for each weight, which an optimizer of "
-                "whole tensors (Muon, Adafactor) has not: use AdamW, or another precision",
+                "precision {recipe}: optimizer states of {what} bits need an optimizer that updates each element "
+                "separately, but this one updates whole tensors (as Muon and Adafactor do): use AdamW, or another "
+                "precision",
                 recipe=recipe.name,
                 what=8 if recipe.eight else 16,
             )
@@ -161,8 +162,8 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
         if torch.equal(whole[at], start[at].view(-1)):
             raise InputError(
                 Message(
-                    "in two steps the optimizer did not move a tensor of the group of {path}: it must update what its "
-                    "param_groups hold",
+                    "the optimizer did not change a tensor of the group of {path} in two steps: it must update all "
+                    "parameters in its param_groups",
                     path=each.path,
                 )
             )
@@ -172,15 +173,17 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
         except Exception as error:
             raise InputError(
                 Message(
-                    "the optimizer wants all tensors at once ({first_line}), of which a rank holds a part",
+                    "the optimizer needs all tensors at once ({first_line}), but a rank holds only a part of them: "
+                    "use one that can update each tensor separately",
                     first_line=first_line(error),
                 )
             ) from error
         if not _is_close(start[one], whole[one], single):
             raise InputError(
                 Message(
-                    "the optimizer's update of one tensor depends on others, of which a rank holds a part: use a rule "
-                    "that is elementwise (AdamW, SGD) or by tensor (Muon, Adafactor)"
+                    "the optimizer's update of one tensor depends on other tensors, but a rank holds only a part of "
+                    "them: use an optimizer that updates each element (AdamW, SGD) or each tensor (Muon, Adafactor) "
+                    "separately"
                 )
             )
     for rule in (ELEMENTWISE, UpdateRule(True, False), UpdateRule(False, True)):
@@ -238,9 +241,10 @@ def _probe_foreign_rule(
             return rule
     raise InputError(
         Message(
-            "the optimizer's update of one tensor depends on others, of which a rank holds a part, on how many it is "
-            "given in a step, or on their values when it is made: {steps} steps with tensors one by one differ from "
-            "as many with all at once: use a rule that is elementwise (AdamW, SGD) or by tensor (Muon, Adafactor)",
+            "the optimizer's update of one tensor depends on other tensors, on the number of tensors in a step, or "
+            "on their values when the optimizer is created, but a rank holds only a part of them: {steps} steps with "
+            "one tensor at a time differ from {steps} steps with all tensors at once: use an optimizer that updates "
+            "each element (AdamW, SGD) or each tensor (Muon, Adafactor) separately",
             steps=steps,
         )
     )

@@ -147,9 +147,9 @@ def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) ->
             if any(isinstance(part, ShardParam) for part in parts):
                 raise InputError(
                     Message(
-                        "no gradient came to {names}, and {type} has parameters in {key} besides those of its "
-                        "param_groups, so that it cannot skip this one as torch's optimizers do: read param_groups in "
-                        "its step, or freeze {names} before parallelize",
+                        "{names} got no gradient, and {type} keeps parameters in {key} besides those in its "
+                        "param_groups, so it cannot skip {names} as torch's optimizers do: read param_groups in its "
+                        "step, or freeze {names} before parallelize",
                         names=min(names),
                         type=type(inner).__name__,
                         key=key,

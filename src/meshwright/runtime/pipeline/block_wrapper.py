@@ -170,7 +170,8 @@ def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpe
     missing = next((path for number, path in enumerate(paths) if number not in entries), None)
     if missing is not None:
         text = mark_msgid(
-            "block {path} did not run with what the model seems to read: give an example of it, or use pp1"
+            "block {path} did not run in the traced pass: give parallelize an example batch with which it runs, or "
+            "use pp1"
         )
         raise InputError(Message(text, path=missing))
     ends = [0]
@@ -248,7 +249,9 @@ def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, spec: BoundarySpec
         else:
             raise InputError(
                 Message(
-                    "it cannot be told where {name} is used beside the blocks of several stacks: use pp1", name=name
+                    "it is not known where {name} is used outside of the blocks, because the model has several "
+                    "stacks of blocks: use pp1",
+                    name=name,
                 )
             )
     return [(layer, names) for layer, names in found.items() if names]
@@ -364,8 +367,8 @@ class BlockWrapper:
         if index is not None and run.recording is not None and saved_tensor_state() != run.recording:
             raise InputError(
                 Message(
-                    "pipeline: block {index} {own_checkpoint_reason}, and stages are left and entered between blocks: "
-                    "use pp1",
+                    "pipeline: block {index} {own_checkpoint_reason}, but pipeline stages must begin and end between "
+                    "blocks: use pp1",
                     index=index,
                     own_checkpoint_reason=OWN_CHECKPOINT_REASON,
                 )

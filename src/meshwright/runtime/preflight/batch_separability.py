@@ -112,20 +112,23 @@ def _check_rows_independent(
             continue
         together, separate, gradient = found
         why = (
-            Message("{counts} gives tokens a place among those of other rows", counts=counts)
+            Message("{counts} numbers the tokens of all rows together", counts=counts)
             if counts
-            else Message("a mean or a contrast over the batch, or a mean over labels")
+            else Message("a mean or a contrastive term over the batch, or a mean over labels")
         )
         shown = Message(
-            "together their loss is {together:.6g}, apart {separate:.6g} (they differ by {difference:.1e} of it)",
+            "their loss is {together:.6g} in one pass but {separate:.6g} in separate passes (relative difference "
+            "{difference:.1e})",
             together=together,
             separate=separate,
             difference=relative_difference(together, separate),
         )
         if gradient.name:
-            why = Message("a hook or backward that is not linear, scale_grad_by_freq, or a contrast behind a gate of 0")
+            why = Message(
+                "a hook or backward that is not linear, scale_grad_by_freq, or a contrastive term behind a gate of 0"
+            )
             shown = Message(
-                "the gradient of {name} differs by {size:.3g} of its norm when they pass together and apart",
+                "the gradient of {name} in one pass differs from that in separate passes by {size:.3g} of its norm",
                 name=gradient.name,
                 size=gradient.size,
             )
@@ -237,11 +240,11 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
     if len(batches) > 1 or plan.recompute == Recompute.full or by_rows:
         raise PlanRefused(
             Message(
-                "plan {plan}: this model keeps something of each forward that changes the next (a count, a running "
-                "mean, spectral norm): the same rows give {first:.6g} and then {after:.6g} (they differ by "
-                "{relative_difference:.1e} of it), and micro-batches, recompute or data ranks would move it otherwise "
-                "than one device does: use one micro-batch without recompute, on dp1 where it keeps something of the "
-                "rows",
+                "plan {plan}: each forward of this model changes a state that the next one reads (a count, a running "
+                "mean, spectral norm): the loss of the same rows is {first:.6g} and then {after:.6g} (relative "
+                "difference {relative_difference:.1e}), and micro-batches, recompute or data ranks would change that "
+                "state differently than one device: use one micro-batch without recompute, and dp1 if the state "
+                "depends on the rows",
                 plan=plan.name,
                 first=first,
                 after=after,

@@ -149,21 +149,21 @@ class AnalysisGuard:
         if not is_known and self.skeleton is not None:
             why, is_known = self._found(self.example, self.was_training)
             if not is_known:
-                self._give_up(why or Message("a copy of it reads other parameters than the model"))
+                self._give_up(why or Message("a copy of it does not read the same parameters as the model"))
         if not objection or input_signature(inputs) in self.forms:
             return ""
         given, known = ", ".join(sorted(inputs)), ", ".join(sorted(self.example))
         if self.skeleton is None:
             return Message(
-                "the model was analysed with {known} and cannot be analysed again with {given}, for no copy of it "
-                "runs by itself ({why}): give parallelize a batch as it comes (example=...)",
+                "the model was analysed with {known} and cannot be analysed again with {given}, because no copy of "
+                "it can run ({why}): give parallelize a training batch as example=...",
                 known=known,
                 given=given,
                 why=self.why,
             )
         return Message(
-            "with {given} the model runs otherwise than with {known}, which it was analysed with ({why}): give "
-            "parallelize a batch as it comes (example=...)",
+            "the model was analysed with {known} but runs differently with {given} ({why}): give parallelize a "
+            "training batch as example=...",
             known=known,
             given=given,
             why=objection,
@@ -305,9 +305,8 @@ def _run_stage(
     if stage and any(bool(tensor.isnan().any()) for tensor in output):
         raise InputError(
             Message(
-                "plan {plan}: stage {stage} of this model reads what layers of an earlier stage make past the state "
-                "that it is sent, such as the far end of a U-Net's connection: cut elsewhere with layers per stage, "
-                "or use pp1",
+                "plan {plan}: stage {stage} reads values that layers of an earlier stage compute but do not send, "
+                "such as a skip connection of a U-Net: choose other layers per stage, or use pp1",
                 plan=mesh.plan.name,
                 stage=stage,
             )

@@ -126,8 +126,8 @@ def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], 
         if not inside or depends or different:
             raise PlanRefused(
                 Message(
-                    "plan {plan}: the model writes to its parameter {name} in a pass, forward or backward, and this "
-                    "plan's passes would leave another value than the one pass of one device: write to it between "
+                    "plan {plan}: the model writes to its parameter {name} in forward or backward, and the passes of "
+                    "this plan would leave a different value than the single pass of one device: write to it between "
                     "steps, or use dp1 with the batch as one micro-batch, ZeRO 2 at most, without recompute",
                     plan=plan.name,
                     name=name,
@@ -137,9 +137,9 @@ def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], 
     if depends and pieces > 1:
         raise PlanRefused(
             Message(
-                "plan {plan}: the buffer {name} keeps something of the rows of each pass, and this plan passes the "
-                "batch in {pieces} parts, which would leave another value than one device: use dp1 with the batch as "
-                "one micro-batch, or register it with persistent=False if nothing reads it",
+                "plan {plan}: the value of the buffer {name} depends on the rows of each pass, and this plan divides "
+                "the batch into {pieces} parts, which would leave a different value than one device: use dp1 with "
+                "the batch as one micro-batch, or register it with persistent=False if nothing reads it",
                 plan=plan.name,
                 name=name,
                 pieces=pieces,
@@ -148,8 +148,8 @@ def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], 
     if passes > 1 and any(each.backward for each in said):
         raise PlanRefused(
             Message(
-                "plan {plan}: the backward moves the buffer {name}, which {passes} micro-batches would move as often: "
-                "use one micro-batch",
+                "plan {plan}: the backward changes the buffer {name}, and {passes} micro-batches would change it "
+                "{passes} times: use one micro-batch",
                 plan=plan.name,
                 name=name,
                 passes=passes,
@@ -158,8 +158,8 @@ def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], 
     if different:
         raise PlanRefused(
             Message(
-                "plan {plan}: ranks write unlike values to the buffer {name} in a pass, each of its own part of the "
-                "weights or the sequence: use tp1 and cp1",
+                "plan {plan}: ranks write different values to the buffer {name} in a pass, each from its own part of "
+                "the weights or the sequence: use tp1 and cp1",
                 plan=plan.name,
                 name=name,
             )
@@ -181,8 +181,9 @@ def _check_max_norm(engine: Engine) -> set[str]:
     if found and not (plan.world == 1 and _updates_in_place(engine)):
         raise PlanRefused(
             Message(
-                "plan {plan}: {found} has max_norm, which writes to the rows of the table that a pass reads: ranks "
-                "would cut other rows each: use one process, or cut the norm where the table is read (F.normalize)",
+                "plan {plan}: {found} has max_norm, which renormalizes the rows that a pass reads, and each rank "
+                "would renormalize different rows: use one process, or normalize the embedding where it is read "
+                "(F.normalize)",
                 plan=plan.name,
                 found=found[0],
             )
@@ -265,8 +266,9 @@ def check_replaced_storage(engine: Engine) -> None:
 def _replaced_error(engine: Engine, name: str) -> PlanRefused:
     return PlanRefused(
         Message(
-            "plan {plan}: the model gives its parameter {name} another tensor in a pass (.data = ...), where the "
-            "update does not come to: write its values in place (.data.copy_(...)), or use torch.nn.utils.parametrize",
+            "plan {plan}: the model replaces the tensor of its parameter {name} in a pass (.data = ...), and the "
+            "optimizer would not update the new tensor: write its values in place (.data.copy_(...)), or use "
+            "torch.nn.utils.parametrize",
             plan=engine.mesh.plan.name,
             name=name,
         )

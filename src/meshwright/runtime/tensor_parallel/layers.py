@@ -107,7 +107,8 @@ def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_
     if vocabulary and anatomy.vocabulary <= -(-anatomy.vocabulary // ranks) * (ranks - 1):
         raise InputError(
             Message(
-                "tp({ranks}) leaves tensor rank {last} none of the vocabulary ({vocabulary}): choose a smaller tp",
+                "tp({ranks}) leaves tensor rank {last} without a part of the vocabulary ({vocabulary}): choose a "
+                "smaller tp",
                 ranks=ranks,
                 last=ranks - 1,
                 vocabulary=anatomy.vocabulary,
@@ -214,7 +215,7 @@ def _make_column_subset(module: nn.Module, entry: RegionEntryHook | None, split:
     if not is_linear_like(module):
         raise InputError(
             Message(
-                "tp({size}): {type} has a forward of its own and too few key-value heads: choose a smaller tp",
+                "tp({size}): {type} has a custom forward and too few key-value heads to shard: choose a smaller tp",
                 size=group.size,
                 type=type(module).__name__,
             )

@@ -138,8 +138,8 @@ class ExternalWrites:
             if plan.pp > 1 or any(name in each for _, _, each, _ in reports):
                 raise InputError(
                     Message(
-                        "plan {plan}: {name} was written to between steps, and no rank holds the whole model, so that "
-                        "the value may be another than on one device: {full_parameters_hint}",
+                        "plan {plan}: {name} was written to between steps, but no rank holds the whole model, so the "
+                        "value may differ from that on one device: {full_parameters_hint}",
                         plan=plan.name,
                         name=name,
                         full_parameters_hint=FULL_PARAMETERS_HINT,
@@ -150,7 +150,7 @@ class ExternalWrites:
                 if checksums[name] != reports[first][1][name]:
                     raise InputError(
                         Message(
-                            "plan {plan}: {name} was written to between steps in another way on rank {rank} than on "
+                            "plan {plan}: {name} was written to between steps differently on rank {rank} than on "
                             "rank {first}: {full_parameters_hint}",
                             plan=plan.name,
                             name=name,
@@ -163,9 +163,9 @@ class ExternalWrites:
         if name:
             raise InputError(
                 Message(
-                    "plan {plan}: {name} was written to through .data or by another way around torch's versions, so "
-                    "that its {master} master weights do not have the change and the update would undo it: write to "
-                    "the parameter itself under torch.no_grad(), or {full_parameters_hint}",
+                    "plan {plan}: {name} was written to through .data or in another way that torch's version "
+                    "counters do not see, so its {master} master weights lack the change and the update would undo "
+                    "it: write to the parameter itself under torch.no_grad(), or {full_parameters_hint}",
                     plan=plan.name,
                     name=name,
                     master=engine.recipe.master,

@@ -218,10 +218,11 @@ RANDOMNESS_TOLERANCE = 1e-9
 """If two losses of one device on the same batch differ by more than this (relative), the model uses random numbers."""
 NOTHING_PROVEN_TEXT = mark_msgid("plan {plan}: the proof run proves nothing with this batch: {note}: use another batch")
 ONE_DEVICE_FAILED_TEXT = mark_msgid(
-    "plan {plan}: the proof run cannot compute one device's side ({problem}): train without it with prove='never'"
+    "plan {plan}: the proof run cannot run the model on one device ({problem}): train without it with prove='never'"
 )
 NO_GRADIENTS_TEXT = mark_msgid(
-    "plan {plan}: the proof run cannot compute one device's gradients ({problem}): train without it with prove='never'"
+    "plan {plan}: the proof run cannot compute the gradients of one device ({problem}): train without it with "
+    "prove='never'"
 )
 
 

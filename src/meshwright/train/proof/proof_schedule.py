@@ -137,7 +137,8 @@ def resolve_proof_mode(given: ProofMode | None) -> ProofMode:
 
 
 UNREADABLE_LOSS_REASON = Message(
-    "the loss reads parameters beside the output, and the copy of the model that a proof compares with has others"
+    "the loss reads parameters in addition to the output, but a proof compares with a copy of the model, which has "
+    "its own parameters"
 )
 """Why a plan with a loss that reads parameters is not proven. Such a loss needs all of these parameters on the ranks
 that compute it."""
@@ -262,13 +263,16 @@ class ProofSchedule:
         """Runs a proof now and returns its result. All ranks call it."""
         if self.skeleton is None:
             raise InputError(
-                Message("prove='never' has no copy of the model to compare with: call parallelize with prove='auto'")
+                Message(
+                    "with prove='never' there is no copy of the model to compare with: call parallelize with "
+                    "prove='auto'"
+                )
             )
         if state.engine.outer is not None:
             raise InputError(
                 Message(
-                    "replicas that take local steps have no single device to compare with: the proof runs without "
-                    "local steps alone"
+                    "replicas that take local steps have no single device to compare with: the proof runs only "
+                    "without local steps"
                 )
             )
         if state.engine.objective.unreadable.is_used:

@@ -132,8 +132,8 @@ class OptimizerGuard:
         if optimizer is not self._optimizer:
             raise InputError(
                 Message(
-                    "trainer.optimizer is another {type} than parallelize has made, and would update nothing of this "
-                    "rank's parts: give parallelize what makes it, `lambda params: ...`",
+                    "trainer.optimizer is not the {type} that parallelize created, and would not update the shards "
+                    "of this rank: give parallelize a function that creates it, `lambda params: ...`",
                     type=type(optimizer).__name__,
                 )
             )
@@ -144,9 +144,9 @@ class OptimizerGuard:
         if stored != given:
             raise InputError(
                 Message(
-                    "the optimizer's groups have {stored} parameters and parallelize has given it {given}: groups are "
-                    "made before anything is sharded; freeze with requires_grad_(False), and let what is trained "
-                    "later be a parameter of the model from the start",
+                    "the optimizer's groups have {stored} parameters, but parallelize gave it {given}: groups cannot "
+                    "change after sharding; freeze with requires_grad_(False), and make parameters that are trained "
+                    "later part of the model from the start",
                     stored=stored,
                     given=given,
                 )
@@ -154,8 +154,8 @@ class OptimizerGuard:
         if _count_step_hooks(optimizer) > self._hooks:
             raise InputError(
                 Message(
-                    "the optimizer got a hook around its step after parallelize, which would see parts of tensors: "
-                    "register it in what makes the optimizer, where it is tried"
+                    "the optimizer got a step hook after parallelize, which would see shards instead of full "
+                    "tensors: register it in the function that creates the optimizer"
                 )
             )
 
@@ -166,15 +166,13 @@ def check_torch_modes(device: torch.device) -> None:
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         raise InputError(
-            Message(
-                "the step is inside of {mode}, where no gradient comes to any parameter: call it outside", mode=mode
-            )
+            Message("the step is inside {mode}, where no parameter gets a gradient: call it outside", mode=mode)
         )
     if torch.is_autocast_enabled(device.type):
         raise InputError(
             Message(
-                "the step is inside of torch.autocast, which keeps copies of weights and computes in other types than "
-                "were proven: leave it out and give parallelize a precision, 'bf16' or 'fp16'"
+                "the step is inside torch.autocast, which keeps copies of weights and computes in other dtypes than "
+                "the proof: leave it out and give parallelize a precision, 'bf16' or 'fp16'"
             )
         )
 
@@ -264,8 +262,8 @@ class StepGuards:
         if name is not None:
             raise InputError(
                 Message(
-                    "{name} got a hook after its gradient is accumulated, when its gradient is no longer in .grad: "
-                    "register it before parallelize, or use register_hook",
+                    "{name} got a post-accumulate-grad hook after parallelize, but its gradient is no longer in "
+                    ".grad then: register it before parallelize, or use register_hook",
                     name=name,
                 )
             )

@@ -98,8 +98,8 @@ def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> No
         if other[3:5] != first[3:5]:
             raise InputError(
                 Message(
-                    "ranks disagree on the model: {first} parameters on rank 0, {other} on rank {rank}, or of other "
-                    "names and shapes; build the same model on every rank",
+                    "ranks disagree on the model: {first} parameters on rank 0, {other} on rank {rank}, or their "
+                    "names or shapes differ; build the same model on every rank",
                     first=first[3],
                     other=other[3],
                     rank=rank,
@@ -108,9 +108,9 @@ def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> No
         if not _is_close(other[5], first[5]):
             raise InputError(
                 Message(
-                    "ranks disagree on the weights: those of rank {rank} are others than those of rank 0; call "
-                    "torch.manual_seed with one number on every rank before the model is built, or load the same "
-                    "weights",
+                    "ranks disagree on the weights: those of rank {rank} differ from those of rank 0; call "
+                    "torch.manual_seed with the same number on every rank before the model is built, or load the "
+                    "same weights",
                     rank=rank,
                 )
             )
@@ -136,16 +136,15 @@ def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *,
     rank, first = next((rank, first) for rank, first in enumerate(first_of) if found[rank] != found[first])
     readers = (
         Message(
-            "every rank gives the whole batch, of which it takes its part; or give a LocalBatch of what its replica "
-            "reads"
+            "give every rank the whole batch, of which it takes its part, or a LocalBatch with the rows of its replica"
         )
         if whole
-        else Message("ranks of one replica read the same")
+        else Message("give all ranks of a replica the same rows")
     )
     if said[rank] == said[first]:
         raise InputError(
             Message(
-                "ranks disagree on the batch: rank {rank} was given other numbers than rank {first}; {readers}",
+                "ranks disagree on the batch: rank {rank} was given other values than rank {first}; {readers}",
                 rank=rank,
                 first=first,
                 readers=readers,
@@ -249,8 +248,8 @@ def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
         if pieces > 1 and (is_array or (isinstance(value, SEQUENCE_TYPES) and value)):
             raise InputError(
                 Message(
-                    "the batch's {name!r} is a {type}, which is not divided into the {pieces} parts that this plan "
-                    "makes of a batch: give a tensor with rows first",
+                    "the batch's {name!r} is a {type}, which cannot be divided into the {pieces} parts of this plan: "
+                    "give a tensor whose first dimension is the rows",
                     name=name,
                     type=type(value).__name__,
                     pieces=pieces,
@@ -271,7 +270,7 @@ def check_nested_tensors(batch: Batch, plan: Plan) -> None:
             raise InputError(
                 Message(
                     "the batch's {name!r} is a {type} with tensors, whose rows plan {plan} cannot divide or check: "
-                    "give each of them a name of its own in the batch",
+                    "put each tensor into the batch under its own name",
                     name=name,
                     type=type(value).__name__,
                     plan=plan.name,
@@ -299,7 +298,7 @@ def check_batch_type(batch: Any) -> Batch:
     if not isinstance(batch, dict):
         raise InputError(
             Message(
-                "a batch is a dict of tensors by the names that forward takes, but a {type} was given",
+                "a batch must be a dict of tensors by the argument names of forward, but a {type} was given",
                 type=type(batch).__name__,
             )
         )

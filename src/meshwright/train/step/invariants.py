@@ -145,12 +145,12 @@ class StepInvariants:
         if written:
             state.engine.zero.external_writes.apply(state.engine)
         step = f"step {state.steps + 1}"
-        end = "the step is not made; go on from a checkpoint of an earlier step"
+        end = "the step is not applied; go on from a checkpoint of an earlier step"
         if labels == labels and state.engine.outer is None and round(labels) != tokens:
             raise InvariantViolated(
                 Message(
-                    "{step}: the replicas have passed {labels:.0f} valid labels and the loss is divided by {tokens}: "
-                    "{end}, and look at what counts them",
+                    "{step}: the passes of the replicas had {labels:.0f} valid labels, but the loss is divided by "
+                    "{tokens}: {end}, and check the code that counts the labels",
                     step=step,
                     labels=labels,
                     tokens=tokens,
@@ -160,11 +160,11 @@ class StepInvariants:
         if passes:
             raise InvariantViolated(
                 Message(
-                    "{step}: {ranks} made {passes:.0f} passes {what} than micro-batches: {end}",
+                    "{step}: {ranks} ran {passes:.0f} passes {what} than micro-batches: {end}",
                     step=step,
                     ranks=self._ranks(state, "passes"),
                     passes=abs(passes),
-                    what=Message("less") if passes < 0 else Message("more"),
+                    what=Message("fewer") if passes < 0 else Message("more"),
                     end=end,
                 )
             )
@@ -172,7 +172,8 @@ class StepInvariants:
             if off:
                 raise InvariantViolated(
                     Message(
-                        "{step}: {what} that are held alike differ: {ranks}: {end}, and test these devices",
+                        "{step}: {what} that must be equal on several ranks differ: {ranks}: {end}, and test these "
+                        "devices",
                         step=step,
                         what=what,
                         ranks=self._ranks(state, what),
@@ -181,7 +182,7 @@ class StepInvariants:
                 )
         if math.isfinite(norm) and not math.isfinite(loss):
             raise InvariantViolated(
-                Message("{step}: the loss is {loss} and the gradient is finite: {end}", step=step, loss=loss, end=end)
+                Message("{step}: the loss is {loss}, but the gradient is finite: {end}", step=step, loss=loss, end=end)
             )
         if trained or changed:
             self._check_outside(state, batches, given)
@@ -197,8 +198,9 @@ class StepInvariants:
         if name := next((each.trained for each in said if each.trained), ""):
             raise PlanRefused(
                 Message(
-                    "plan {plan}: {name} is trained since step {step} and was frozen when the optimizer was made, "
-                    "which has no state of it: let it require gradients before parallelize, or go on from a checkpoint",
+                    "plan {plan}: {name} is trained since step {step}, but it was frozen when the optimizer was "
+                    "created, which has no state for it: let it require gradients before parallelize, or go on from "
+                    "a checkpoint",
                     plan=plan.name,
                     name=name,
                     step=step,
@@ -218,9 +220,9 @@ class StepInvariants:
         ):
             raise PlanRefused(
                 Message(
-                    "plan {plan}: in step {step} values lead through code that no check could repeat ({place}), so "
-                    "that it is not known whether rows depend on each other there: use one device, or branches that do "
-                    "not depend on values",
+                    "plan {plan}: in step {step} the values selected a code path that no check could repeat "
+                    "({place}), so it is not known whether rows depend on each other there: use one device, or "
+                    "branches that do not depend on values",
                     plan=plan.name,
                     step=step,
                     place=place,

@@ -102,8 +102,8 @@ class StepPasses:
             name = min(engine.unfilled)
             raise InputError(
                 Message(
-                    "the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) "
-                    "first",
+                    "the model was built on the meta device and {name!r} has no values: call "
+                    "trainer.load_weights(folder) first",
                     name=name,
                 )
             )

@@ -43,7 +43,7 @@ def _check_graph(graph: ModelGraph, plan: Plan) -> None:
     if unsupported_parts(plan):
         raise InputError(
             Message(
-                "plan {plan}: {unsupported_parts} can be planned and priced but do not run yet; leave them out",
+                "plan {plan}: {unsupported_parts} can be planned but cannot be trained yet; leave them out",
                 plan=plan.name,
                 unsupported_parts=", ".join(unsupported_parts(plan)),
             )
@@ -52,14 +52,14 @@ def _check_graph(graph: ModelGraph, plan: Plan) -> None:
     if plan.zero == 3 and (written := graph.unsupported.get("gathering")):
         raise InputError(
             Message(
-                "plan {plan}: the model writes to {written} in its own forward, and ZeRO 3 gathers weights anew for "
-                "each: use z2 at most, or turn that off",
+                "plan {plan}: the forward writes to {written}, and ZeRO 3 would lose the write, because it "
+                "all-gathers the weights for each forward: use z2 at most, or turn that off",
                 plan=plan.name,
                 written=written,
             )
         )
     if plan.stages > 1 and (called := graph.unsupported.get("stages")):
-        text = mark_msgid("plan {plan}: {called}, and stages are left and entered between blocks: use pp1")
+        text = mark_msgid("plan {plan}: {called}, but pipeline stages must begin and end between blocks: use pp1")
         raise InputError(Message(text, plan=plan.name, called=called))
     if plan.stages > 1 and graph.blocks is None:
         raise InputError(
@@ -82,7 +82,7 @@ def _check_tensor_parallel(graph: ModelGraph, plan: Plan) -> None:
         failed = graph.unsupported.get("run", "")
         reason = failed or graph.unsupported.get("tensors", "")
         why = Message(" ({line})", line=shorten(reason, 240, placeholder=" ...")) if reason else ""
-        way = Message("give parallelize an example of its batch, or use tp1") if failed else Message("use tp1")
+        way = Message("give parallelize an example batch, or use tp1") if failed else Message("use tp1")
         raise InputError(
             Message(
                 "plan {plan}: tp({tp}) needs a model with attention or feed-forward pairs to shard; this one has "
@@ -94,7 +94,7 @@ def _check_tensor_parallel(graph: ModelGraph, plan: Plan) -> None:
             )
         )
     if plan.tp > 1 and (unproven := graph.unsupported.get("proof")):
-        way = Message("give parallelize an example of its batch that it runs with, or use tp1")
+        way = Message("give parallelize an example batch that the model can run, or use tp1")
         raise InputError(
             Message(
                 "plan {plan}: tp({tp}): {unproven}: {way}",
@@ -114,9 +114,8 @@ def _check_recipe(model: nn.Module, plan: Plan, device: torch.device, recipe: Re
         if parameter.is_complex():
             raise InputError(
                 Message(
-                    "{name} {shape} is complex, and weights are trained as real numbers of the precision's type: hold "
-                    "it as a real parameter with a last dimension of 2, and take torch.view_as_complex of it in "
-                    "forward",
+                    "{name} {shape} is complex, but weights are trained in the real dtype of the precision: store it "
+                    "as a real parameter with a last dimension of 2, and call torch.view_as_complex on it in forward",
                     name=name,
                     shape=tuple(parameter.shape),
                 )
@@ -124,8 +123,8 @@ def _check_recipe(model: nn.Module, plan: Plan, device: torch.device, recipe: Re
         if not parameter.is_floating_point():
             raise InputError(
                 Message(
-                    "{name} {shape} is a parameter of {dtype}, and weights are laid as numbers of the precision's "
-                    "type, which would round it: hold it as a buffer (register_buffer)",
+                    "{name} {shape} is a parameter of dtype {dtype}, but weights are stored in the dtype of the "
+                    "precision, which would round it: make it a buffer (register_buffer)",
                     name=name,
                     shape=tuple(parameter.shape),
                     dtype=str(parameter.dtype).removeprefix("torch."),
@@ -136,14 +135,14 @@ def _check_recipe(model: nn.Module, plan: Plan, device: torch.device, recipe: Re
     if recipe.loss_scaling:
         raise InputError(
             Message(
-                "exact: {recipe} scales its loss, so that gradients are not of their own size; use bf16 or fp32",
+                "exact: {recipe} scales the loss, but exact sums need unscaled gradients; use bf16 or fp32",
                 recipe=recipe.name,
             )
         )
     if has_dropout(model):
         raise InputError(
             Message(
-                "exact: the model drops at random, which other numbers of ranks do otherwise; set its rates of "
-                "dropout to 0"
+                "exact: the model has dropout, whose random numbers depend on the number of ranks; set its dropout "
+                "rates to 0"
             )
         )

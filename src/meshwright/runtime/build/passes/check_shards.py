@@ -30,7 +30,8 @@ def check_shards(build: Build) -> None:
         if not names.keys() >= set(experts.names):
             raise InputError(
                 Message(
-                    "{path} is wrapped by an adapter, which ep does not deal: adapt linear layers, or use ep1",
+                    "{path} is wrapped by an adapter, and ep cannot distribute adapted experts: put adapters on "
+                    "linear layers, or use ep1",
                     path=experts.path,
                 )
             )

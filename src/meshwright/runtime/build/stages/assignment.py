@@ -40,7 +40,7 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
         }
         raise InputError(
             Message(
-                "{where} {paths} {reasons}, and stages are left and entered between blocks: use pp1",
+                "{where} {paths} {reasons}, but pipeline stages must begin and end between blocks: use pp1",
                 where=where,
                 paths=paths[block],
                 reasons=reasons[what],
@@ -50,8 +50,8 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
     if twice is not None:
         raise InputError(
             Message(
-                "{where} {paths} runs more than once in a pass, and stages are left and entered between blocks: use "
-                "pp1",
+                "{where} {paths} runs more than once in a pass, but pipeline stages must begin and end between "
+                "blocks: use pp1",
                 where=where,
                 paths=paths[twice],
             )
@@ -60,7 +60,8 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
     if missing is not None:
         raise InputError(
             Message(
-                "{where} {missing} did not run with what the model seems to read: give an example of it, or use pp1",
+                "{where} {missing} did not run in the traced pass: give parallelize an example batch with which it "
+                "runs, or use pp1",
                 where=where,
                 missing=missing,
             )
@@ -88,8 +89,8 @@ def _read_elsewhere(plan: Plan, name: str, stage: int, stored: int) -> InputErro
     """Returns the error for a parameter of a block on stage `stored` that is also read on `stage`."""
     return InputError(
         Message(
-            "plan {plan}: {name} is read on stage {stage} and lies in a block of stage {stored}: use pp1, or let "
-            "stages share it outside of the blocks",
+            "plan {plan}: stage {stage} reads {name}, which belongs to a block of stage {stored}: use pp1, or move "
+            "the parameter out of the blocks",
             plan=plan.name,
             name=name,
             stage=stage,
@@ -117,8 +118,8 @@ def find_param_stages(
     if boundary.unsent:
         raise InputError(
             Message(
-                "{unsent} is given a mask or numbers that are made of weights of another stage: use pp1, or give them "
-                "as floats",
+                "{unsent} gets a mask or integers computed from weights of another stage, but stages send only "
+                "floats: use pp1, or pass them as floats",
                 unsent=boundary.unsent,
             )
         )
@@ -141,8 +142,8 @@ def find_param_stages(
         if lost:
             raise InputError(
                 Message(
-                    "plan {plan}: stage {number} of this model reads what layers of an earlier stage make past the "
-                    "state that it is sent ({lost}): cut elsewhere with layers per stage, or use pp1",
+                    "plan {plan}: stage {number} reads values that layers of an earlier stage compute but do not "
+                    "send ({lost}): choose other layers per stage, or use pp1",
                     plan=plan.name,
                     number=number,
                     lost=lost,
@@ -175,8 +176,8 @@ def find_buffer_stages(
     if replaced is not None:
         raise InputError(
             Message(
-                "plan {plan}: the forward puts another tensor in the place of the buffer {replaced}, and stages hold "
-                "one each: write to it in place (copy_), register it with persistent=False, or use pp1",
+                "plan {plan}: the forward replaces the buffer {replaced} with a new tensor, but each stage has its "
+                "own copy of the buffer: write to it in place (copy_), register it with persistent=False, or use pp1",
                 plan=plan.name,
                 replaced=replaced,
             )
@@ -266,7 +267,8 @@ def assign_layers(
             elif name == "embedding" and graph.tied:
                 raise InputError(
                     Message(
-                        "plan {plan}: {some} is read between blocks and by the head that it is tied to: use pp1",
+                        "plan {plan}: the embedding {some} is tied to the head and is also read between blocks: use "
+                        "pp1",
                         plan=plan.name,
                         some=some[0],
                     )

@@ -147,8 +147,8 @@ def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: E
         if plan.stages > 1 and record.written_params:
             raise InputError(
                 Message(
-                    "the model writes to its parameter {written_params} in its forward, and other stages have none of "
-                    "it: write to it between steps, or use pp1",
+                    "the forward writes to the parameter {written_params}, and other stages would not get the new "
+                    "value: write to it between steps, or use pp1",
                     written_params=min(record.written_params),
                 )
             )
@@ -197,8 +197,8 @@ def _boundary_spec(
         if record is None:
             raise InputError(
                 Message(
-                    "what goes from stage to stage of this model cannot be told: give an example of what it reads, or "
-                    "use pp1"
+                    "the tensors that the stages of this model send each other are not known: give parallelize an "
+                    "example batch, or use pp1"
                 )
             )
         if plan.stages > 1:
@@ -228,8 +228,8 @@ def _check_boundary(plan: Plan, graph: ModelGraph, boundary: BoundarySpec | None
         part = f"cp{plan.cp}" if plan.cp > 1 else "sp"
         raise InputError(
             Message(
-                "plan {plan}: blocks of this model hand on more than a hidden state, which {part} does not cut: leave "
-                "it out",
+                "plan {plan}: the blocks of this model pass on other tensors besides the hidden state, which {part} "
+                "does not support: leave {part} out",
                 plan=plan.name,
                 part=part,
             )
@@ -254,8 +254,8 @@ def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
         if block._forward_hooks or block._forward_pre_hooks:
             raise InputError(
                 Message(
-                    "plan {plan}: {block} has a hook, and stages pass by the hooks of blocks: hang it to a layer "
-                    "inside, or use pp1",
+                    "plan {plan}: {block} has a hook, but pipeline stages do not call the hooks of blocks: register "
+                    "it on a layer inside the block, or use pp1",
                     plan=plan.name,
                     block=graph.block(index),
                 )
@@ -264,8 +264,8 @@ def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
         if has_gradient_hooks(parameter) and name in graph.splits:
             raise InputError(
                 Message(
-                    "plan {plan}: {name} has a gradient hook, which shares of tensor ranks do not call: use tp1, or "
-                    "take it off",
+                    "plan {plan}: {name} has a gradient hook, but its tensor-parallel shards do not call it: use tp1, or "
+                    "remove the hook",
                     plan=plan.name,
                     name=name,
                 )
@@ -279,8 +279,9 @@ def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
             raise InputError(
                 Message(
-                    "plan {plan}: the gradient hook of {name} does not run with a random gradient ({reason}), which "
-                    "shows whether it is linear: use data parallelism alone, or let it",
+                    "plan {plan}: the gradient hook of {name} fails with a random gradient ({reason}), so it is not "
+                    "known whether the hook is linear: use data parallelism alone, or let the hook accept any "
+                    "gradient",
                     plan=plan.name,
                     name=name,
                     reason=reason,

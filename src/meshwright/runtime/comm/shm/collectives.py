@@ -286,8 +286,8 @@ class ShmCollectives:
         )
         raise MeshwrightError(
             Message(
-                "rank {rank} and rank {peer} are not in the same collective: their {number}th of ranks {ranks} is of "
-                "{actual_text} on rank {peer}, rank {rank} expects {expected_text}",
+                "rank {rank} and rank {peer} are not in the same collective: collective {number} of ranks {ranks} "
+                "has {actual_text} on rank {peer}, but {expected_text} on rank {rank}",
                 rank=self.host.rank,
                 peer=rank,
                 number=number,
