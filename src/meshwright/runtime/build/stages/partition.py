@@ -264,8 +264,8 @@ def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
         if has_gradient_hooks(parameter) and name in graph.splits:
             raise InputError(
                 Message(
-                    "plan {plan}: {name} has a gradient hook, but its tensor-parallel shards do not call it: use tp1, or "
-                    "remove the hook",
+                    "plan {plan}: {name} has a gradient hook, but its tensor-parallel shards do not call it: use tp1, "
+                    "or remove the hook",
                     plan=plan.name,
                     name=name,
                 )
