@@ -353,7 +353,7 @@ def test_the_command_line_writes_a_page_whose_commands_lead_back_to_its_settings
 
 def test_a_page_is_of_all_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--cluster", "1x4:cpu", "--page", str(tmp_path / "out.html"), "--objective", "fewest"]) == 2
-    assert "--page ranks plans on all devices, --objective fewest on fewer" in capsys.readouterr().err
+    assert "--page ranks plans on all devices, --objective fewest also on fewer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--page", "--save"])

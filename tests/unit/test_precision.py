@@ -78,7 +78,7 @@ def test_every_recipe_and_rule_is_planned_with_what_runs_it() -> None:
     assert all(entry.plan.tp == 1 and entry.plan.schedule in ("1f1b", "gpipe", "interleaved") for entry in fp8)
     assert fp8[0].estimate.time.step < mw.plan(job(precision="bf16"), 1)[0].estimate.time.step
     assert not any(entry.plan.offload for entry in mw.plan(job(optimizer__name="muon"), 3))
-    with pytest.raises(InputError, match="exact: fp16 scales its loss"):
+    with pytest.raises(InputError, match="exact: precision fp16 scales the loss"):
         job(precision="fp16", exact=1)
 
 
@@ -114,7 +114,7 @@ def test_every_recipe_and_rule_is_planned_with_what_runs_it() -> None:
             "final_lr has no effect with schedule constant",
         ),
         ("1x8:h100", {"optimizer__schedule": "liner"}, "did you mean 'linear'"),
-        ("1x8:h100", {"precision": "bf16-pure", "optimizer__name": "muon"}, "use bf16"),
+        ("1x8:h100", {"precision": "bf16-pure", "optimizer__name": "muon"}, "use precision bf16"),
         (
             "1x8:h100",
             {"precision": "bf16-pure", "optimizer__state": "8bit"},
