@@ -155,6 +155,6 @@ def test_a_copy_whose_class_leads_to_the_model_is_known(reads: str) -> None:
     model = ByClass()
     ByClass.first = model if reads == "module" else SimpleNamespace(inner=lambda x: x @ model.inner.up.weight)
     copied = ModelCopy(model).with_parameters(lambda parameter: parameter.clone()).model
-    said = "calls inner of the model" if reads == "module" else "reads inner.up.weight of the model"
+    said = "calls inner of the original model" if reads == "module" else "reads inner.up.weight of the original model"
     with isolated_run(model), pytest.raises(InputError, match=said):
         copied(torch.randn(2, 4))

@@ -383,7 +383,8 @@ def test_what_a_forward_keeps_for_the_next_is_not_moved_oftener_than_on_one_devi
     ranks: Any, kind: str, plan: str
 ) -> None:
     said = ranks.run(2 if "2" in plan else 1, under, kind, plan)[0]
-    assert "changes a state that the next one reads" in said and "\n" not in said
+    expected = ("changes a state that the next one reads", "depends on the rows of each pass")
+    assert any(text in said for text in expected) and "\n" not in said
 
 
 @pytest.mark.parametrize(
@@ -414,7 +415,7 @@ def test_what_would_be_left_out_is_refused_in_one_line(ranks: Any, kind: str, pl
 def test_a_block_that_stands_twice_in_a_list_is_refused_in_one_line() -> None:
     model = Net("plain")
     model.layers[2] = model.layers[0]
-    with pytest.raises(InputError, match=r"layers.2 is layers.0 itself"):
+    with pytest.raises(InputError, match=r"layers.2 and layers.0 are the same module"):
         analyze_model(model)
 
 

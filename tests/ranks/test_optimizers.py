@@ -254,7 +254,7 @@ class Still(torch.optim.SGD):
         (lambda given: ALWAYS_THIS, r"a tensor of shape \(3, 3\) that is not a parameter of the model"),
         (
             lambda given: torch.optim.AdamW([each for each in given if each.ndim > 1]),
-            "not given 2 of the 5 parameters that are trained",
+            "not given 2 of the 5 trainable parameters",
         ),
         (Still, "did not change a tensor of the group of blocks.0.a"),
         (lambda given: Joined(given, lr=0.1), "depends on other tensors"),

@@ -222,7 +222,7 @@ def test_an_embedding_with_a_largest_norm_may_pass_in_micro_batches_on_one_proce
     [
         ("taught", "dp2.mb1", "writes to its parameter layers.0.teacher.weight"),
         ("taught", "dp2.z3.mb2", "layers.0.teacher.weight"),
-        ("taught", "pp2.mb4", "writes to its parameter layers.0.teacher.weight"),
+        ("taught", "pp2.mb4", "writes to the parameter layers.0.teacher.weight"),
         ("shrinking", "dp1.mb2", "writes to its parameter layers.0.up.weight"),
         ("shrinking", "tp2.mb4", "layers.0.up.weight"),
         ("hooked", "dp2.mb1", "writes to its parameter layers.0.down.bias"),

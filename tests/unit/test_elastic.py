@@ -83,7 +83,7 @@ def test_an_oom_kill_is_distinguished_from_a_manual_kill(
         not is_oom(plain)
         and failure_cause(plain) == "killed by SIGKILL: by someone's kill -9, or by the system, which was out of memory"
     )
-    assert not is_oom(died(3, 4, -11)) and "memory" not in failure_cause(died(3, 4, -11))
+    assert not is_oom(died(3, 4, -11)) and "out of memory" not in failure_cause(died(3, 4, -11))
     assert not is_oom(died(3, 4, kills=0))  # on another node, which has counted for itself
     assert is_oom(RankExit(1, 0.0, -9, words=failure_cause(died(3, 4)), oom=True)) and not is_oom(
         RankExit(1, 0.0, -9, words="hung: no sign of life", kills=2)

@@ -116,11 +116,7 @@ def trace_ops(
         if inflow.rejected:
             watch.reject(
                 inflow.needed,
-                Message(
-                    "they are combined with the output of {layer}, and {rejected}",
-                    layer=layer,
-                    rejected=inflow.rejected,
-                ),
+                Message("they meet the output of {layer}, and {rejected}", layer=layer, rejected=inflow.rejected),
             )
         else:
             watch.trace.mla_inputs[layer] = inflow

@@ -341,9 +341,7 @@ def _check_piece(
     def attend(call: SdpaCall) -> torch.Tensor:
         following = next(calls, None)
         if following is None:
-            raise CannotCutSequence(
-                Message("it calls attention more often on a piece of the sequence than on the whole")
-            )
+            raise CannotCutSequence(Message("it calls attention more often on a piece than on the whole sequence"))
         number, (whole, result) = following
         if why := call.objection(noted.length):
             raise CannotCutSequence(why)
@@ -352,16 +350,9 @@ def _check_piece(
             _check_equal(f"the {what} of attention {number}", here, pieces.cut(there, -2))
             terms.append((here, pieces.cut(cotangent(there.shape, there, 3 * number + place + 1), -2)))
         if (call.causal, call.scale, call.mask is None) != (whole.causal, whole.scale, whole.mask is None):
-            raise CannotCutSequence(
-                Message("attention {number} differs between a piece of the sequence and the whole", number=number)
-            )
+            raise CannotCutSequence(Message("attention {number} differs on a piece of the sequence", number=number))
         if call.mask is not None and whole.mask is not None and not torch.equal(call.mask, whole.mask):
-            raise CannotCutSequence(
-                Message(
-                    "the mask of attention {number} differs between a piece of the sequence and the whole",
-                    number=number,
-                )
-            )
+            raise CannotCutSequence(Message("the mask of attention {number} differs on a piece", number=number))
         leaves.append(leaf_copy(pieces.cut(result, -2)))
         return leaves[-1].clone()
 
@@ -377,7 +368,7 @@ def _check_piece(
             text = mark_msgid("it does not run on a piece of the sequence ({reason})")
             raise CannotCutSequence(Message(text, reason=error_summary(error))) from None
     if next(calls, None) is not None:
-        raise CannotCutSequence(Message("it calls attention less often on a piece of the sequence than on the whole"))
+        raise CannotCutSequence(Message("it calls attention less often on a piece than on the whole sequence"))
     assert logits is not None and noted.logits is not None
     _check_equal("its logits", logits, pieces.cut(noted.logits, SEQUENCE_DIM))
     terms.append((logits, pieces.cut(cotangent(noted.logits.shape, noted.logits, 0), SEQUENCE_DIM)))

@@ -173,17 +173,15 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
         except Exception as error:
             raise InputError(
                 Message(
-                    "the optimizer needs all tensors at once ({first_line}), but a rank holds only a part of them: "
-                    "use one that can update each tensor separately",
+                    "the optimizer must update each tensor separately, but it needs all at once ({first_line})",
                     first_line=first_line(error),
                 )
             ) from error
         if not _is_close(start[one], whole[one], single):
             raise InputError(
                 Message(
-                    "the optimizer's update of one tensor depends on other tensors, but a rank holds only a part of "
-                    "them: use an optimizer that updates each element (AdamW, SGD) or each tensor (Muon, Adafactor) "
-                    "separately"
+                    "the optimizer's update of one tensor depends on other tensors, of which a rank holds a part: use "
+                    "one that updates each element (AdamW, SGD) or each tensor (Muon, Adafactor) separately"
                 )
             )
     for rule in (ELEMENTWISE, UpdateRule(True, False), UpdateRule(False, True)):

@@ -169,10 +169,7 @@ def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpe
             returns.setdefault(event.block, event.values)
     missing = next((path for number, path in enumerate(paths) if number not in entries), None)
     if missing is not None:
-        text = mark_msgid(
-            "block {path} did not run in the traced pass: give parallelize an example batch with which it runs, or "
-            "use pp1"
-        )
+        text = mark_msgid("block {path} did not run in the traced pass: give an example that runs it, or use pp1")
         raise InputError(Message(text, path=missing))
     ends = [0]
     for _, count in anatomy.stacks:
