@@ -366,7 +366,7 @@ def test_a_disk_that_flips_a_bit_on_the_way_is_caught_when_it_saves(tmp_path, mo
         return real(handle, data)
 
     monkeypatch.setattr(os, "write", lying)
-    with pytest.raises(SaveFailed, match="differs when it is read back"):
+    with pytest.raises(SaveFailed, match="differs from memory when it is read back"):
         save_checkpoint(tmp_path, 2, [(_piece(100), torch.full((100,), 2.0))], {})
     assert os.listdir(tmp_path) == []
 

@@ -61,7 +61,7 @@ def planted(trainer: Trainer, fault: str, batch: Any) -> Any:
     [
         ("dp2.mb4", "weight", 7, "weights that must be equal on several ranks differ: rank 0 has"),
         ("dp2.z2.mb4", "weight", 7, "weights that must be equal on several ranks differ: rank 0 has"),
-        ("dp2.mb1", "micro-batch", 5, "passes less than micro-batches"),
+        ("dp2.mb1", "micro-batch", 5, "passes fewer than micro-batches"),
         ("dp2.mb4", "gradient", 6, "gradients that must be equal on several ranks differ: rank 0 has"),
         ("dp2.mb4", "labels", 4, "valid labels, but the loss is divided by"),
     ],

@@ -148,7 +148,7 @@ def test_an_ordinary_end_leaves_no_process(tmp_path: Path) -> None:
     [
         ("other", True, snapshot_adoption.__version__, "belong to another job"),
         ("job", False, snapshot_adoption.__version__, "are not used, because of run.restart"),
-        ("job", True, "0.0.1", "are of version {}, but this is 0.0.1"),
+        ("job", True, "0.0.1", "are of version {}, but this is version 0.0.1"),
     ],
 )
 def test_snapshots_of_another_job_or_version_are_refused_in_one_line_and_freed(
