@@ -88,7 +88,7 @@ def test_what_is_beyond_an_experts_capacity_is_dropped_as_on_one_device(ranks: A
 def test_a_capacity_of_a_model_without_experts_is_refused() -> None:
     model = make_model("llama")
     model.expert_capacity = 1.25  # type: ignore[assignment]
-    with pytest.raises(InputError, match="the model has none"):
+    with pytest.raises(InputError, match="the model has no such"):
         parallelize(model, make_optimizer, "dp1")
 
 
