@@ -127,6 +127,12 @@ def test_a_number_that_equals_the_index_of_some_blocks_is_compared() -> None:
     assert group_identical_blocks(alternating) == [0, 1, 0, 1, 0, 1]
 
 
+def test_a_number_that_only_one_block_has_is_compared_even_if_it_equals_its_index() -> None:
+    blocks = [Numbered(index, 3) for index in range(6)]
+    blocks[4].window = 4  # type: ignore[assignment]
+    assert group_identical_blocks(blocks) == [0, 0, 0, 0, 4, 0]
+
+
 def test_blocks_of_a_second_list_store_the_index_in_their_own_list() -> None:
     two = [Numbered(index, 3) for index in (0, 1, 2, 0, 1, 2)]
     assert group_identical_blocks(two, [0, 1, 2, 0, 1, 2]) == [0] * 6

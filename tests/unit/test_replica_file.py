@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import queue
 from array import array
 from typing import Any
 
 import xxhash
+from snapshot_files import snapshot_file
 
 from meshwright.core.snapshots import HEADER_BYTES, PINNED_STEPS_FIELD, SNAPSHOT_SLOTS_MULTI_NODE, SnapshotHeader
 from meshwright.elastic.snapshot_replication import ReplicationRequest, SnapshotReplicator
@@ -19,18 +19,7 @@ INDEX, SIZE = b"[]", 4096
 def written(steps: dict[int, bytes]) -> int:
     """A file of copies with `steps`, each of one byte again and again."""
     file = os.memfd_create("copies")
-    first = SnapshotHeader(memoryview(bytearray(HEADER_BYTES)).cast("Q"))
-    first.lay(INDEX, SIZE, SNAPSHOT_SLOTS_MULTI_NODE)
-    os.ftruncate(file, first.whole)
-    with (
-        mmap.mmap(file, first.whole) as memory,
-        memoryview(memory) as view,
-        view[:HEADER_BYTES] as words,
-        words.cast("Q") as cast,
-    ):
-        head = SnapshotHeader(cast)
-        head.lay(INDEX, SIZE, SNAPSHOT_SLOTS_MULTI_NODE)
-        view[HEADER_BYTES : HEADER_BYTES + len(INDEX)] = INDEX
+    with snapshot_file(file, INDEX, SIZE, SNAPSHOT_SLOTS_MULTI_NODE) as (head, view):
         for step, byte in steps.items():
             slot = head.take()
             view[head.begin(slot) : head.begin(slot) + SIZE] = byte * SIZE

@@ -4,7 +4,6 @@ process."""
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import signal
 import socket
@@ -16,10 +15,11 @@ from typing import Any
 
 import pytest
 import xxhash
+from snapshot_files import snapshot_file
 
 from meshwright.core.ipc import wait_readable
 from meshwright.core.secure_channel import SecureChannel, encode_message
-from meshwright.core.snapshots import HEADER_BYTES, HISTORIES_PER_GENERATION, SnapshotHeader
+from meshwright.core.snapshots import HISTORIES_PER_GENERATION
 from meshwright.core.version import __version__
 from meshwright.elastic.leader_snapshots import LeaderSnapshots
 from meshwright.elastic.local_agent import SystemInterface
@@ -43,18 +43,7 @@ G = HISTORIES_PER_GENERATION
 
 def write(file: int, *versions: tuple[int, int], byte: bytes = b"a") -> None:
     """Copies of a rank: for each version its history and step."""
-    first = SnapshotHeader(memoryview(bytearray(HEADER_BYTES)).cast("Q"))
-    first.lay(INDEX, 64, 4)
-    os.ftruncate(file, first.whole)
-    with (
-        mmap.mmap(file, first.whole) as memory,
-        memoryview(memory) as view,
-        view[:HEADER_BYTES] as words,
-        words.cast("Q") as cast,
-    ):
-        head = SnapshotHeader(cast)
-        head.lay(INDEX, 64, 4)
-        view[HEADER_BYTES : HEADER_BYTES + len(INDEX)] = INDEX
+    with snapshot_file(file, INDEX, 64, 4) as (head, view):
         for history, step in versions:
             slot, state = head.take(), b"{}"
             begin = head.begin(slot)
@@ -178,7 +167,7 @@ OUTSIDE = SystemInterface()._replace(
 def leader() -> tuple[LeaderSnapshots, SnapshotLocations]:
     locations = SnapshotLocations()
     locations.alive.add("10.0.0.2:7")
-    return LeaderSnapshots(OUTSIDE, ("10.0.0.1", "secret"), locations, lambda _: None, lambda *_, **__: None), locations
+    return LeaderSnapshots(OUTSIDE, "10.0.0.1", "secret", locations, lambda _: None, lambda *_, **__: None), locations
 
 
 def test_the_next_leader_reads_its_own_copies_here_and_others_at_their_nodes() -> None:

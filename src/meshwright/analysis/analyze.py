@@ -39,6 +39,7 @@ from meshwright.analysis.run_conditions import set_training_modes, training_mode
 from meshwright.analysis.trace_log import TraceLog
 from meshwright.analysis.verified_regions import accept_verified_regions
 from meshwright.core.messages import Message
+from meshwright.core.printable_text import reason_of
 
 FORM_CHANGED_REASON = "they change the form of what they are given"
 SEQUENCE_UNVERIFIED_REASON = "the model was analysed for a plan without sequence parallelism"
@@ -124,7 +125,7 @@ def _trace_with_fallback(state: AnalysisState) -> None:
     try:
         _trace_until_stable(state, None)
     except Exception as error:
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+        reason = reason_of(error)
         state.unsharded.clear()
         try:
             _trace_until_stable(state, torch.bfloat16)

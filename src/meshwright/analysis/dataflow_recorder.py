@@ -55,6 +55,7 @@ from meshwright.analysis.recompute_tape import active_saved_tensor_hooks
 from meshwright.analysis.run_conditions import CHECK_VOCAB_ROWS, random_weights, set_seed
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
+from meshwright.core.printable_text import reason_of
 
 MAX_PARAMS_REAL_TENSORS = 1 << 24
 """Maximum number of parameter elements of a model that is recorded with real tensors. The largest takes a
@@ -281,7 +282,7 @@ def record_dataflow(model: nn.Module, blocks: Sequence[str], example: ExampleInp
 
 
 def _describe_failed_run(error: Exception, example: ExampleInputs) -> Message:
-    reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+    reason = reason_of(error)
     if (external := external_failure(error)) is not None:
         return Message(
             "the model was not analysed, because its forward fails to read a file or the network{where} ({reason}): "

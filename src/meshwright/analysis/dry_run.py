@@ -432,7 +432,7 @@ def _is_user_file(name: str) -> bool:
 
 
 class ExternalFailure(NamedTuple):
-    """A forward failed because it could not read a file or the network."""
+    """Describes a forward that could not read a file or the network."""
 
     where: str
     """The line of the model, such as ' in model.py, line 7', or ''."""
@@ -440,9 +440,8 @@ class ExternalFailure(NamedTuple):
 
 
 def external_failure(error: BaseException) -> ExternalFailure | None:
-    """Returns the failure of a file or of the network that `error` reports or follows from; None where there is
-    none.
-    """
+    """Returns where a file or the network failed and what the user can do, if `error` is such a failure or was caused
+    by one. Returns None for any other error."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

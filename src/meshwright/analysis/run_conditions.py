@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import math
 import mmap
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -351,17 +352,18 @@ def group_identical_blocks(blocks: Sequence[nn.Module], indices: Sequence[int] |
 
 
 def _index_attributes(blocks: Sequence[nn.Module], indices: Sequence[int]) -> set[tuple[str, str]]:
-    """Returns the attributes that store the block's index in every block that has them, by module path and name.
+    """Returns the attributes that store the block's index, by module path and name.
 
-    If an attribute equals the index of only some blocks, it has another meaning, for example 8 heads in block 8.
+    Every block with a module at this path must have the attribute, and it must equal the block's index. An attribute
+    that equals the index of only some blocks has another meaning, for example 8 heads in block 8.
     """
-    found: dict[tuple[str, str], bool] = {}
+    modules: Counter[str] = Counter()
+    equal: Counter[tuple[str, str]] = Counter()
     for index, block in zip(indices, blocks, strict=True):
         for path, module in block.named_modules():
-            for name, value in vars(module).items():
-                if type(value) is int:
-                    found[path, name] = found.get((path, name), True) and value == index
-    return {key for key, is_index in found.items() if is_index}
+            modules[path] += 1
+            equal.update((path, name) for name, value in vars(module).items() if type(value) is int and value == index)
+    return {(path, name) for (path, name), count in equal.items() if count == modules[path]}
 
 
 def module_signature(root: nn.Module, is_index: Callable[[str, str, int], bool]) -> Any:

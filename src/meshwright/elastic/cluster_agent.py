@@ -190,7 +190,7 @@ class ClusterAgent(LocalAgent):
         self._looked = outside.clock()
         self._over = threading.Event()
         self.homes: SnapshotLocations = SnapshotLocations()
-        self._snapshots = LeaderSnapshots(outside, (host, token), self.homes, self._inbox.put, _tell)
+        self._snapshots = LeaderSnapshots(outside, host, token, self.homes, self._inbox.put, _tell)
         me, refusals = {"logs": str(logs), "warm": list(warm)}, RefusalLog(self._refused)
         self._door = outside.door(
             host, port, token, me, lambda end, hello: self._inbox.put(hello, end), refusals, nodes

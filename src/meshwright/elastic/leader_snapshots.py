@@ -32,19 +32,20 @@ class LeaderSnapshots:
     def __init__(
         self,
         outside: SystemInterface,
-        address: tuple[str, str],
+        host: str,
+        token: str,
         locations: SnapshotLocations,
         put: Callable[[IpcMessage], None],
         tell: Callable[..., None],
     ) -> None:
-        """Starts the server and the replicator. `address` has the host and the token."""
+        """Starts the server and the replicator."""
         self.shared: dict[str, SharedFileStore] = {}
         self.job = ""
         self._outside, self._locations = outside, locations
-        self.server = outside.lender(*address, self._open, lambda line: put({"event": "degraded", "line": line}))
+        self.server = outside.lender(host, token, self._open, lambda line: put({"event": "degraded", "line": line}))
         locations.alive.add(self.server.address)
         mirror = outside.mirror(
-            address[1], lambda *how: put(dict(zip(MIRRORED_FIELDS, how, strict=False), event="mirrored"))
+            token, lambda *how: put(dict(zip(MIRRORED_FIELDS, how, strict=False), event="mirrored"))
         )
         self.rounds = ReplicationCoordinator(self.server.address, locations, mirror, tell, outside.clock)
 
@@ -64,7 +65,8 @@ class LeaderSnapshots:
         messages: dict[str, Any] = {self.server.address: retained.inventory()} if retained is not None else {}
         found: dict[str, SnapshotInventory] = {}
         reasons: list[str] = []
-        for address, message in (messages | {**inventories}).items():
+        messages |= inventories
+        for address, message in messages.items():
             inventory, why = read_inventory(message, self.job)
             if inventory is not None:
                 found[address] = inventory

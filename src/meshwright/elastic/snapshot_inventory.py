@@ -92,14 +92,15 @@ class RetainedSnapshots:
 
 
 class RetainedSet(NamedTuple):
-    """What one node has of a set: the number of ranks of its plan, and the versions of each rank."""
+    """The snapshots of one set on one node. `world` is the number of ranks of the plan that wrote the set. `ranks` has
+    the stored versions by rank; ranks that the node does not store are missing."""
 
     world: int
     ranks: dict[int, list[SnapshotVersion]]
 
 
 SnapshotInventory = dict[str, RetainedSet]
-"""What one node has: its sets by key."""
+"""The snapshots on one node, by the key of their set."""
 
 
 def read_inventory(message: Any, job: str) -> tuple[SnapshotInventory | None, str]:

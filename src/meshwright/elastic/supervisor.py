@@ -109,7 +109,7 @@ class Supervisor:
             with stop_signal_handler(self._stop.on_signal):
                 # the snapshots of a killed supervisor or leader are read by the next generation, as after any fault
                 adopted = self._sets.adopt(self.work, self._journal)
-                if self.agent is not None:
+                if adopted is None and self.agent is not None:
                     adopted = self._sets.adopt_from_nodes(self.agent, self.care.hold, self._journal)
                 if adopted is not None:
                     self.generation, self._begun = adopted + 1, True

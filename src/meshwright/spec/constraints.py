@@ -192,7 +192,7 @@ def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Vio
         yield Violation(
             "the model cannot be cut between its blocks",
             Message(
-                "pp({pp}): {against}, but pipeline stages can only be split between blocks: use pp1",
+                "pp({pp}): {against}, but pipeline stages must begin and end between blocks: use pp1",
                 pp=plan.pp,
                 against=against,
             ),

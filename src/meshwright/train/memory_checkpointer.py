@@ -142,14 +142,19 @@ PEER_OUT_OF_MEMORY_TEXT = Message(
 
 
 class MemoryCheckpointer:
-    """Writes this rank's in-memory checkpoints to the file at `path`."""
+    """Writes this rank's in-memory checkpoints to the file at `path`. They belong to `history`
+    ([Note: history] in core/snapshots.py) until the run goes back."""
 
     def __init__(
-        self, path: str, trainer: Trainer, pulse: Heartbeat, extra: dict[str, Any], slots: int = SNAPSHOT_SLOTS
+        self,
+        path: str,
+        trainer: Trainer,
+        pulse: Heartbeat,
+        extra: dict[str, Any],
+        slots: int = SNAPSHOT_SLOTS,
+        history: int = 0,
     ) -> None:
-        self._slots = slots
-        self.history = 0
-        """The history of the checkpoints that this rank writes ([Note: history] in core/snapshots.py)."""
+        self._slots, self._history = slots, history
         self.memory, self.trainer, self.pulse, self.extra = MemorySnapshot(path), trainer, pulse, extra
         self.refused = ""
         self.seconds = 0.0
@@ -163,6 +168,13 @@ class MemoryCheckpointer:
         self._lift: D2HStaging | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
+
+    def go_back(self) -> None:
+        """Forgets all checkpoints, because the run repeats their steps. Later checkpoints belong to the next
+        history."""
+        self._history += 1
+        self.memory.head.hold(0)
+        self.memory.head.forget()
 
     def begin(self, record: dict[str, Any]) -> None:
         """Starts the copy of the state after the step that has just ended. `record` is stored with it."""
@@ -203,7 +215,7 @@ class MemoryCheckpointer:
         began = time.thread_time()
         try:
             parts = single_chunk if self._lift is None else self._lift.parts
-            self.memory.write(step, layout, local, state, parts, self.history)
+            self.memory.write(step, layout, local, state, parts, self._history)
             self.pulse.write(HeartbeatField.snapshot_step, step)
         except BaseException as error:  # `finish` raises it, so that the run does not continue without checkpoints
             self._failed = error

@@ -78,12 +78,10 @@ class Recovery:
         self.guard = LossSpikeDetector(self.identity, launch.workload.spikes == "skip", trainer.scale.dynamic)
         memory, slots = channel.memory, SNAPSHOT_SLOTS if channel.memory.single_node else SNAPSHOT_SLOTS_MULTI_NODE
         self.copies = (
-            memory_checkpointer.MemoryCheckpointer(memory.own, trainer, pulse, identity, slots)
+            memory_checkpointer.MemoryCheckpointer(memory.own, trainer, pulse, identity, slots, memory.history)
             if memory.own and launch.run.memory_checkpoints
             else None
         )
-        if self.copies is not None:
-            self.copies.history = memory.history
 
     # --- resuming ---------------------------------------------------------------------------------
 
@@ -189,9 +187,7 @@ class Recovery:
                 )
             return step
         if self.copies is not None:
-            self.copies.history += 1
-            self.copies.memory.head.hold(0)
-            self.copies.memory.head.forget()
+            self.copies.go_back()
         self._fill(Path(path))
         batches = (batch_index(untouched, left_out), batch_index(step - 1, left_out) + 1)
         line = guard.goes_back(self.trainer.steps, step, left_out, batches)

@@ -32,6 +32,7 @@ from meshwright.analysis.profile.fake_step import (
 )
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
+from meshwright.core.printable_text import reason_of
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.precision import recipe
 
@@ -135,7 +136,7 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
 def _error_line(error: Exception) -> str:
     if "DataDependent" in type(error).__name__:
         return f"its forward asks for the values of a tensor, {error}"[:160]
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+    return reason_of(error)
 
 
 def spec_from_runs(

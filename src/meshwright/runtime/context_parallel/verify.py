@@ -48,6 +48,7 @@ from meshwright.analysis.run_conditions import (
 )
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, mark_msgid
+from meshwright.core.printable_text import reason_of
 from meshwright.runtime.context_parallel.blocks import (
     SEQUENCE_DIM,
     ArgPath,
@@ -225,14 +226,9 @@ def _capture_runs(
         except InputError:
             raise  # the error message explains itself
         except Exception as error:
-            reason = error_summary(error)
+            reason = reason_of(error)
     inputs = f"{2 * SIMULATED_RANKS * CHUNK_LENGTHS[-1][0]} token ids {f'and {sorted(others)}' if others else 'alone'}"
     raise CannotCutSequence(Message("it does not run on {inputs} ({reason})", inputs=inputs, reason=reason))
-
-
-def error_summary(error: Exception) -> str:
-    """Returns the type of an error and the start of its message, on one line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
 
 
 def _sequence_dims(noted: CapturedRun, other: CapturedRun) -> SequenceDims:
@@ -366,7 +362,7 @@ def _check_piece(
             raise
         except Exception as error:
             text = mark_msgid("it does not run on a piece of the sequence ({reason})")
-            raise CannotCutSequence(Message(text, reason=error_summary(error))) from None
+            raise CannotCutSequence(Message(text, reason=reason_of(error))) from None
     if next(calls, None) is not None:
         raise CannotCutSequence(Message("it calls attention less often on a piece than on the whole sequence"))
     assert logits is not None and noted.logits is not None

@@ -47,6 +47,7 @@ from meshwright.analysis.example_inputs import ExampleInputs, make_example
 from meshwright.analysis.model_copy import copy_to_meta, isolated_run
 from meshwright.core.errors import InputError, PlanRefused
 from meshwright.core.messages import Message
+from meshwright.core.printable_text import reason_of
 from meshwright.runtime.engine import Engine, OncePerStepBuffers, PassRecorder
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch
@@ -327,7 +328,7 @@ def _try_stage(
     except InputError as error:
         return str(error), []
     except Exception as error:
-        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+        reason = reason_of(error)
         line = Message(
             "plan {plan}: stage {stage} of this model does not run without the layers of the others ({reason}): use "
             "pp1",

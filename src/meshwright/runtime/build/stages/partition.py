@@ -19,6 +19,7 @@ from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
+from meshwright.core.printable_text import reason_of
 from meshwright.runtime.build.stages.assignment import (
     NO_PARAM_STAGES,
     ParamStages,
@@ -276,7 +277,7 @@ def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
         try:
             is_linear = _are_hooks_linear(parameter)
         except Exception as error:
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+            reason = reason_of(error)
             raise InputError(
                 Message(
                     "plan {plan}: the gradient hook of {name} fails with a random gradient ({reason}), so it is not "
