@@ -244,8 +244,8 @@ class StageDataflow:
                 self.sources.update(dict.fromkeys(event.writes, self.stand_in << event.block))
         for storage in record.outputs if self.any_output else record.outputs[:1]:
             found = self.sources.get(storage, 0)
-            # A user's loss may ignore outputs that come from placeholders. The dry run of the stages checks the outputs
-            # that it reads.
+            # With a user's loss, an output that comes from a block of another stage is no error here, because the loss
+            # may ignore it. The dry run of the stages checks the outputs that the loss reads.
             if not self.any_output or found < self.stand_in:
                 self._need(found, "what the model returns")
         return self

@@ -82,9 +82,9 @@ def parse_message(line: bytes) -> IpcMessage:
     try:
         found = json.loads(line)
     except RecursionError:
-        raise ValueError("too deep") from None
+        raise ValueError(f"the message is nested deeper than {MAX_MESSAGE_DEPTH} levels") from None
     if not isinstance(found, dict):
-        raise ValueError("no object")
+        raise ValueError("the message is not a JSON object")
     level: list[Any] = [found]
     for _ in range(MAX_MESSAGE_DEPTH):
         level = [
@@ -95,7 +95,7 @@ def parse_message(line: bytes) -> IpcMessage:
         ]
         if not level:
             return unpack_messages(found)
-    raise ValueError("too deep")
+    raise ValueError(f"the message is nested deeper than {MAX_MESSAGE_DEPTH} levels")
 
 
 class MessageReader:

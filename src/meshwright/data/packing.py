@@ -151,7 +151,8 @@ def read_encoded_corpus(folder: Path) -> tuple[list[TokenArray], DocumentIndex]:
 
 
 def count_validation_rows(rows: int, fraction: float) -> int:
-    """Returns the smallest number of validation rows for a corpus of `rows` rows.
+    """Returns the minimum number of validation rows for a corpus of `rows` rows: `fraction` of the rows, but at least
+    MIN_VALIDATION_ROWS or a fifth of a small corpus. Returns 0 if `fraction` is 0.
 
     >>> [count_validation_rows(rows, 0.01) for rows in (10_000, 1_000, 50)], count_validation_rows(50, 0.0)
     ([100, 32, 10], 0)

@@ -385,7 +385,7 @@ class ClusterAgent(LocalAgent):
             node.leaving = True
         elif event["event"] == "started":
             event["pid"] = _remote_process_id(event["rank"])
-        # Ignores the exit of a rank with this index in an earlier generation.
+        # Only an exit in the current generation removes the rank: a rank of an earlier generation had the same index.
         elif event["event"] == "ended" and node.ranks.get(event["rank"]) == event["generation"]:
             del node.ranks[event["rank"]]
         elif event["event"] == "pulse":

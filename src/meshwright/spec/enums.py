@@ -107,9 +107,11 @@ def min_zero_stage(offload: Collection[Offload]) -> int:
 
 
 def upgrade_offload_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the fields of a plan, or pins, of an earlier version to the fields of this version.
+    """Converts the fields of an earlier version's plan, or of its pins (the plan fields that the user fixes), to the
+    fields of this version.
 
-    In earlier versions `offload_share` was the percentage of the weights if only weights were offloaded.
+    In earlier versions, if only weights were offloaded, `offload_share` was the percentage of the weights to offload.
+    This is now `weights_share`.
 
     >>> upgrade_offload_fields({"offload": ["parameters"], "offload_share": 50})
     {'offload': ['parameters'], 'weights_share': 50}

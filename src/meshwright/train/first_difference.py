@@ -103,8 +103,9 @@ def find_first_difference(
     gradients: Mapping[str, torch.Tensor],
     tolerance: float,
 ) -> ModuleDifference | None:
-    """Returns the first difference, or None if there is none. All ranks return the same result. `one` is the record of
-    a pass of the whole batch on one device. `gradients` has the parameter gradients of that pass by name."""
+    """Returns the first module whose output or gradients under the plan differ by more than `tolerance` from those on
+    one device, or None. All ranks return the same result. `one` is the record of a pass of the whole batch on one
+    device. `gradients` has the parameter gradients of that pass by name."""
     passes, ours = _record_plan_passes(trainer, batch)
     times = {key: time for time, key in enumerate(one.outputs)}
     found = _forward_differences(trainer, passes, one, times, tolerance)

@@ -150,8 +150,8 @@ def expected_fractions(policy: RecoveryPolicy, mean: float, interval: float) -> 
     if period + policy.recovery / mean > 500.0:
         raise InputError(
             Message(
-                "a failure every {mean:.3g} s, but {interval:.3g} s between saves and {recovery:.3g} s to recover: no "
-                "work is ever saved",
+                "a failure occurs every {mean:.3g} s, but a save is complete only every {interval:.3g} s and recovery "
+                "takes {recovery:.3g} s: no work is ever saved; save more often (--interval) or lower the failure rate",
                 mean=mean,
                 interval=interval + policy.save,
                 recovery=policy.recovery,

@@ -87,7 +87,8 @@ class StepProgram(NamedTuple):
 
 @dataclass
 class SimulatedRank:
-    """The state of one pipeline rank of one replica class during the simulation."""
+    """The state of one pipeline rank during the simulation. It represents this rank in all replicas of a class of
+    identical replicas."""
 
     at: int
     pp: int

@@ -76,8 +76,8 @@ class ParamGroups:
                     raise InputError(
                         Message(
                             "the optimizer has a tensor of shape {shape} that is not a parameter of the model: build "
-                            "its groups from `params`, each of which has a `path`, or from the parameters of the "
-                            "model that parallelize is given",
+                            "its groups from the parameters that your optimizer function receives, or from those of "
+                            "the model that you pass to parallelize",
                             shape=tuple(parameter.shape),
                         )
                     )

@@ -185,8 +185,8 @@ class FlatParamGroup:
             self.compressors = before
 
     def _make_compressors(self, compression: GradientCompression | None) -> ReducerPair:
-        """Returns the compressed reducers between hosts. With DiLoCo the second reducer reduces main weights over the
-        replicas."""
+        """Returns the reducers that compress traffic between hosts: one over the shard group, one over the replicas.
+        With DiLoCo the latter reduces main weights instead of gradients."""
         layout, buffer = self.layout, self.gradients.buffer
         full = layout.flat_slice(slice(0, layout.numel), buffer)
         shards = make_compressed_reducer(compression, layout.shard_group, full, True)
